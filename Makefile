@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fuzz test-unit test-local test-slow test-cluster test-all bench golden parity requirements images clean
+.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ test-all: test test-slow test-cluster ## every tier; the last needs a cluster
 fuzz: $(INSTALLED) ## some thousand broken bodies for each request of the servers: minutes
 	FUZZ_EXAMPLES=3000 $(PYTEST) -k test_fuzz -m "not local"
 
+mutations: $(INSTALLED) ## 10,000 changes of the files of a run, and what each reader made of them
+	$(BIN)/python -m tests.mutations $(COUNT)
+
 test-unit: $(INSTALLED) ## what needs no engine and no whole loop
 	$(PYTEST) -m "not local"
 
@@ -72,7 +75,7 @@ test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names, with `make 
 	$(BIN)/pytest $(CLUSTER_TESTS) -m "$(CLUSTER_TIER)" -v --durations=15
 
 bench: $(INSTALLED) ## ours beside a peer, measured in the same run (not scale.py, which needs simulated nodes)
-	for bench in $(filter-out benchmarks/scale%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$bench || exit 1; done
+	for bench in $(filter-out benchmarks/scale%,$(wildcard benchmarks/*.py)); do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 	$(BIN)/python benchmarks/sft_tokens.py --scaling
 
 golden: $(INSTALLED) ## rewrite the golden files after a wanted change

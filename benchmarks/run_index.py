@@ -25,7 +25,7 @@ from typing import Any
 
 import xxhash
 
-from tuneloop.core.artifacts import File, Manifest
+from tuneloop.core.artifacts import File, Manifest, dump_checked_json
 from tuneloop.core.store import Store, local_path
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs.records import Record
@@ -86,9 +86,8 @@ def _commit(
     put = _put_file if (local := local_path(url)) else Store(url).put
     for name in listed:
         put(f"{local}/{key}/{root}/{name}" if local else f"{key}/{root}/{name}", metrics if "metrics" in name else b"")
-    put(
-        f"{local}/{key}/manifest.json" if local else f"{key}/manifest.json", manifest.model_dump_json(indent=1).encode()
-    )
+    told = dump_checked_json(json.loads(manifest.model_dump_json()), "manifest.json")
+    put(f"{local}/{key}/manifest.json" if local else f"{key}/manifest.json", told)
     return f"{url}/{key}@{manifest.digest}"
 
 
@@ -108,7 +107,7 @@ def write_journal(directory: Path, url: str, iterations: int) -> None:
     store, _, name = url.rpartition("/")
     directory.mkdir(parents=True, exist_ok=True)
     record = Record(run=name, pipeline="grpo", path="grpo.py", config={}, store=store)
-    (directory / "run.json").write_text(record.model_dump_json())
+    (directory / "run.json").write_bytes(dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json"))
     journal = Journal(directory)
     given = {"run": name, "store": store, "iterations": str(iterations)}
     journal.write(Workflow("grpo", started=BEGUN, parameters=given))

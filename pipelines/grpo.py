@@ -37,7 +37,6 @@ Config: Any = LoopPipelineConfig.with_sections(
     reward=reward.settings(),
     update=policy_update.settings(without=GIVEN),
     evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
-    export=export.settings(),
 )
 
 # A step takes its inputs and parameters from wires: values of the loop (those of `carry` and `constants`; `iteration`
@@ -65,7 +64,7 @@ def stages(config: Config) -> list[StageSpec]:
         StageSpec(data_prep, config.data),
         StageSpec(base_model, config.model, model=config.base_model, **first),
         StageSpec(evaluate, config.evaluate, **engine),
-        StageSpec(export, config.export),
+        StageSpec(export),
         StageSpec(rollout, config.rollout, **engine),
         StageSpec(reward, config.reward),
         StageSpec(policy_update, config.update, max_staleness=config.max_staleness, **ranks),

@@ -53,7 +53,7 @@ def render_stage_page(stage: Component) -> str:
         "## Outputs",
         render_markdown_table(("name", "kind", ""), [*outputs, *results, *shown]),
         "## Parameters",
-        render_markdown_table(("flag", "type", "default", "meaning"), parameters),
+        render_markdown_table(("flag", "type", "default", "meaning"), parameters) if parameters else "None.",
     ]
     return "\n\n".join(parts) + "\n"
 

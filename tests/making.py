@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.waiting import until
+from tuneloop.core import fencing
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
+from tuneloop.sharing.opening import open_turns
 
 CHARACTERS = [*"0123456789abcdefghijklmnopqrstuvwxyz", " ", "="]
 
@@ -64,6 +69,29 @@ def commit(url: Path | str, stage: str, files: Path | None = None, **facts: Any)
             path.rename(draft.path / path.name)
     draft.commit(stage=stage, facts=facts)
     return Artifact(str(url))
+
+
+@contextlib.contextmanager
+def lease_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Artifact, Path], None]]:
+    """A device lease for what computes in the block; what is given asserts that it was released in time.
+
+    That is, after the last step (its metrics), and before any weights of the checkpoint, its canary, its manifest and
+    the `weights` that were published were written.
+    """
+    turns, file = open_turns(f"{directory}/group", who="a"), directory / "turn.json"
+    monkeypatch.setenv(fencing.VARIABLE, str(file))
+
+    def check(made: Artifact, weights: Path) -> None:
+        until(lambda: turns.read().idle)
+        at = file.with_suffix(".released").stat().st_mtime_ns
+        committed = [made.path.parent / "manifest.json", made.path / "canary.json", *made.path.rglob("*.safetensors")]
+        published = [path for path in weights.rglob("*") if path.is_file()]
+        assert len(committed) > 2 and published
+        assert (made.path / "metrics.jsonl").stat().st_mtime_ns <= at
+        assert all(at <= path.stat().st_mtime_ns for path in [*committed, *published])
+
+    with turns.acquire(file=file):
+        yield check
 
 
 def checkpoint_artifact(url: Path | str, arch: str = "qwen3", *, version: int = 0, **model: Any) -> Artifact:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.waiting import until
 from tuneloop.local.processes import WARM, base_environment
-from tuneloop.local.warm import READ_AT_IMPORT
+from tuneloop.local.warm import READ_AT_IMPORT, READ_AT_START
 
 MORE = ("peft", "torch.distributed.run", "uvicorn")
 """Imported besides what stages need."""
@@ -50,9 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Take back what a stage in this process, or torch, has set: with it nothing is a fork of the warm process."""
-    for name in [name for name in os.environ if name.startswith(READ_AT_IMPORT) and name not in BEFORE]:
-        del os.environ[name]
+    """Take back what a stage in this process, torch, or Ray has set: with it nothing is a fork of the warm process."""
+    prefixes = READ_AT_IMPORT + READ_AT_START
+    for name in [name for name in {*os.environ, *BEFORE} if name.startswith(prefixes)]:
+        if name in BEFORE:
+            os.environ[name] = BEFORE[name]
+        else:
+            del os.environ[name]
 
 
 def _start(config: pytest.Config) -> None:

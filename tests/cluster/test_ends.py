@@ -7,11 +7,11 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.making import submit_workflow
 from tests.cluster.test_queue import running, until
-from tuneloop.cli.show import list_cluster_stages
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
 from tuneloop.kube.connection import Connection
+from tuneloop.runs.stages import list_cluster_stages
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, Resources
 
 pytestmark = pytest.mark.cluster
@@ -72,7 +72,8 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
     attempts = [node for node in read_status(cluster, new).nodes.values() if node.type == "Pod"]
     ends = [classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message) for n in attempts]
     assert ends == [EVICTED, AWAY, KILL, MEMORY, SUCCEEDED], [(n.phase, n.exit_code, n.message) for n in attempts]
-    (stage,) = list_cluster_stages(read_status(cluster, new))
+    seen = read_status(cluster, new)
+    (stage,) = list_cluster_stages(seen.nodes, seen.waiting)
     assert (stage.phase, stage.done, stage.retries) == ("Succeeded", 1, 4)
     assert stage.cause.startswith("attempt 4 ended after ") and ": out of memory: main: OOMKilled" in stage.cause
     assert stage.lost_seconds > OLD_LIMIT_S and stage.seconds == attempts[-1].finished - attempts[-1].started

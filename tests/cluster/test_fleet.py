@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import STORE, kubectl, sleeper
+from tests.cluster.making import SMALL
 from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
+from tuneloop.argo.claim_steps import add_graph_end
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
@@ -49,8 +51,10 @@ def manifest(cluster: Connection, name: str, *more: str, labels: dict[str, str] 
     return graphs.render_graph([made], namespace=cluster.namespace, labels=labels)
 
 
-def start(cluster: Connection, run: str) -> str:
-    made = run_workflows.prepare_workflow(sleeper(60, ""), run=run, store=STORE, namespace=cluster.namespace)
+def start(cluster: Connection, run: str, seconds: int = 600) -> str:
+    asked = sleeper(seconds, "")
+    add_graph_end(asked, SMALL)
+    made = run_workflows.prepare_workflow(asked, run=run, store=STORE, namespace=cluster.namespace)
     return argo.create_workflow(cluster, made, run)
 
 
@@ -90,6 +94,19 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
         lambda: not kubectl("-n", cluster.namespace, "get", "dgd,deploy,pod", "-l", f"app={run}-worker", "-o", "name")
     )
     assert graphs.find_graph(cluster, run) is None
+
+
+def test_a_graph_ends_with_its_run_and_where_that_is_stopped(cluster: Connection, operator: None, run: str) -> None:
+    """Its Workflow objects stay."""
+    wanted = manifest(cluster, run, labels={RUN_LABEL: run})
+    graphs.bring_up(cluster, wanted, lambda: start(cluster, run, 1), timeout=300)
+    assert argo.wait_for_run(cluster, run) == 0
+    until(lambda: graphs.find_graph(cluster, run) is None)
+    assert graphs.bring_up(cluster, wanted, lambda: start(cluster, run), timeout=300) == f"{run}-2"
+    assert graphs.find_graph(cluster, run)
+    assert argo.stop_run(cluster, run) == 1
+    until(lambda: graphs.find_graph(cluster, run) is None)
+    assert len(run_workflows.find_workflows(cluster, run)) == 2
 
 
 def refitted(cluster: Connection, run: str) -> str:

@@ -28,4 +28,4 @@ def test_rows_examined_by_a_head_and_a_worker(
     assert len(found.facts["examined"]) == 2 and sum(found.facts["examined"].values()) == 11100
     few = prepare_rayjob({**given, "train": 1, "eval": 10**6, "prompts": f"{root}/few"}, f"{run}-few", roomy, run=run)
     assert launched(cluster, few) == 2
-    assert "digits has only 100000 left; ask for fewer" in capfd.readouterr().out
+    assert "digits has only 100000 distinct prompts left; ask for fewer" in capfd.readouterr().out

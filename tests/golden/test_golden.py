@@ -20,6 +20,11 @@ FORMS = {
     "-transformers": ["--set", "engine.name=transformers", "--set", "loop.evaluate_every=5"],
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
     "-replicas": ["--set", "engine.replicas=2"],
+    "-servers": [
+        *("--servers", "tuneloop-rollout", "--set", "engine.pull=true", "--set", "engine.weights=s3://bucket/weights"),
+        *("--set", "engine.replicas=3", "--set", "cluster.sampler.gpus=4", "--set", "cluster.sampler.memory=24Gi"),
+        *("--set", "engine.args={tensor_parallel_size: 2, pipeline_parallel_size: 2}"),
+    ],
     "-stages": [
         "--set",
         "engine.name=transformers",
@@ -42,7 +47,7 @@ def test_rendered_yaml(
 ) -> None:
     if form and "loop" not in find_pipeline(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-replicas", "-stages", "-shared") and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-replicas", "-servers", "-stages", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     assert run_cli(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out

@@ -12,6 +12,7 @@ from tuneloop.core.errors import Retryable
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.export import export
+from tuneloop.training.fetch import fetch_artifact
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 
@@ -26,7 +27,8 @@ def test_transformers_and_vllm_load_it_and_agree(tmp_path: Path, monkeypatch: py
     data_prep(out=str(tmp_path / "prompts"), train=200, eval=10, sft=100)
     base_model(out=str(tmp_path / "base"), prompts=str(tmp_path / "prompts"), model=model)
     plain = tmp_path / "plain"
-    manifest = export(out=str(tmp_path / "model"), policy=str(tmp_path / "base"), directory=str(plain))
+    manifest = export(out=str(tmp_path / "model"), policy=str(tmp_path / "base"))
+    fetch_artifact(str(tmp_path / "model"), plain)
 
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
     assert policy.num_parameters() == manifest.results["parameters"]

@@ -207,9 +207,9 @@ def build_argo(config):
 }
 """One of each row of the table in CONTRIBUTING.md, each in the one file that the table names."""
 OTHERS = """
-from tuneloop.argo.trainjob import run_here, as_trainjob
+from tuneloop.argo.trainjob import as_trainjob
 from tuneloop.inference.fleet import open_fleet
-from tuneloop.training.backends import load_backend
+from tuneloop.training.backends import load_backend, run_here
 from tuneloop.workflow.settings import Cluster
 
 (worker,) = open_fleet("added://somewhere:1").discover()

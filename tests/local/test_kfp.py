@@ -179,6 +179,7 @@ def draw_in_frame(page: str, picture: Path) -> int:
     attributes = f'sandbox="allow-scripts" srcdoc="{html.escape(page)}" style="width:100%;height:99vh;border:0"'
     frame.write_text(f"<!doctype html><meta charset=utf-8><body style=margin:0><iframe {attributes}></iframe>")
     line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1600"]
+    line += [f"--user-data-dir={picture.with_suffix('.profile')}"]  # two browsers with one profile wait for each other
     # A frame in a process of its own may be drawn after the picture is taken.
     line += ["--disable-features=IsolateSandboxedIframes", "--run-all-compositor-stages-before-draw"]
     subprocess.run([*line, f"--screenshot={picture}", frame.as_uri()], check=True, capture_output=True, timeout=300)

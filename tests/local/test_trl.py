@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.making import tiny_model
 from tests.waiting import LIMIT_S
-from tuneloop.argo.trainjob import run_here
+from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.training.backends import run_here
 from tuneloop.training.backends.trl import Trl
+from tuneloop.training.checkpoint import find_state, trainer_state
 from tuneloop.training.fetch import fetch_artifact
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
@@ -91,6 +93,44 @@ def test_a_script_in_two_processes(
     before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (made / "model", tmp_path / "out"))
     assert any(not torch.equal(before[name], value) for name, value in after.items())
     assert all(bool(value.isfinite().all()) for value in after.values())
+
+
+SMALL = [
+    *("data.train=8", "data.eval=8", "data.sft=16", "sft.max_steps=3", "sft.warmup_steps=0", "evaluate.limit=8"),
+    *("sft.per_device_train_batch_size=16", "sft.adam_beta2=0.99"),
+]
+PAIRS = [
+    *("data.preference=8", "data.preference_eval=4", "preference.max_steps=3", "preference.warmup_steps=0"),
+    "preference.per_device_train_batch_size=8",
+]
+
+
+TWO = ["processes=2", "sft.per_device_train_batch_size=8"]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stage", "sets", "ranks"), [("sft", "sft", SMALL, TWO), ("dpo", "preference", SMALL + PAIRS, [])]
+)
+def test_a_pipeline_is_switched_by_one_line(
+    tmp_path: Path, pipeline: str, stage: str, sets: list[str], ranks: list[str]
+) -> None:
+    """Each step has all rows, so that either backend takes the same ones: to other weights by rounding alone."""
+    for backend, more in (("native", []), ("trl", ranks)):
+        given = [word for item in (*sets, *more, f"{stage}.backend={backend}") for word in ("--set", item)]
+        assert run_cli(["run", pipeline, "--run", backend, "--store", str(tmp_path), *given]) == 0
+    ours, theirs = (Artifact(f"{tmp_path}/{backend}/{stage}") for backend in ("native", "trl"))
+    assert ours.manifest.params["backend"] is None and theirs.manifest.params["backend"] == "trl"
+    assert theirs.manifest.notes["world_size"] == 1 + len(ranks) / 2
+    assert ours.manifest.results == pytest.approx(theirs.manifest.results, rel=1e-3)
+    assert Artifact(f"{tmp_path}/trl/export").manifest.inputs["policy"].endswith(theirs.manifest.digest)
+    before, *after = (
+        AutoModelForCausalLM.from_pretrained(Artifact(artifact).part("model")).state_dict()
+        for artifact in (theirs.manifest.inputs["policy"], ours.url, theirs.url)
+    )
+    moved = max(float((after[0][name] - value).abs().max()) for name, value in before.items())
+    apart = max(float((after[0][name] - value).abs().max()) for name, value in after[1].items())
+    assert apart < 0.05 * moved
+    assert trainer_state(theirs) == trainer_state(ours) and find_state(theirs) is not None
 
 
 def test_a_rank_ends_whatever_its_threads_still_hold(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ HOSTILE: Sequence[Any] = (
         "1",
         "\x00",
         "\ud83d\ude00",
+        "\ud800",
         "x" * 5000,
         "../../etc/passwd",
         "file:///etc/passwd@xxh3-128:00",
@@ -48,7 +49,7 @@ def draw_bodies(draw: st.DrawFn, good: Sequence[dict[str, Any]]) -> dict[str, An
             for key in above:
                 place = place[key]
             if draw(st.integers(0, 9)):
-                place[last] = draw(st.sampled_from(HOSTILE))
+                place[last] = copy.deepcopy(draw(st.sampled_from(HOSTILE)))  # the next change may be inside it
             else:
                 del place[last]
     return body

@@ -110,8 +110,8 @@ def test_stages_have_an_account_without_rights() -> None:
     bound = {subject["name"] for binding in named("RoleBinding").values() for subject in binding["subjects"]}
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
-    talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-launcher", "tuneloop-gateway"}
-    talkative.add("tuneloop-rollout-autoscaler")
+    talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-graphs", "tuneloop-launcher", "tuneloop-gateway"}
+    talkative |= {"tuneloop-rollout-autoscaler", "tuneloop-ui"}
     assert mounted <= talkative  # whose pods talk to the API server
 
 

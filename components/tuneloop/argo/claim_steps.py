@@ -1,15 +1,16 @@
-"""The steps of a Workflow that reserve shared devices and give them back; `tuneloop.cluster.reservations` is what they
-run."""
+"""The steps of a Workflow that reserve shared devices and give them back, or end its graph;
+`tuneloop.cluster.reservations` is what they run."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from hera.workflows import Container, Parameter
+from hera.workflows import Container, Parameter, Workflow
 from hera.workflows.models import ValueFrom
 
-from tuneloop.argo.claims import GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
+from tuneloop.argo.claims import END, GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
 from tuneloop.argo.pod_fields import OUTPUTS, step_fields
+from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster
 
 
@@ -49,6 +50,24 @@ def connect_seats(workflow: dict[str, Any]) -> None:
             if not task.get("depends") and not task.get("dependencies"):
                 task["depends"] = "claim"
         tasks.insert(0, {"name": "claim", "template": TAKE})
+
+
+def add_graph_end(workflow: dict[str, Any], cluster: Cluster) -> None:
+    """Have a rendered workflow end its run's Dynamo graph by an exit handler, beside the one that it has."""
+    place = {
+        "workflow": "{{workflow.name}}",
+        "namespace": "{{workflow.namespace}}",
+        "run": "{{workflow.parameters.run}}",
+    }
+    command = ["python", "-m", "tuneloop.cluster.reservations", END]
+    with Workflow() as built:
+        Container(name=END, command=command, args=encode_flags(place), **step_fields("tuneloop-graphs", cluster))
+    spec = workflow["spec"]
+    spec["templates"] += built.to_dict()["spec"]["templates"]
+    if before := spec.get("onExit"):
+        both = [{"name": name, "template": name} for name in (before, END)]
+        spec["templates"].append({"name": "end-run", "dag": {"tasks": both}})
+    spec["onExit"] = "end-run" if before else END
 
 
 def list_entry_templates(workflow: Mapping[str, Any]) -> list[str]:

@@ -19,8 +19,8 @@ DEVICES = "devices"
 ROLES = {"rollout": "sampler"}
 """Logical image → role, where it is not that of a trainer."""
 TRAINER = "trainer"
-TAKE, GIVE = "take-claim", "give-claim"
-"""Templates of the first step and of the exit handler."""
+TAKE, GIVE, END = "take-claim", "give-claim", "end-graph"
+"""Templates of the first step, and of the exit handlers that give claims back and that end a run's own graph."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 """Fields of a pod that say where it runs."""
 

@@ -109,11 +109,7 @@ def check_colocation(workflow: Mapping[str, Any]) -> None:
 
 
 def describe_colocation(workflow: Mapping[str, Any], parameters: int | None) -> Iterator[str]:
-    """Yield the lines that describe the memory plan.
-
-    Args:
-        parameters: of the model, if they are known.
-    """
+    """Yield the lines that describe the memory plan."""
     for role, of in compute_colocations(workflow).items():
         node = f" of {format_gib(of.node)}" if of.node else ""
         yield f"memory of {of.runs} runs whose {f'{role}s' if role else 'stages'} share a node{node}"

@@ -66,9 +66,6 @@ def jobset_steps(
 
     Args:
         result: the stage in one process; it becomes the step that reads the output.
-        role: what its pods compute.
-        processes: ranks of torchrun in a pod.
-        nodes: pods.
         numbered: the stage runs more than once in a workflow, told apart by its ``iteration``.
     """
     from hera.workflows import Parameter, Resource, Steps
@@ -134,8 +131,6 @@ def build_jobset(
 
     Args:
         name: of the object; with ``-node-0-0-x7k2p`` at its end at most 63 characters.
-        pod: the spec of each.
-        labels: of the JobSet and its pods.
         queue: Kueue's labels, see `Cluster.build_queue_labels`.
         stage: what `tuneloop cluster logs` calls the pods.
     """
@@ -166,10 +161,6 @@ def build_jobset(
 
 def check_names(workflow: Mapping[str, Any], run: str) -> None:
     """Refuse a run whose JobSets could not be named: their pods are hosts, and say so only when they are started.
-
-    Args:
-        workflow: as prepared for submission.
-        run: the name that it may get.
 
     Raises:
         UserError: with the longest name of a pod.
@@ -214,11 +205,6 @@ def pod_spec(
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
-
-    Args:
-        image: logical name.
-        role: what it computes.
-        env: beside what every stage has.
 
     Raises:
         UserError: it should share devices with other runs: turns are had pod by pod.

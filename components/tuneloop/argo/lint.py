@@ -91,18 +91,6 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
         if task.get("template") == template["name"] and not task.get("when"):
             yield UserError(place, task["template"], "a template that calls itself needs a when")
     yield from _skipped_outputs(at, tasks)
-    yield from _loop_status(at, tasks)
-
-
-def _loop_status(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
-    """Find tags for the status of a loop over items: the controller gives it outputs, but none, and leaves the tag."""
-    loops = {name for name, task in tasks.items() if {"withItems", "withParam", "withSequence"} & task.keys()}
-    for name, task in tasks.items():
-        text = f"{task.get('when')} {task.get('arguments')}"
-        for other in sorted(loops):
-            if re.search(rf"tasks(\.{other}|\['{other}'\])\.(status|exitCode)\b", text):
-                remedy = f"a loop has none; use depends: {other}.AnySucceeded or {other}.Failed"
-                yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.status", remedy)
 
 
 def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:

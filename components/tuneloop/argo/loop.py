@@ -64,7 +64,6 @@ def call_step(step: Step, templates: Templates, values: Mapping[str, str], **abo
 
     Args:
         values: wire → value; a wire that is not in it is an output of a task beside.
-        about: more of Hera's fields of the task.
     """
     given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
     arguments = list(given.items())
@@ -167,12 +166,7 @@ def build_pods(loop: Loop, pod: Any) -> Any:
 
 def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
     """Build a step ``continue`` that starts the run's next workflow at the template `entrypoint`: what it runs is
-    `tuneloop.cluster.continue_run`.
-
-    Args:
-        arguments: the inputs of that template, and of this one.
-        cluster: whose base image it uses.
-    """
+    `tuneloop.cluster.continue_run`."""
     passed = [f"{name}={input_tag(name)}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
     return Container(
@@ -226,7 +220,6 @@ def call_loop(
     Args:
         boot: the checkpoint that the server boots with, while the loop's policy may still be trained; unless both
             want the same device.
-        values: what the first iteration starts from.
     """
     server, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task

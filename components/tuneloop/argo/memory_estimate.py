@@ -41,7 +41,6 @@ class Model:
     """Shape of a decoder.
 
     Attributes:
-        parameters: how many, and `how` they were counted.
         linears: of each layer, what adapters can go to: name → inputs and outputs; empty where they are not known.
     """
 
@@ -149,7 +148,7 @@ def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None)
     """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of sequences."""
     if stage.role == "trainer":
         limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
-        return bool(limited) and count_adapter_parameters(stage, model) is not None
+        return bool(limited) and "backend" not in stage.flags and count_adapter_parameters(stage, model) is not None
     return stage.serves or _only_holds(stage) or context is not None
 
 

@@ -22,10 +22,8 @@ def describe_loop(
     """Return the steps of a loop with their commands and flags.
 
     Args:
-        specs: the stages that it calls, with their parameters.
         shared: parameters that every stage which has them is given.
         wired: parameters whose values the pod is given, beside those that the steps are wired to.
-        evaluate_every: iterations between two checks; 0: none.
     """
     known = {spec.component: spec for spec in specs}
 
@@ -64,14 +62,7 @@ def pod_template(
     role: ResourceRole,
     cluster: Cluster,
 ) -> Container:
-    """Return the template `iterations`, a container that runs `per_pod` of them; with auto at most its workflow's.
-
-    Args:
-        inputs: its input parameters, which are values of the loop.
-        outputs: its output parameters.
-        values: more values of the loop.
-        role, cluster: what the pod asks for.
-    """
+    """Return the template `iterations`, a container that runs `per_pod` of them; with auto at most its workflow's."""
     limit = ["{{workflow.parameters.per-workflow}}", "--auto"] if per_pod == "auto" else [str(per_pod)]
     passed = {**{name: input_tag(name) for name in inputs}, **values}
     made = Container(

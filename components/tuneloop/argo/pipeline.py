@@ -27,9 +27,7 @@ def build_workflow(
     """Return a pipeline as a Workflow.
 
     Args:
-        name: of the pipeline, in kebab-case.
         config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
-        specs: its stages.
         draw: calls them.
         loop: what `draw` calls as the loop.
 

@@ -49,12 +49,8 @@ def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:
 
 
 def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()) -> ResourceRole:
-    """Find what the pod of a stage computes: nothing, where the stage only calls a server.
-
-    Args:
-        given: its parameters.
-        wired: those that the graph passes.
-    """
+    """Find what the pod of a stage with the parameters `given` computes: nothing, where the stage only calls a server;
+    `wired` are parameters that the graph passes."""
     engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
     if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
         return "cpu"

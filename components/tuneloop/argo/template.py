@@ -27,8 +27,6 @@ def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: C
     """Create a Workflow to enter with ``with``; it starts at the template ``main``.
 
     Args:
-        name: of the pipeline, in kebab-case.
-        parameters: workflow parameters beside ``run`` and ``store``, with their values.
         cluster: what its pods ask for: a workflow whose stages share devices takes a seat on their claim.
     """
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
@@ -78,12 +76,8 @@ def stage_template(
     its output parameters are the output's reference (under the output's name) and the stage's results.
 
     Args:
-        component: the stage.
         params: its parameters; they are resolved here, once, and all of them are written into the command.
         dynamic: parameters that the graph passes; optional ones may be left out or empty.
-        processes: ranks of torchrun in a pod.
-        nodes: pods.
-        cluster: what a pod asks for.
 
     Raises:
         UserError: a parameter that the stage refuses.
@@ -130,9 +124,6 @@ def server_template(
     """Build the vLLM server as a daemon: it lives as long as the graph that started it.
 
     Args:
-        port: where it listens, at the pod's address.
-        engine_args: vLLM's own options.
-        cluster: what the pod asks for.
         weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
         several: it is called once for each `replica`.
     """

@@ -1,14 +1,11 @@
-"""A trainer backend as a TrainJob, a JobSet, a RayJob, a Job of one pod, and as processes here.
+"""A trainer backend as a TrainJob, a JobSet, a RayJob, and a Job of one pod.
 
 backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
 manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
 code = launch_job(connect_to_cluster(), manifest)
 """
 
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +36,6 @@ def as_trainjob(
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
             see `tuneloop.training.fetch`.
         runtime: name of the runtime; default: ``tuneloop-<framework>``.
-        run: name of the run that it belongs to.
 
     Raises:
         UserError: an option that the backend refuses; devices that it should share.
@@ -171,21 +167,6 @@ def prepare_rayjob(
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")
     data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
-
-
-def run_here(backend: LLMBackend) -> int:
-    """Run all its processes on this machine, and return the exit code.
-
-    Raises:
-        UserError: an option that the backend refuses, or several nodes.
-    """
-    backend.validate()
-    if backend.nodes > 1:
-        raise UserError("nodes", backend.nodes, f"this is one machine; say 1, and processes={backend.nodes}")
-    own = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": str(backend.processes), "PET_STANDALONE": "1"}
-    program, *rest = backend.to_command()
-    program = sys.executable if program == "python" else program
-    return subprocess.run([program, *rest, *backend.to_args()], env={**os.environ, **own}).returncode
 
 
 def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:

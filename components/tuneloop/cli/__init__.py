@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 
 
-def print_version(asked: bool = True) -> None:
+def print_version(asked: bool) -> None:
     """Print the version."""
     if asked:
         typer.echo(f"tuneloop {tuneloop.__version__}")
@@ -52,12 +52,6 @@ def handle_global_options(
     version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the version."),
 ) -> None:
     """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
-
-
-@app.command("version")
-def show_version() -> None:
-    """Print the version."""
-    print_version()
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -80,6 +74,9 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "audit": prove.audit_run,
     "replay": prove.replay_run,
     "bisect": prove.bisect_runs,
+    "probe": prove.probe_rewards,
+    "why": prove.explain_version,
+    "rescore": prove.rescore_run,
     "gc": gc.collect_garbage,
     "turns": turns.show_device_leases,
     "gateway": gateway.serve_gateway,

@@ -79,14 +79,24 @@ def render_pipeline(
     template: Annotated[
         bool, typer.Option("--template", help="A WorkflowTemplate, named by pipeline and version, for GitOps.")
     ] = False,
+    servers: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its rollout servers alone: a Deployment, and a Service.")
+    ] = None,
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
+    from tuneloop.argo.jobset import dump_manifest
     from tuneloop.cluster.run_workflows import as_template, template_name
+    from tuneloop.cluster.serving import render_servers
     from tuneloop.config.loading import dump_workflow, find_pipeline
 
     found = find_pipeline(pipeline)
-    workflow = found.build(found.configure(config, sets or ()))
-    text = dump_workflow(as_template(workflow, template_name(found.name)) if template else workflow)
+    workflow = found.build(configured := found.configure(config, sets or ()))
+    if servers is not None and template:
+        raise UserError("--template", "true", "is a form of the workflow: leave it out beside --servers")
+    if servers is not None:
+        text = "---\n".join(map(dump_manifest, render_servers(workflow, servers, configured)))
+    else:
+        text = dump_workflow(as_template(workflow, template_name(found.name)) if template else workflow)
     print_or_write_text(text, output)
 
 

@@ -54,10 +54,11 @@ def submit_run(
     context: CONTEXT = None,
 ) -> int:
     """Send a pipeline to a cluster, once everything it needs was found there."""
+    from tuneloop.argo.claim_steps import add_graph_end
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
-    from tuneloop.cluster.preflight import check_cluster, list_notices
+    from tuneloop.cluster.preflight import check_cluster
     from tuneloop.cluster.queue_problems import find_queue_warnings
     from tuneloop.config.loading import dump_workflow, find_pipeline
     from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
@@ -67,11 +68,11 @@ def submit_run(
     if fleet:  # rollouts are the graph's
         graph = render_graph(read_yaml_documents(fleet), namespace=namespace, labels={RUN_LABEL: run})
         fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
-    found = find_pipeline(pipeline)
-    workflow = found.build(found.configure(config, [*fleet_sets, *(sets or ())]))
+    settings: Any = (found := find_pipeline(pipeline)).configure(config, [*fleet_sets, *(sets or ())])
+    workflow = found.build(settings)
+    if graph:
+        add_graph_end(workflow, settings.cluster)
     made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
-    for notice in list_notices(made):
-        typer.echo(f"note: {notice}", err=True)
     if dry_run:
         typer.echo("---\n".join(dump_workflow(each) for each in (graph, made) if each), nl=False)
         return 0
@@ -219,13 +220,14 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 
     What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
     """
-    from tuneloop.cli.show import list_cluster_stages, show_stages
+    from tuneloop.cli.show import show_stages
     from tuneloop.cluster.watch import read_status
+    from tuneloop.runs.stages import list_cluster_stages
 
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
         fields = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-        print_json({**fields, "stages": [asdict(stage) for stage in list_cluster_stages(seen)]})
+        print_json({**fields, "stages": [asdict(stage) for stage in list_cluster_stages(seen.nodes, seen.waiting)]})
         return
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
@@ -235,7 +237,7 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
         typer.echo(f"  claim        {claim}: {told}")
     for node, why in seen.waiting.items():
         typer.echo(f"  waiting      {node}: {why}")
-    show_stages(list_cluster_stages(seen), places=0)
+    show_stages(list_cluster_stages(seen.nodes, seen.waiting), places=0)
 
 
 @app.command("logs")

@@ -145,8 +145,6 @@ def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) ->
 
 
 def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
-    import yaml
-
     from tuneloop.cli.checks import check_local_run
     from tuneloop.runs.summary import summarize_run
 
@@ -156,21 +154,19 @@ def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> i
     if run.phase == "succeeded":
         typer.echo(f"{run.name}: finished already\n{summarize_run(run)}")
         return 0
-    check_local_run(run.record.config, yaml.safe_load((run.directory / "workflow.yaml").read_bytes()), run.store_url)
+    check_local_run(run.record.config, run.read_workflow(), run.store_url)
     return _carry_out(run, parallelism, track, warm)
 
 
 def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
     """Execute the run's own workflow.yaml, show it, and say how it ended."""
-    import yaml
-
     from tuneloop.cli.live import Display
     from tuneloop.cli.show import describe_failure, write_report
     from tuneloop.local.executor import execute_parts
     from tuneloop.runs.summary import summarize_run
     from tuneloop.runs.tracking import mirror_in_background
 
-    workflow = yaml.safe_load((run.directory / "workflow.yaml").read_bytes())
+    workflow = run.read_workflow()
     start = time.monotonic()
     with mirror_in_background(run, enabled=track) as tracker, Display(run.name, workflow) as display:
         outcome = execute_parts(

@@ -28,7 +28,8 @@ def show_status(
     as_json: JSON = False,
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
-    from tuneloop.cli.show import format_store_option, list_stages, show_stages
+    from tuneloop.cli.show import format_store_option, show_stages
+    from tuneloop.runs.stages import list_stages
     from tuneloop.runs.summary import format_facts, iterations_line, reward_line
 
     if name is None:
@@ -51,7 +52,7 @@ def show_status(
 
 def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs") -> None:
     """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
-    from tuneloop.cli.live import get_stage_name
+    from tuneloop.runs.stages import get_stage_name
 
     run = open_run(name, store)
     if run.state is None:
@@ -106,7 +107,7 @@ def print_json(told: Mapping[str, Any]) -> None:
 
 def _told(run: "Run") -> dict[str, Any]:
     """Describe a run for programs."""
-    from tuneloop.cli.show import list_stages
+    from tuneloop.runs.stages import list_stages
 
     state, batches = run.state, run.training_rewards()
     most = state.workflow.parameters.get("iterations") if state else None
@@ -183,7 +184,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
 def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:
     """Print the lines of a log that were not printed yet; a line still being written waits."""
-    from tuneloop.cli.live import get_stage_name, iteration_of
+    from tuneloop.runs.stages import get_stage_name, iteration_of
 
     path = run.directory / node.log
     if not path.is_file():

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.local.journal import BROKEN, DONE, Node
+from tuneloop.runs.stages import format_number, get_stage_name, iteration_of
 from tuneloop.runs.summary import format_duration
 from tuneloop.workflow.rendered_stages import read_loop
 
@@ -154,25 +155,3 @@ class Display:
             lines.append(f"  {get_stage_name(node)}  {since}  {self.told.get(node.id, '')}".rstrip())
         lines += [f"  {get_stage_name(node)}: {node.message}" for node in list(self.waiting.values())]
         return Text("\n".join(lines))
-
-
-def get_stage_name(node: Node) -> str:
-    """Return the name of a node's stage in the graph, without the number of the attempt."""
-    return re.sub(r"\(\d+\)$", "", node.display_name)
-
-
-def iteration_of(node: Node) -> int:
-    """Return the iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``.
-
-    What a stage reads has a digest behind its address, and may be of an earlier iteration.
-    """
-    found = (re.search(r"/iterations/(\d+)/[^/@]+$", value) for value in node.inputs.values())
-    return next((int(match[1]) for match in found if match), 0)
-
-
-def format_number(text: str) -> str:
-    """Format `text` with four significant digits if it is a number, else return an empty string."""
-    try:
-        return f"{float(text):.4g}"
-    except ValueError:
-        return ""

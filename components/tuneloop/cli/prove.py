@@ -1,11 +1,19 @@
-"""Commands that check what a run claims: its digests, what its stages compute, where it departs from another."""
+"""Commands that check what a run claims (its digests, what its stages compute, where it departs from another), say what
+made a version and how another reward judges, and what a policy could gain from a reward."""
 
-from typing import Annotated
+import heapq
+import json
+import sys
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
 
 import typer
 
 from tuneloop.cli.arguments import RUN, STORE
 from tuneloop.cli.inspect import open_run
+from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 
 
@@ -68,3 +76,69 @@ def bisect_runs(
     found = find_departure(open_run(name, store), open_run(against, store))
     typer.echo(found or "equal as far as both go")
     return 2 if found else 0
+
+
+def probe_rewards(
+    rewards: Annotated[list[str] | None, typer.Option("--reward", help="By name or pkg.mod:attr. Repeatable.")] = None,
+    environments: Annotated[list[str] | None, typer.Option("--environment", help="The same. Repeatable.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="JSON Lines: a row with answer.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds that one call may take.")] = 5.0,
+) -> int:
+    """Try attacks on rewards and environments. Prints what a policy could gain; exit code 1 where it gains."""
+    from tuneloop.local.probe import ENDINGS, count_endings, try_attacks
+
+    _find_modules_here()
+    trials = try_attacks(rewards or (), environments or (), data, timeout_s)
+    print_table(*count_endings(trials))
+    typer.echo("A number without a letter: " + "; ".join(": ".join(filter(None, one)) for one in ENDINGS.items()))
+    paid = sorted((t for t in trials if t.ending in ("n", "g")), key=lambda t: t.outcome.score or 0.0)
+    for t in {(t.target, t.category): t for t in paid}.values():
+        score = "no score" if t.outcome.score is None else f"{t.outcome.score:.3g}"
+        about = f"{score}, a wrong answer has {t.wrong:.3g}; {t.outcome.breakdown}"
+        typer.echo(f"{t.target}: {t.category}: {t.name}: {about}: {t.text[:200]!r}")
+    return 1 if paid else 0
+
+
+def explain_version(
+    name: RUN,
+    which: Annotated[str, typer.Argument(metavar="ITERATION|VERSION", help="3: an iteration; v4: version 4.")],
+    store: STORE = "runs",
+) -> None:
+    """Say what made a version. Prompts, rollouts, rewards, seeds, code, image and who served, as it was recorded."""
+    from tuneloop.runs import questions, summary
+
+    run = open_run(name, store)
+    for ref, told in questions.explain_artifact(run, questions.find_made(run, which)):
+        typer.echo(f"{ref}\n{summary.format_facts(told)}")
+
+
+def rescore_run(
+    name: RUN,
+    reward: Annotated[str, typer.Option(help="Its name, as in exact or my_rewards:score; or JSON, reward → weight.")],
+    examples: Annotated[int, typer.Option(min=0, help="Completions to show, of those whose score differs most.")] = 5,
+    store: STORE = "runs",
+) -> None:
+    """Judge a run's stored rollouts by another reward. Means, groups whose order changes, who is judged otherwise."""
+    from tuneloop.runs import questions
+
+    _find_modules_here()
+    lines, apart = [], list[dict[str, Any]]()
+    spec = reward if reward.startswith("{") else json.dumps({reward: 1.0})
+    for iteration, rows in questions.rescore_run(open_run(name, store), spec):
+        scores = ([row[by] for row in rows if row[by] is not None] for by in ("score", "rescored"))
+        means = (f"{fmean(each):.3f}" if each else "none" for each in scores)
+        changed = [row for row in rows if row["change"]]
+        lines.append((str(iteration), *means, f"{len(changed)} of {len(rows)}", questions.count_reordered(rows)))
+        apart = heapq.nlargest(examples, [*apart, *changed], key=itemgetter("change"))
+    columns = ("iteration", "mean", "rescored", "scored otherwise", "groups reordered")
+    print_table(columns, lines, right=columns)
+    for row in apart:
+        texts = "  ".join(f"{key} {row[key]!r:.200}" for key in ("prompt", "completion", "answer"))
+        typer.echo(f"{row['request_id']}: {row['score']} → {row['rescored']}  {texts}")
+
+
+def _find_modules_here() -> None:
+    """Find a user's rewards in the working directory, as a stage does, which `python -m` runs."""
+    sys.path.insert(0, str(Path.cwd()))

@@ -5,14 +5,19 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.arguments import STORE
+from tuneloop.cli.arguments import CONTEXT, STORE
 from tuneloop.core.errors import UserError
+from tuneloop.kube.connection import connect_to_cluster
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 
 def serve_ui(
     store: STORE = "runs",
     host: Annotated[str, typer.Option(help="Address to listen on. It asks nobody who they are.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one and says which.")] = 8090,
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
+    context: CONTEXT = None,
 ) -> None:
     """Serve a live page over the runs of a store. Read only: curves, alarms, completions token by token, weights."""
     try:
@@ -22,9 +27,12 @@ def serve_ui(
         from tuneloop.ui.app import build_app
     except ImportError as error:
         raise UserError("ui", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
+    cluster = connect_to_cluster(namespace, context) if namespace else None
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))
         listener.listen(128)
-        typer.echo(f"http://{host}:{listener.getsockname()[1]}/", err=True)
-        config = uvicorn.Config(build_app(store), log_level="warning", access_log=False)
+        shown = f"[{host}]" if ":" in host else host
+        typer.echo(f"http://{shown}:{listener.getsockname()[1]}/", err=True)
+        hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
+        config = uvicorn.Config(build_app(store, cluster, hosts), log_level="warning", access_log=False)
         serve_until_signalled(uvicorn.Server(config), listener)

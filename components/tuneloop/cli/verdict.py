@@ -5,13 +5,13 @@ from typing import Any
 
 import typer
 
-from tuneloop.cli.live import get_stage_name
 from tuneloop.cli.show import find_failed_pod, format_stage_error
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_USER
 from tuneloop.local.journal import Node
+from tuneloop.runs.stages import get_stage_name
 from tuneloop.runs.summary import format_facts
 from tuneloop.workflow.manifest import effective_spec
 from tuneloop.workflow.rendered_stages import read_stage

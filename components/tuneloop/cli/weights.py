@@ -153,12 +153,12 @@ def _show_published(root: str) -> None:
 
 def _verify_published(root: str, version: int | None, base: Path | None) -> int:
     """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
-    from tuneloop.weights import verify_version
+    from tuneloop.weights import verify_version, versions
 
-    first: dict[str, int] = {}
+    first, chain = dict[str, int](), versions.Chain(root)
     for chosen in [v.version for v in _listed(root)] if version is None else [version]:
         try:
-            tensors = verify_version(root, chosen, base=base)
+            tensors = verify_version(chain, chosen, base=base)
             typer.echo(f"published version {chosen}: {tensors}/{tensors} tensors as published")
         except UserError as error:
             found = first.setdefault(str(error.value), chosen)

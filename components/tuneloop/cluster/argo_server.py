@@ -22,10 +22,6 @@ from tuneloop.workflow.settings import RUN_LABEL
 class Server:
     """An Argo server.
 
-    Args:
-        url: with scheme and port.
-        namespace: where runs live.
-
     Raises:
         UserError: `url` has no scheme.
     """

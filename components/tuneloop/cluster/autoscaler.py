@@ -21,10 +21,8 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:
-    """Look once at the Deployment behind a Service of its name, and scale it as `rule` decides; say what was changed.
-
-    Args:
-        run: whose iterations say what idles.
+    """Look once at the Deployment behind a Service of its name, and scale it as `rule` decides, also by the iterations
+    of `run`; say what was changed.
 
     Raises:
         UserError: there is no such Deployment or Service, a pod counts no requests, or the account may not.

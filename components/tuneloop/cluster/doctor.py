@@ -1,8 +1,5 @@
 """Say what a cluster has and lacks before anything is sent there: a check a line, each with the command that mends it.
 
-    checks = check_argo(connect_to_cluster("tuneloop"), workflow, "s3://artifacts/runs")
-    refused = any(check.outcome == REFUSED for check in checks)
-
 Nothing is changed on the cluster. What `tuneloop submit` refuses is found by `preflight`; Kubeflow Pipelines' own
 checks are in `tuneloop.kfp.doctor`.
 """
@@ -45,14 +42,8 @@ INSTALL_ARGO = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        subject: what was looked at.
-        outcome: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`.
-        found: what was found, in one line.
-        remedy: the command that mends it, of what is refused or warned of.
-    """
+    """One thing that was looked at; `outcome` is `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`, `remedy` the command that
+    mends it."""
 
     subject: str
     outcome: str

@@ -36,7 +36,6 @@ class Kind:
     """A kind of job.
 
     Attributes:
-        api: its group, version and plural.
         pods: label whose value, on its pods, is the job's name.
         succeeded: what the status says; None while the job is under way.
     """
@@ -74,8 +73,6 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end.
 
     Args:
-        job: a manifest of one of `KINDS`.
-        poll: seconds between two looks.
         grace: seconds for KubeRay's own pod to submit a RayJob to its Ray cluster; after that it is submitted here.
 
     Returns:

@@ -3,9 +3,7 @@
 Where the account may not look (403), a thing counts as present: the account that runs the workflow is another one.
 """
 
-import itertools
 import os
-import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -30,9 +28,6 @@ CLAIMS = KINDS["ResourceClaim"]
 LISTED = 50
 """The most images that a kubelet reports (``nodeStatusMaxImages``)."""
 
-THEIRS = re.compile(r"""(?:^|")(?!tuneloop\.)([^\W\d]\w*(?:\.\w+)*:[^\W\d][\w.]*)(?:\\?"|$)""")
-"""A dotted path to code that is not ours, as a whole argument or a string of its JSON, or of JSON in that."""
-
 
 def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
     """Refuse a prepared workflow that cannot run on the cluster.
@@ -55,21 +50,6 @@ def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[User
     """
     missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
     return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
-
-
-def list_notices(workflow: Mapping[str, Any]) -> list[str]:
-    """List what nobody can know from here: which of the user's own code each image has to have. One line an image."""
-    wanted: dict[str, set[str]] = {}
-    for container in (t["container"] for t in workflow["spec"].get("templates", ()) if "container" in t):
-        paths = {path for word in container.get("args", ()) for path in THEIRS.findall(str(word))}
-        modules = {name for flag, name in itertools.pairwise(container.get("command", ())) if flag == "-m"}
-        paths |= {name for name in modules if not name.startswith("tuneloop.")}
-        wanted.setdefault(container["image"], set()).update(paths)
-    return [
-        f"{', '.join(sorted(paths))}: has to be in image {image} (docs/cluster.md, Your own code)"
-        for image, paths in sorted(wanted.items())
-        if paths
-    ]
 
 
 def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:

@@ -16,12 +16,7 @@ _denied: ContextVar[list[str] | None] = ContextVar("denied", default=None)
 
 
 class Problem(UserError):
-    """What prevents a workflow from running, and the command that mends it.
-
-    Attributes:
-        found: what was found, without the remedy.
-        command: for a shell; in ``remedy`` the two are one line.
-    """
+    """What prevents a workflow from running, and the command that mends it."""
 
     def __init__(self, field: str, value: object, found: str, command: str, otherwise: str = "") -> None:
         super().__init__(field, value, f"{found}; {command}{otherwise}")

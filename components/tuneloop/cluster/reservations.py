@@ -11,6 +11,8 @@ active workflows: when all of these are deleted, Kubernetes deletes the claim. E
 ``resourceVersion``, and a claim's name can be created once, so that any number of steps may do this at a time. A seat
 is a run's, not a workflow's: the next workflow of a long run has it as soon as it exists. Whoever takes a seat tidies
 up after those who could not (a workflow that was terminated or deleted); a claim on which nobody sits is deleted.
+
+The exit handler of a run with a Dynamo graph of its own, ``end-graph``, ends that with the run, however it ended.
 """
 
 import argparse
@@ -24,10 +26,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tuneloop.argo.claims import DEVICES, GIVE, TAKE
+from tuneloop.argo.claims import DEVICES, END, GIVE, TAKE
 from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.program import write_outputs
+from tuneloop.inference.fleet.graph import delete_graph, list_graphs, own_graph
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster, ignore_refusals
 from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
@@ -49,9 +52,6 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
 
     Args:
         role: whose claim, where roles sit apart.
-
-    Returns:
-        the claim's name.
 
     Raises:
         UserError: the group's claims are for other devices, or the account may not change them.
@@ -97,6 +97,17 @@ def release_ended_runs(cluster: Connection, without: str = "") -> None:
         active = _active(cluster, without) if there else {}
         if all(_seat(cluster, claim, list_claim_runs(claim), active) for claim in there):
             return
+
+
+def end_graphs(cluster: Connection, run: str, without: str = "") -> None:
+    """End the Dynamo graphs that were made for a run; one of its workflows under way but `without` owns them from then
+    on, if there is one. Raises as `reserve_claim`."""
+    active = _active(cluster, without).get(run)
+    for graph in list_graphs(cluster, run):
+        if active:
+            own_graph(cluster, graph, active[-1][0], print)
+        else:
+            delete_graph(cluster, graph["metadata"]["name"])
 
 
 def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
@@ -195,26 +206,26 @@ def find_free_name(stem: str, taken: Iterable[str]) -> str:
 
 
 def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]]) -> tuple[list[str], list[Owner]]:
-    """Return the runs that keep their reservations, and the active workflows of these runs.
-
-    Args:
-        runs: that have a seat.
-        active: run → its workflows that are under way.
-    """
+    """Return the runs that keep their reservations, and the active workflows of these runs."""
     stay = [run for run in runs if active.get(run)]
     return stay, [owner for run in stay for owner in active[run]]
 
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back."""
+    """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back; or end
+    the Dynamo graph of its run."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
-    parser.add_argument("step", choices=[TAKE, GIVE])
+    parser.add_argument("step", choices=[TAKE, GIVE, END])
     parser.add_argument("--workflow", required=True)
     parser.add_argument("--namespace", required=True)
+    parser.add_argument("--run", help="whose graph ends")
     parser.add_argument("--share", type=Share.model_validate_json)
     parser.add_argument("--seats", nargs="*", default=[], help="claim, claim-trainer, claim-sampler: outputs to write")
     given = parser.parse_args(argv)
+    if given.step == END:
+        end_graphs(connect_to_cluster(given.namespace), given.run, without=given.workflow)
+        return 0
     if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
         names = dict.fromkeys(given.seats, given.share.group if given.share else "")
     else:

@@ -23,10 +23,6 @@ def prepare_workflow(
 ) -> dict[str, Any]:
     """Prepare `workflow` as the object that `submit_run` creates: named and labelled by its run, its pods too.
 
-    Args:
-        store: URL of the store, as the pods reach it.
-        priority: WorkloadPriorityClass of the stages that queue.
-
     Raises:
         UserError: the workflow has no parameters ``run`` and ``store``; `run` is not a name, or too long for its jobs;
             `store` names no bucket.

@@ -54,10 +54,7 @@ def apply_schedule(
 
     Args:
         workflow: of a pipeline with a stage `data_prep`.
-        store: URL of the store, as the pods reach it.
-        cron: five fields, or ``@daily`` and the like.
         timezone: of `cron`, as in Europe/Prague; default: the controller's, mostly UTC.
-        priority: WorkloadPriorityClass of the stages that queue.
 
     Raises:
         UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
@@ -127,11 +124,7 @@ def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
-    """Return the object of the schedule; None where there is none.
-
-    Raises:
-        UserError: it is somebody else's.
-    """
+    """Return the object of the schedule; None where there is none. Refuse somebody else's."""
     found = cluster.find(*KINDS[kind], name)
     if found is not None and labels_of(found).get(LABEL) != name:
         remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
@@ -194,11 +187,8 @@ def _apply(
 
 
 def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str) -> str:
-    """Start the run of these prompts, unless it has succeeded or another run of the schedule is under way.
-
-    Returns:
-        what was done, in a line.
-    """
+    """Start the run of these prompts, unless it has succeeded or another run of the schedule is under way; say which,
+    in a line."""
     digest = split_ref(prompts)[1]
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"

@@ -1,11 +1,5 @@
 """Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
 
-    cluster = connect_to_cluster("tuneloop")
-    workflow = prepare_workflow(workflow, run="demo", store="s3://artifacts/runs")
-    check_cluster(cluster, workflow)
-    create_workflow(cluster, workflow, "demo")
-    code = wait_for_run(cluster, "demo")
-
 A run is all workflows that carry its label: the first one, those that resumed it, and those of a long loop.
 What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
@@ -17,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuneloop.cluster.launch import KINDS
-from tuneloop.cluster.reservations import release_ended_runs
+from tuneloop.cluster.reservations import end_graphs, release_ended_runs
 from tuneloop.cluster.resume import check_resumable
 from tuneloop.cluster.run_workflows import (
     CONTINUES,
@@ -115,16 +109,11 @@ def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
-    """Stop a run: its stages commit what a resume needs; its jobs, pods, reservations and leases are released.
-
-    Args:
-        timeout: seconds to wait for the pods to end.
-
-    Returns:
-        how many workflows were under way.
+    """Stop a run: its stages commit what a resume needs; its jobs, pods, graphs, reservations and leases are released.
+    Return how many workflows were under way.
 
     Raises:
-        Retryable: they did not end in time.
+        Retryable: they did not end in `timeout` seconds.
     """
     stopped: set[str] = set()
 
@@ -146,8 +135,10 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
             cluster.custom.delete_collection_namespaced_custom_object(*place, **how)
     over = f"{run}: pods did not end"
     wait_until(lambda: all(pod.status.phase not in live for pod in cluster.list_pods(selector)), timeout, over)
-    with ignore_refusals(403, 404):  # no claims here, or not this account's to end
-        release_ended_runs(cluster)  # one that was terminated had no exit handler
+    with ignore_refusals(403, 404):  # no graphs or claims here, or not this account's to end
+        end_graphs(cluster, run)  # one that was terminated had no exit handler
+    with ignore_refusals(403, 404):
+        release_ended_runs(cluster)
     release_leases(cluster, run)
     delete_forgotten_pods(cluster)
     return len(stopped)

@@ -16,6 +16,7 @@ from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_ph
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection, list_status_nodes, retry_until_available
 from tuneloop.local.journal import Node
+from tuneloop.runs.stages import find_job_stage
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
 NODE_NAME = "workflows.argoproj.io/node-name"
@@ -30,9 +31,6 @@ class Status:
 
     Attributes:
         phase: of the newest workflow: ``Pending Running Succeeded Failed Error``.
-        message: the controller's.
-        workflows: names, oldest first.
-        nodes: id → node, of all workflows.
         waiting: node, or stage of several pods → why a pod of it does not run, for those that wait.
         accelerator_seconds: GPU seconds requested so far, over all stages.
         claims: claim on which the run sits → who sits there, and its devices.
@@ -108,12 +106,6 @@ def _values(io: Mapping[str, Any]) -> dict[str, str]:
 
 def _seconds(stamp: str | None) -> float:
     return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
-
-
-def find_job_stage(pod: Node, nodes: Mapping[str, Node]) -> Node | None:
-    """Find the stage whose job of several pods `pod` starts, or whose output it reads (`tuneloop.argo.jobset`)."""
-    above = nodes.get(pod.parent)
-    return above if above and pod.template in (f"{above.template}-job", f"{above.template}-result") else None
 
 
 def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[str, str]:
@@ -207,8 +199,6 @@ def read_logs(
     """Yield (stage, line) of what the pods of a run write; logs of pods already deleted are gone.
 
     Args:
-        stage: only this one, by its name in the graph.
-        follow: go on until the run ends; else what is there now.
         since: only pods of this workflow of the run and of those after it.
 
     Raises:

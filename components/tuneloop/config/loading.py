@@ -22,13 +22,7 @@ from tuneloop.core.errors import UserError
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline file, imported.
-
-    Attributes:
-        name: the file's name without ``.py``.
-        path: of the file.
-        module: with ``Config`` and ``build_argo``.
-    """
+    """A pipeline file, imported."""
 
     name: str
     path: Path
@@ -137,7 +131,6 @@ def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> Mo
     """Load the module of another pipeline, for a pipeline that extends it.
 
     Args:
-        name: the file's name without ``.py``.
         beside: a file (``__file__``) whose folder is searched first.
     """
     for place in list_pipeline_folders(beside):

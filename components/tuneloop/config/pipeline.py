@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from tuneloop.config.kfp import Kfp
+from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import Cluster
 
 SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
@@ -34,3 +35,11 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
     def published(self, run: str) -> dict[str, str]:
         """Return where the stages of the run at the URL `run` publish checkpoints as weight versions, if they do."""
         return {}
+
+    @model_validator(mode="after")
+    def _check_backends(self) -> "PipelineConfig":
+        other = next((f"{name}.backend" for name, section in self if getattr(section, "backend", None)), None)
+        for key, usual in (("nodes", 1), ("tokenize", False)):
+            if other and (value := getattr(self, key, usual)) != usual:
+                raise UserError(key, value, f"is for the backend native: leave it out, or {other}")
+        return self

@@ -17,6 +17,7 @@ every byte it opens against the manifest by xxh3-128, which is no proof against 
 `tuneloop.runs.audit` checks SHA-256. Nothing without a manifest is read.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic_core import from_json
 
 from tuneloop.core import cache, fencing
 from tuneloop.core.errors import Corrupt, UserError
@@ -44,7 +46,7 @@ from tuneloop.core.store import (
 )
 
 MANIFEST = "manifest.json"
-PARTS = ".parts"
+PARTS, CHECKSUM = ".parts", "checksum"
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers."""
@@ -78,6 +80,7 @@ class Manifest(BaseModel, frozen=True):
     notes: dict[str, Any] = Field(default_factory=dict, description="how this attempt went: another may differ")
     timings: dict[str, float] = Field(default_factory=dict, description="seconds, and rates where the name says so")
     provenance: dict[str, Any] = Field(default_factory=dict)
+    place: str = Field("", description="the end of the artifact's URL, as iterations/3/reward")
 
     @field_validator("root", "files")
     @classmethod
@@ -139,9 +142,6 @@ def split_ref(ref: str) -> tuple[str, str | None]:
 
 class Artifact:
     """A committed artifact, opened for reading.
-
-    Args:
-        ref: its URL, or URL and digest.
 
     Raises:
         UserError: nothing is committed there.
@@ -226,13 +226,14 @@ def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
     Raises:
         Corrupt: they are none, it names files outside its artifact, or it states something else than was committed.
     """
-    where = f"{normalize_url(url)}/{MANIFEST}"
+    where = f"{(url := normalize_url(url))}/{MANIFEST}"
+    told = {} if proved else load_checked_json(data, MANIFEST, url, _MEND)
     try:
-        manifest = Manifest.model_validate_json(data)
+        manifest = Manifest.model_validate(told) if told else Manifest.model_validate_json(data)
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise Corrupt("artifact", where, f"is not a manifest ({why}); {_MEND}") from error
-    if not proved and (digest := _compute_digest(json.loads(data))) != manifest.digest:
+    if told and (digest := _compute_digest(told)) != manifest.digest:
         raise Corrupt("artifact", where, f"was changed: it states {digest}, {manifest.digest} was committed; {_MEND}")
     return manifest
 
@@ -241,7 +242,6 @@ class Draft:
     """An artifact being written: a scratch directory, then one atomic commit.
 
     Args:
-        url: where it will be committed.
         attempt: names this attempt's data directory; all ranks of one attempt pass the same.
     """
 
@@ -262,11 +262,8 @@ class Draft:
             raise UserError("store", self.url, f"{error.strerror}; choose a place that can be written") from error
 
     def contribute(self, part: int) -> None:
-        """Hand this machine's files to the one that commits, where the store is not a volume that they share.
-
-        Args:
-            part: a number that no other machine of the attempt has.
-        """
+        """Hand this machine's files, as its `part`, to the one that commits, where the store is not a volume that they
+        share."""
         store = self._store
         if store.root is None:
             files = self._upload(store)
@@ -301,11 +298,13 @@ class Draft:
             files = hash_files(self.path)
             for name in files:
                 fsync_path(self.path / name)
-        manifest = Manifest(root=self.attempt, files=files, **about)
+        parts = self.url.split("/")
+        place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
+        manifest = Manifest(root=self.attempt, files=files, place=place, **about)
         manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
         fencing.check_lease()
         try:
-            store.create(MANIFEST, manifest.model_dump_json(indent=1).encode())
+            store.create(MANIFEST, dump_checked_json(json.loads(manifest.model_dump_json()), MANIFEST))
         except Conflict:
             store.delete(self.attempt)
             self.discard()
@@ -325,6 +324,24 @@ class Draft:
 def dump_canonical_json(value: Any) -> str:
     """Dump `value` as JSON with sorted keys and no spaces, so that equal values have equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def dump_checked_json(value: Mapping[str, Any], key: str) -> bytes:
+    """Dump `value` as JSON with ``checksum``: the xxh3-128 of `key`, where it will lie, and of its canonical JSON."""
+    return json.dumps({**value, CHECKSUM: _compute_checksum(value, key)}, indent=1).encode()
+
+
+def _compute_checksum(value: Any, key: str) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{key}{dump_canonical_json(value)}".encode())
+
+
+def load_checked_json(data: bytes | None, key: str, url: str, remedy: str) -> dict[str, Any]:
+    """Load what `dump_checked_json` dumped for `key`; nothing of None. Raises Corrupt if it is damaged."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        value: dict[str, Any] = from_json(data or b"{}")
+        if data is None or value.pop(CHECKSUM) == _compute_checksum(value, key):
+            return value
+    raise Corrupt("file", f"{url}/{key}", f"was changed since it was written, or is another file; {remedy}")
 
 
 def hash_canonical_json(value: Any) -> str:

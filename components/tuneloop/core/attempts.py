@@ -34,10 +34,8 @@ class Record(BaseModel, frozen=True):
     """What an attempt leaves for the next one.
 
     Attributes:
-        attempt: its number.
         without_progress: attempts in a row, up to the one before it, that count and brought no progress.
         unavailable: attempts in a row, up to the one before it, that ended because something is away.
-        progress: the signs of progress that it found.
     """
 
     attempt: int

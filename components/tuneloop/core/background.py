@@ -14,7 +14,6 @@ class Background:
 
     Attributes:
         beside: whether stages follow in this process, beside which work goes on; else it is done at once.
-        work: what was begun and not waited for.
     """
 
     def __init__(self) -> None:

@@ -72,11 +72,6 @@ class Component:
         name: snake_case, the module's name; ``template`` is the same in kebab-case.
         kind: what the output artifact is: ``checkpoint``, ``rollouts``, ….
         output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
-        role: what the stage is in a loop; None where it is none of these.
-        image: the logical image name; registry and tag are added when a pipeline is rendered.
-        accelerator: whether the stage computes on GPUs where its role in the cluster's settings has them.
-        results: name → type of the scalars that the workflow may read.
-        Params: pydantic model of the parameters.
         options: parameters that are flattened into `Params`: name → their model.
         inputs: input name → whether it is required.
     """
@@ -130,10 +125,6 @@ class Component:
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage in this process: references and parameters in, the committed manifest out.
-
-        Args:
-            out: URL of the output artifact.
-            arguments: input references and parameters by name.
 
         Raises:
             UserError, Retryable: as the exit codes 2 and 75 would say.

@@ -42,11 +42,8 @@ class Stage:
     """What a stage's function is given of the run it is part of.
 
     Attributes:
-        name: of the stage.
-        params: validated parameters.
         out: the directory to write output files to; the same for all ranks of one machine, and for all machines where
             the store is a volume that they share.
-        out_url: where it will be committed.
         rank, local_rank, world_size: as torchrun sets them.
         facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever it is done.
         notes: what it will say of this attempt: device, number of processes, what was resumed.
@@ -137,10 +134,6 @@ class Stage:
 
         A single process writes it then, beside the stages that follow (`tuneloop.core.background`): what `write` reads
         must stay as it is until that is waited for. Several processes end with their stage, and write it here.
-
-        Args:
-            write: is given a directory, as in `save_resume`.
-            about: further fields of its manifest.
         """
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)
         if self.world_size > 1:

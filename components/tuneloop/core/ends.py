@@ -114,13 +114,7 @@ END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE,
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
-    """Return the class of an attempt's end.
-
-    Args:
-        phase: of the attempt's node, ``Succeeded``, ``Failed`` or ``Error``.
-        code: its exit code, `NO_EXIT_CODE` where it has none.
-        message: what the engine says of it, the termination message included.
-    """
+    """Return the class of an attempt's end."""
     if phase == "Error":
         return EVICTED if re.search(_EVICTION, message) else ENGINE
     if phase == "Failed" and code == 0:  # what Argo passes on for a pod that never had a container

@@ -4,6 +4,8 @@ Who holds a turn for this process (the sidecar of its pod, or the local executor
 ``TUNELOOP_TURN`` names until when the turn is safe, by the clock of this machine, and writes it anew with every renewal
 (`tuneloop.sharing.turns` says why nobody else can have the turn before). So a process that was stopped, or whose holder
 lost the network, finds out by its own clock that it is late, before it commits anything.
+
+A process that has done with the device releases its lease (`release_lease`): others have the turn while it commits.
 """
 
 import os
@@ -20,6 +22,8 @@ from pydantic import BaseModel
 from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
 VARIABLE = "TUNELOOP_TURN"
+RELEASED = ".released"
+"""Suffix of the file, beside the grant's, that tells who holds the lease to give it back."""
 SOFT = 0.25
 """Of what a renewal is good for, the last part: a stage that gets so far is told to stop."""
 
@@ -28,7 +32,6 @@ class Grant(BaseModel, frozen=True):
     """A turn as its file says.
 
     Attributes:
-        group: whose turn it is.
         number: above that of every turn that the group had before: the fencing token.
         ticket: names the attempt that holds it.
         renewed, until: when it was last confirmed, and how long that is good for, in seconds of `read_clock`.
@@ -68,7 +71,7 @@ def read_lease_grant() -> Grant | None:
 
 
 def check_lease() -> dict[str, object]:
-    """Check that this process still holds its device lease, and return what the manifest records of it.
+    """Check that this process holds its device lease, or released it in time; return what the manifest records of it.
 
     Raises:
         Retryable: the turn was lost; nothing may be committed.
@@ -77,9 +80,25 @@ def check_lease() -> dict[str, object]:
     held = read_lease_grant()
     if held is None:
         return {}
-    if (late := read_clock() - held.until) >= 0:
+    if (late := read_clock() - held.until) >= 0 and not is_lease_released():
         raise Unavailable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")
     return {"group": held.group, "number": held.number, "ticket": held.ticket}
+
+
+def release_lease() -> None:
+    """Tell who holds the lease for this process that it has done with the device. Raises as `check_lease`."""
+    held = read_lease_grant()
+    if held and check_lease() and not is_lease_released():
+        mark = Path(os.environ[VARIABLE]).with_suffix(RELEASED)
+        mark.touch()
+        if read_clock() >= held.until:  # this process stood still in between
+            mark.unlink()
+            check_lease()
+
+
+def is_lease_released(grant: Path | None = None) -> bool:
+    """Return whether the lease with this file of its grant, by default that of this process, was released."""
+    return (grant or Path(os.environ[VARIABLE])).with_suffix(RELEASED).exists()
 
 
 def write_lease_grant(path: Path, held: Grant) -> None:
@@ -109,6 +128,8 @@ def _watch(over: threading.Event, poll: float) -> None:
         except (Retryable, UserError) as error:
             _end(error)
         assert held is not None  # or this thread would not run
+        if is_lease_released():  # asked after the grant was read, which nobody renews from then on
+            return
         left = held.until - read_clock()
         if left <= 0:
             _end(Unavailable(f"turn {held.number} of group {held.group} was lost"))

@@ -26,11 +26,7 @@ class Unanswered(Exception):
 
 
 class Response:
-    """An answer as it arrives.
-
-    Attributes:
-        status: its HTTP status.
-    """
+    """An answer as it arrives."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
         self._receive_event, self._ended = receive, False
@@ -75,7 +71,6 @@ def open_response(
 
     Args:
         timeout_s: seconds without a byte after which the server counts as lost.
-        body: sent as JSON.
         check: called again and again while this process waits; what it raises hangs up.
 
     Raises:

@@ -28,10 +28,10 @@ DIGEST = "xxh3-128:"
 
 
 class Index:
-    """The small files below a store's URL; `held` is key → the mark under which it was read, and its bytes."""
+    """The small files below a store's URL; `held`: key → mark and bytes, of those for which `prove` did not raise."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, prove: Callable[[str, bytes], object] = lambda key, data: None) -> None:
+        self.store, self._prove = store, prove
         self.held = self._load()
         self._unsaved = 0
 
@@ -48,6 +48,7 @@ class Index:
         for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):
             mark = wanted[key]
             if data is not None and (mark == DIGEST + xxhash.xxh3_128_hexdigest(data) or not mark.startswith(DIGEST)):
+                self._prove(key, data)
                 self.held[key] = mark, data
         self._unsaved += len(missing)
         if gone or (save and changed) or self._unsaved > FEW + len(self.held) // 50:

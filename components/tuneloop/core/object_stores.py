@@ -45,12 +45,7 @@ def shorten_error(error: BaseException) -> str:
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file, read range by range.
-
-    Args:
-        size: of the object, bytes.
-        read_range: reads some bytes (where they start, how many).
-    """
+    """An object as a file, read range by range."""
 
     def __init__(self, size: int, read_range: Callable[[int, int], memoryview]) -> None:
         self.size, self.read_range, self.at = size, read_range, 0

@@ -26,7 +26,6 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
     """Load the variant `name` of `family`.
 
     Args:
-        family: ``rewards``, ``data``, ``algorithms``, ``environments``, ``engines``, ``fleet`` or ``backends``.
         name: a module of that package, else an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
         attribute: taken from a module found by its short name; None gives the module.
 
@@ -69,7 +68,8 @@ def validate_variant(family: str) -> AfterValidator:
     dotted path is taken on trust: what it names may be installed only where the stage runs."""
 
     def check(name: str) -> str:
-        if ":" not in name and name not in list_variants(family):
+        here = ":" in name or name in list_shipped_variants(family)  # else all that is installed is looked through
+        if not here and name not in list_variants(family):
             raise ValueError(f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr")
         return name
 

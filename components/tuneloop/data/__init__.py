@@ -30,7 +30,6 @@ class Example:
         answer: the gold answer, as rewards get it; None where there is none, so that nothing can be checked.
         solution: a completion that must earn full marks; None: the answer itself.
         demonstration: a completion for SFT to imitate, and the chosen one of a pair; None: the solution.
-        rejected: a completion that is worse than the demonstration.
         metadata: JSON, for the rewards; what is meant for one reward stands under its name.
     """
 
@@ -69,12 +68,10 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
     """Which columns of a table hold what.
 
     Attributes:
-        prompt: text or a list of chat messages.
         input: text that follows an instruction after an empty line, where it is not empty (Alpaca).
         answer: text or a number; None: prompts only, or with a `completion` demonstrations only.
         completion: a worked solution that ends in the answer, or the chosen one of a pair; None: there is none.
         rejected: the worse completion of a pair; None: there are no pairs.
-        metadata: columns that the rewards want to see.
         answer_regex: cuts the answer out of its column: the first group of the first match (GSM8K: ``#### (.+)``).
 
     Completions of pairs may be chat messages as TRL has them: one message of the assistant's.
@@ -90,11 +87,6 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
 
     def examples(self, rows: Sequence[Mapping[str, Any]], where: str, seed: int | None) -> Iterator[Example]:
         """Make examples of `rows`, in an order that `seed` decides (None: as they are).
-
-        Args:
-            rows: the table.
-            where: names it in errors.
-            seed: of the order.
 
         Raises:
             UserError: no rows, a column that is missing, or a value that is not a prompt or answer.

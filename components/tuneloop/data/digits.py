@@ -24,14 +24,7 @@ def load_splits(
     digits: Annotated[int, Field(ge=1, le=18)] = 4,
     sft_wrong_share: Annotated[float, Field(ge=0, le=1)] = 0.6,
 ) -> Splits:
-    """Make distinct numbers of `digits` digits, leading zeros included, in random order: ``10**digits`` in all.
-
-    Args:
-        n: at most so many are made.
-        seed: decides their order and which demonstrations are wrong.
-        digits: length of a number.
-        sft_wrong_share: the share of demonstrations that copy.
-    """
+    """Make distinct numbers of `digits` digits, leading zeros included, in random order: ``10**digits`` in all."""
     numbers = random.Random(seed).sample(range(10**digits), min(n, 10**digits))
     stream = (_example(f"{number:0{digits}d}") for number in numbers)
     return replace(Splits.of(stream), sft=_demonstrations(stream, derive_seed(seed, "wrong"), sft_wrong_share))

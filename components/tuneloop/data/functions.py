@@ -17,7 +17,6 @@ def load_splits(
 
     Args:
         n: how many are wanted; four times as many are tried.
-        seed: of the order.
         steps: operations in a function, each done to the result of the one before.
         tests: calls that a program is tested with.
     """

@@ -32,18 +32,10 @@ def load_splits(
     """Load rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`.
 
     Args:
-        n: unused: a data set has the rows it has.
-        seed: of the order.
-        path: name on the hub, or a local folder.
         name: its configuration, as ``datasets.load_dataset`` calls it.
         revision: branch, tag or commit on the hub.
         train_split: split of the training prompts; slices such as ``train[:1000]`` work for what is loaded by name.
-        eval_split: split of the held-out prompts.
-        sft_split: split of the demonstrations.
-        preference_split: split of the pairs.
-        columns: which columns hold what.
         sft_columns, preference_columns: the same for demonstrations and pairs; None: as `columns`.
-        shuffle: whether to take rows in random order.
 
     Raises:
         UserError: no such data set, split or column, or no rows.

@@ -40,18 +40,8 @@ def load_splits(
     preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
-    """Load rows of a file; without files of their own, `eval` and `sft` are cut from the same one.
-
-    Args:
-        n: unused: a file has the rows it has.
-        seed: of the order.
-        train: file of the training prompts.
-        eval: file of the held-out prompts.
-        sft: file of the demonstrations.
-        preference: file of the pairs.
-        columns: which columns hold what.
-        sft_columns, preference_columns: the same for demonstrations and pairs; None: as `columns`.
-        shuffle: whether to take rows in random order.
+    """Load rows of a file; without files of their own, `eval` and `sft` are cut from `train`, and without columns of
+    their own, `sft` and `preference` have those of `columns`.
 
     Raises:
         UserError: a file that cannot be read, is empty or lacks a column.
@@ -134,9 +124,6 @@ def json_lines(file: BinaryIO, field: str, path: str) -> Rows:
     """Index JSON Lines in a file that can be sought cheaply; eight bytes a row in memory.
 
     A row that is not a JSON object, or not UTF-8, raises UserError once it is read.
-
-    Args:
-        field, path: name the file in errors.
     """
     starts, at = array("q"), 0
     for line in file:

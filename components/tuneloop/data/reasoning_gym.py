@@ -16,9 +16,6 @@ def load_splits(n: int, seed: int, *, task: str, config: dict[str, Any] | None =
 
     Args:
         n: how many are wanted; four times as many are tried, since small tasks repeat themselves.
-        seed: of the task.
-        task: its name in reasoning_gym.
-        config: its own settings, by reasoning_gym's names.
 
     Raises:
         UserError: no such task, settings that it refuses, or a task without gold answers.

@@ -7,11 +7,8 @@ are given as ``environment_args``. It is asked in the stage's own process, so wh
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
-
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,8 @@ class Call:
 
 def tool_calls(said: str) -> list[Call]:
     """List the calls in a turn: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen write."""
-    return [_parse(text) for text in CALL.findall(said)]
+    parts = [part.partition("<tool_call>") for part in said.split("</tool_call>")[:-1]]  # in linear time
+    return [_parse(text) for _, begun, text in parts if begun]
 
 
 def _parse(text: str) -> Call:

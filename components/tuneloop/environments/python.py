@@ -6,6 +6,7 @@ rewards of the row judge it.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -25,7 +26,8 @@ def create_environment(
     """Begin an episode in which the policy may run programs.
 
     Args:
-        seconds, memory_mb, output_kb: what one call may use.
+        seconds: what the calls of one turn may use together.
+        memory_mb, output_kb: what one call may use.
 
     Raises:
         UserError: programs cannot be shut in here.
@@ -38,10 +40,10 @@ class Python:
     """`Environment` with one tool."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+        self.limits, self.left = limits, limits.seconds
 
     def step(self, said: str) -> Reply:
-        calls = tool_calls(said)
+        calls, self.left = tool_calls(said), self.limits.seconds
         replies = [self._answer(call) for call in calls]
         escape = next((reply.escape for reply in replies if reply.escape), "")
         return Reply("\n".join(reply.text for reply in replies), done=not calls or bool(escape), escape=escape)
@@ -52,10 +54,13 @@ class Python:
         code = call.arguments.get("code")
         if call.name != "python" or not isinstance(code, str):
             return Reply('error: there is only python, and it takes {"code": "…"}')
+        if self.left <= 0:
+            return Reply("error: the calls before it used up the time of the turn")
         try:
-            ending = run_program(code, "", None, self.limits)
+            ending = run_program(code, "", None, replace(self.limits, seconds=self.left))
         except OSError as error:
             raise Retryable(f"environment python: {error}") from error
+        self.left -= ending.seconds
         if ending.kind == "escape":
             return Reply(escape=ending.door)
         said = ending.stdout[: self.limits.output].rstrip("\n")

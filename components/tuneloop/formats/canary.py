@@ -89,7 +89,6 @@ def write_canary(model: Any, path: Path, vocab_size: int | None = None) -> None:
     Args:
         model: loaded from the files that are served. Not the trainer's float32 masters, and not a model cast by
             ``.to(dtype)`` either: that rounds the rotary frequencies, too (0.004 in log-probability on the tiny model).
-        path: the file.
         vocab_size: ids stay below it; default: the model's configuration.
     """
     ids = canary_ids(vocab_size or model.config.vocab_size)

@@ -80,10 +80,6 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
     Of every turn of the assistant all is a target up to its end of sequence, that one included. What the template
     puts after that is not, nor are the others' messages, tools' results among them.
 
-    Args:
-        tokenizer: of the policy.
-        messages: JSON list of chat messages.
-
     Raises:
         UserError: no turn of the assistant; or a template that rewrites earlier turns (one that strips reasoning
             does), so that what is trained would not be what is sampled.

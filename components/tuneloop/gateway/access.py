@@ -46,11 +46,7 @@ def translate_refusals(namespace: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Caller:
-    """Somebody whose token was taken.
-
-    Attributes:
-        namespace: of a service account; empty for others.
-    """
+    """Somebody whose token was taken; `namespace` is a service account's."""
 
     user: str
     groups: tuple[str, ...] = ()
@@ -72,7 +68,6 @@ class TokenReviews:
     """Tokens and rights of Kubernetes: who may create workflows in a namespace may have sessions there.
 
     Args:
-        api: a ``kubernetes.client.ApiClient``.
         audience: that tokens must be meant for; empty: the API server's own.
     """
 

@@ -1,18 +1,6 @@
 """The gateway's HTTP: sessions under ``/v1``, and Tinker's routes under ``/api/v1``, which go to the session's worker.
 
-=====================================  =================================================================================
-``POST /v1/sessions``                  `Wanted` → 201 and the session; with the same ``Idempotency-Key`` and body 200
-                                       and the same one again, with another body 409; 429 over quota
-``GET /v1/sessions?namespace=``        the namespace's sessions
-``GET /v1/sessions/{id}``              one
-``GET /v1/sessions/{id}/events``       server-sent events: the session, again whenever it changes, until it is over
-``DELETE /v1/sessions/{id}``           end it: 204, also where it has ended before
-``GET /healthz``                       200
-=====================================  =================================================================================
-
-Refusals are ``{"error": one line}``: 401 without a token that is taken, 403 where the caller may have no sessions, 404
-for what does not exist or is somebody else's, 410 for a session that is over, 413 for a body of more than 1 MiB (32 MiB
-where it goes to a worker), 503 while its worker is not there yet. Of a request without a token no body is read.
+docs/sharing.md has the routes and refusals. Of a request without a token no body is read.
 """
 
 import asyncio
@@ -73,14 +61,7 @@ ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, 
 
 
 class Gateway:
-    """Sessions of callers: who may have which, and where their requests go.
-
-    Args:
-        backend: where sessions live.
-        access: who may have them.
-        store: URL below which artifacts lie, as workers reach it.
-        config: the settings' file.
-    """
+    """Sessions of callers: who may have which, and where their requests go."""
 
     def __init__(self, backend: Backend, access: Access, store: str, config: Path | None = None) -> None:
         read_settings(config)  # what is wrong with it is said at the start
@@ -132,6 +113,7 @@ class Gateway:
             store = quota.store or self.store
             self.backend.create(name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}")
         session = self.backend.get(wanted.namespace, name)
+        self._found.pop(session.id if session else name, None)  # one of this key may have ended before
         if session is None:
             raise Refused(503, f"{name} was ended while it was made; create it again")
         return session, True
@@ -163,9 +145,7 @@ class Gateway:
         Raises:
             Refused: 404: it is somebody else's.
         """
-        place = self._place(caller, id)
-        self._found.pop(id, None)
-        self.backend.end(*place)
+        self.backend.end(*self._place(caller, id))  # it stays in `_found`: results are fetched until it is gone
 
     def _place(self, caller: Caller, id: str) -> tuple[str, str]:
         """Return namespace and name of a session, there or not, in a namespace that is the caller's to use."""

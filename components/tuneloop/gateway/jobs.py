@@ -28,12 +28,7 @@ KEPT = 3600
 
 
 class Jobs:
-    """Sessions of a cluster.
-
-    Args:
-        api: a ``kubernetes.client.ApiClient``.
-        config: the settings' file, for the pods.
-    """
+    """Sessions of a cluster."""
 
     def __init__(self, api: Any, config: Path | None) -> None:
         from kubernetes import client

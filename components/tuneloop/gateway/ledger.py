@@ -44,13 +44,8 @@ class Entry:
 
     Attributes:
         fingerprint: of what was asked.
-        work: does it; of several with an equal `batch` at once, that of the first gets them all.
-        request: what `work` is about.
         batch: equal for requests that can be done together; None: alone.
-        number: in its stream, once it was submitted.
         until: when its result is dropped, by `time.monotonic`.
-        fetched: somebody was given its result.
-        future: of the result.
     """
 
     fingerprint: str
@@ -69,7 +64,6 @@ class Stream:
 
     Attributes:
         following: the number whose turn it is; None where order does not matter.
-        last: the highest number so far.
     """
 
     following: int | None
@@ -93,9 +87,6 @@ class Ledger:
 
     def submit(self, stream: str, number: int | None, entry: Entry) -> str:
         """Take a request, and return its id.
-
-        Args:
-            number: None: the next one.
 
         Raises:
             Gone: the stream is not open.

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,13 +36,7 @@ class Child:
 
 
 class Processes:
-    """Sessions on this machine.
-
-    Args:
-        logs: a directory; the output of a session goes to ``<name>.log``.
-        settings: for how long a session may be idle.
-        device: of the workers.
-    """
+    """Sessions on this machine."""
 
     def __init__(self, logs: Path, settings: Settings, device: str = "auto") -> None:
         self.logs, self.settings, self.device = logs, settings, device
@@ -52,6 +47,8 @@ class Processes:
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         if self.closing:
             raise Refused(503, "the gateway is ending; try again")
+        if (before := self.children.get(name)) and before.ending and before.process.poll() is None:
+            raise Refused(503, f"{name} is ending: it does what it accepted; try again, or take another key")
         key, created = secrets.token_urlsafe(32), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         session = Session(name, wanted, creator, created, "starting", artifacts, key)
         log = self.logs / f"{name}.log"
@@ -82,19 +79,18 @@ class Processes:
 
     def sessions(self, namespace: str) -> list[Session]:
         for name, child in list(self.children.items()):
-            if time.monotonic() - child.ended > KEPT:
+            if time.monotonic() - child.ended > KEPT or (child.ending and child.process.poll() is not None):
                 self.children.pop(name, None)
         children = [child for child in list(self.children.values()) if child.session.wanted.namespace == namespace]
         return sorted(map(self._look, children), key=lambda session: session.created)
 
     def end(self, namespace: str, name: str) -> None:
-        if (child := self.children.get(name)) is None:
+        if (child := self.children.get(name)) is None or child.ending:
             return
         child.ending = True
-        _signal(child.process, signal.SIGINT)
-        _wait_or_kill(child.process, GRACE)
-        if self.children.get(name) is child:  # no other was made under its name meanwhile
-            self.children.pop(name, None)
+        _signal(child.process, signal.SIGTERM)
+        bounded = (child.process, float(self.settings.worker.grace))
+        threading.Thread(target=_wait_or_kill, args=bounded, daemon=True).start()
 
     def close(self, number: int = signal.SIGINT, grace_s: float = GRACE) -> None:
         """End all sessions; no new one is begun."""

@@ -65,14 +65,12 @@ class Resident:
     """A model that is trained.
 
     Args:
-        policy: the checkpoint to begin from.
-        ranks: this one process.
         lora: adapters to train in place of the model.
-        seed: of new adapters.
         optimizer: go on with the optimizer's state, and the adapters, that `policy` has.
 
     Attributes:
         version: `policy`'s, and one more for each optimizer step since.
+        saved: the version that was opened or saved last.
 
     Raises:
         UserError: `policy` is not a checkpoint, or has no state to go on with.
@@ -185,6 +183,7 @@ class Resident:
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")
+        self.saved = self.version
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:
@@ -219,7 +218,7 @@ class Resident:
         if saved and state is not None:
             trainer.load(saved, state["step"])
         self.trainer: Trainer = trainer
-        self.version, self.gradients, self.spoiled = version, False, False
+        self.version, self.saved, self.gradients, self.spoiled = version, version, False, False
 
 
 class Sampler:

@@ -43,7 +43,6 @@ class Session:
     Requests are taken from any thread, and done by the one that calls `do`.
 
     Args:
-        id: ``<namespace>.<name>``.
         artifacts: URL of its name space; checkpoints of other sessions of the namespace lie beside it.
         ranks: opens the device, when it is first needed.
     """
@@ -241,9 +240,9 @@ class Session:
         return entry.future
 
     def _save_drained(self, name: str, model: Resident) -> None:
-        """Save a model that took steps as ``weights/drained``; where that is taken as ``drained-2``, and so on."""
-        if model.version == model.trainer.base.manifest.facts["version"]:
-            log.info("%s took no step: nothing to save", name)
+        """Save a model whose steps are not saved yet as ``weights/drained``, or the first free of ``drained-2``, …"""
+        if model.version == model.saved:
+            log.info("%s took no step since it was opened or saved: nothing to save", name)
             return
         names = itertools.chain([DRAINED], (f"{DRAINED}-{number}" for number in itertools.count(2)))
         paths = (f"{SCHEME}{name}/weights/{each}" for each in names)

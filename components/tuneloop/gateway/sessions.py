@@ -48,11 +48,8 @@ class Session:
     """A session that exists.
 
     Attributes:
-        wanted: as it was created.
-        creator: user name.
         address: ``host:port`` of its worker, once there is one.
         key: what its worker asks for.
-        artifacts: URL of its name space.
         reason: why it ended, or does not run yet.
     """
 
@@ -89,7 +86,7 @@ class Backend(Protocol):
         """Return the sessions of a namespace, oldest first, and those that are ending."""
 
     def end(self, namespace: str, name: str) -> None:
-        """End a session, and remove all that it consists of but its artifacts; nothing happens where there is none."""
+        """Have a session, if there is one, end behind what it accepted, within its grace; only its artifacts stay."""
 
     def drain(self) -> None:
         """End the sessions that end with this process, once they have done what they accepted."""

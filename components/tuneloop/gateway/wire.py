@@ -38,12 +38,7 @@ DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence and what a loss needs of each position.
-
-    Attributes:
-        tokens: ids; position i is what predicts ``inputs["target_tokens"][i]``.
-        inputs: float32 or int64 ``[len(tokens)]`` by name.
-    """
+    """One sequence and what a loss needs of each position."""
 
     tokens: list[int]
     inputs: dict[str, np.ndarray]

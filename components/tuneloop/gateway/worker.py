@@ -7,9 +7,9 @@
 It answers to who knows the key, the gateway: in the header ``X-Session-Key``. ``/api/v1/…`` is what Tinker's client
 library calls; every ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result.
 With ``--turns`` it computes only while it has the turn of its group (`tuneloop.sharing.turns`): for as long as requests
-follow one another. At SIGTERM it does what it has accepted, and saves the models (`Worker.drain`).
-Exit codes: 0 after SIGTERM, or when nobody asked for anything in ``--idle`` seconds; 1 where
-what it keeps on the device is lost; 75 where it lost its turn in the midst of one.
+follow one another. At SIGTERM, and when nobody asked for anything in ``--idle`` seconds, it does what it has accepted,
+and saves the models (`Worker.drain`). Exit codes: 0 then; 1 where what it keeps on the device is lost; 75 where it lost
+its turn in the midst of one.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import hmac
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -148,7 +149,7 @@ class Worker:
             mine = not isinstance(error, UserError | Gone)
             if mine:
                 log.error("%s failed", request_id, exc_info=error)
-            message = f"{type(error).__name__}: {error}" if mine else str(error)
+            message = (f"{type(error).__name__}: {error}" if mine else str(error)).encode(errors="replace").decode()
             return JSONResponse({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
@@ -264,8 +265,7 @@ class Worker:
             yield None
             return
         file = os.environ.get(fencing.VARIABLE)
-        write_grant = functools.partial(fencing.write_lease_grant, Path(file)) if file else None
-        with self.turns.acquire(stop=self.stopping, told=write_grant) as lease, _guarded(lease):
+        with self.turns.acquire(stop=self.stopping, file=Path(file) if file else None) as lease, _guarded(lease):
             self.session.wake()
             try:
                 yield lease
@@ -323,6 +323,8 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
                 os._exit(0)  # a gateway that was killed leaves none of its children behind
         if not worker.stopping.is_set():
             log.info("nobody asked for anything in %g s: ending", options.idle)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         server.should_exit = True
 
     threading.Thread(target=watch, daemon=True).start()
@@ -339,7 +341,7 @@ def _address(body: bytes) -> tuple[str, int | None]:
     with contextlib.suppress(ValueError):
         value = json.loads(body)
         if isinstance(value, dict) and isinstance(value.get("seq_id"), int) and 0 <= value["seq_id"] < 2**31:
-            return str(value.get("model_id") or ""), value["seq_id"]
+            return str(value.get("model_id") or "").encode().decode(), value["seq_id"]  # or no UTF-8: a ValueError
     return "", None
 
 

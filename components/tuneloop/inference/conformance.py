@@ -47,11 +47,7 @@ class Probe:
     """An endpoint under test.
 
     Attributes:
-        url: without ``/generate``.
-        policy: the checkpoint that it should serve.
-        vocabulary: ids below this are sent.
         tolerance: mean absolute difference of log-probabilities that still counts as equal.
-        timeout_s: seconds without a byte.
     """
 
     url: str

@@ -19,13 +19,7 @@ byte that follows another request."""
 
 
 class TokenGuard:
-    """An application for who sends a token of the run's file, if there is one (`tuneloop.core.server_token`).
-
-    Args:
-        app: of ASGI.
-        open_paths: that need none.
-        max_bytes: of a body.
-    """
+    """An application for who sends a token of the run's file, if there is one (`tuneloop.core.server_token`)."""
 
     def __init__(self, app: Any, open_paths: Sequence[str], max_bytes: int) -> None:
         self.app, self.open_paths, self.max_bytes = app, open_paths, max_bytes

@@ -1,35 +1,6 @@
-"""The HTTP interface of a rollout server: token ids in and out, no text.
+"""The HTTP interface of a rollout server: token ids in and out, no text. docs/weights.md has its routes and refusals.
 
-=====================  =================================================================================================
-``GET /health``        200 while a version is served whole, else 503 with the reason
-``GET /version``       ``{"version", "digest", "engine", "context"}``; version -1 while nothing is served. A server that
-                       follows adds ``follows``, ``trouble`` (why it is behind), ``pulled`` (the last pull)
-``GET /metrics``       ``vllm:num_requests_running`` and ``…_waiting``, completions, as Prometheus reads them
-``POST /load``         ``{"ref", "version", "force"}``: fetch a checkpoint, verify every byte, let what runs finish,
-                       apply it in place, drop the prefix cache; answers like ``/version``. A server that follows pulls
-                       the version instead: 409 until it is published
-``POST /generate``     ``{"requests": [{"id", "prompt_ids", "seeds"}], "sampling": {"temperature", "max_tokens",
-                       "stop_token_ids"}, "version", "min_version", "prompt_logprobs", "stream"}``: a stream of lines
-                       ``{"index", "completions": [{"ids", "logprobs", "finish_reason", "start_version",
-                       "end_version"}]}`` in the order that requests finish; an empty line each second means alive;
-                       ``{"error"}`` ends it. Completions have ``versions``, one a token, where these differ; with
-                       ``prompt_logprobs`` those of the prompt at temperature 1. With ``stream``, lines ``{"index",
-                       "sample", "ids", "logprobs", "version"}`` come before, as tokens are made. Closing the connection
-                       drops what still runs
-``POST /verify``       compares all that the engine holds with the version it says it serves: ``{"version", "tensors",
-                       "identical", "different", "unread"}``; of a server that follows
-``POST /engine/…``     as a worker of a fleet that somebody refits (`tuneloop.inference.fleet`; the names are Dynamo's):
-                       ``pause_generation {"mode"}``, ``update_weights_from_disk {"model_path", "weight_version"}``,
-                       ``flush_cache``, ``resume_generation``, ``get_weight_version`` → ``{"status": "ok", …}``
-``POST /sleep``        ``{"level"}``: give back the device's memory once what runs has finished; CUDA and ROCm only
-``POST /wake_up``      take it again
-=====================  =================================================================================================
-
-All but ``/health`` and ``/metrics`` need the run's token, where there is one (`tuneloop.core.server_token`). Refusals
-are ``{"error": reason}``: 400 what was asked cannot be done; 401 no token; 409 another version is served than the
-request demands (load it, then ask again); 413 a body of more than 256 MiB; 503 no version is served, after a load that
-failed half-way until one succeeds. While the engine sleeps requests wait, also until weights that sleep has dropped
-are loaded: ten minutes at most, then 503.
+All but ``/health`` and ``/metrics`` need the run's token, where there is one (`tuneloop.core.server_token`).
 """
 
 import asyncio

@@ -30,11 +30,7 @@ def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 
 
 def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
-    """Find what makes the environment `name`, which takes arguments of these names.
-
-    Raises:
-        UserError: it does not, with `prefix` and the argument's name as the field.
-    """
+    """Find what makes the environment `name`, which takes arguments of these names, whose errors follow `prefix`."""
     factory = plugins.load_variant("environments", name)
     create: Callable[..., Environment] = factory if callable(factory) else factory.create_environment
     plugins.check_variant_args(name, create, args, first=1, prefix=prefix)

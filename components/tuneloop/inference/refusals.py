@@ -34,7 +34,7 @@ def create_app(mistake: int) -> FastAPI:
             error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503
         headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-        return JSONResponse({"error": str(error)}, status, headers)
+        return JSONResponse({"error": str(error).encode(errors="replace").decode()}, status, headers)
 
     for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)

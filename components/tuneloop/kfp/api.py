@@ -32,7 +32,6 @@ class RunApi:
     """Reads and starts runs.
 
     Args:
-        address: of the API, as pods reach it.
 
     All methods raise `Retryable` where the API does not answer, and `UserError` where it refuses.
     """
@@ -78,9 +77,6 @@ class RunApi:
 
         Its stages are committed, so that it goes on with the iteration of a loop that is not. A task that is tried
         again finds the run that it has started.
-
-        Returns:
-            the id of the newer run.
 
         Raises:
             Interrupted: somebody is stopping the run.

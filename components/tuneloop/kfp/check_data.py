@@ -23,15 +23,12 @@ from tuneloop.stages.data_prep import data_prep
 
 
 def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]) -> str:
-    """Start the run of some data, unless it has succeeded or another run of the schedule is under way.
+    """Start the run of some data, unless it has succeeded or another run of the schedule is under way; say which, in a
+    line.
 
     Args:
         own: the run that the tick itself is.
-        digest: of the prompts.
         wanted: ``schedule``, ``store``, ``pipeline_id`` and ``pipeline_version_id``.
-
-    Returns:
-        what was done, in a line.
     """
     schedule = wanted["schedule"]
     name = f"{schedule}-{digest.partition(':')[2][:DIGITS]}"

@@ -1,8 +1,5 @@
 """Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
 
-    api = connect_to_kfp("http://localhost:8888")
-    run_id = submit_run(api, pipeline, run="demo", store="s3://artifacts/runs")
-
 A run is known by its name: submitting the name again resumes it, for what it has committed ends at once. What goes
 wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
 """
@@ -102,13 +99,7 @@ def translate_api_errors(endpoint: str | None) -> Iterator[None]:
 
 
 def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
-    """Write a pipeline's YAML.
-
-    Args:
-        built: what a pipeline's ``build_kfp`` returned.
-        path: of the file, ending in ``.yaml``.
-        manifest: as Kubernetes objects (Pipeline and PipelineVersion) rather than a package to upload.
-    """
+    """Write a pipeline's YAML."""
     from kfp import compiler
     from kfp.compiler.compiler_utils import KubernetesManifestOptions
 
@@ -144,15 +135,10 @@ def submit_run(
     cache: bool = True,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Start a run, or resume the one of that name.
+    """Start a run, or resume the one of that name, and return its id.
 
     Args:
-        store: URL of the store, as pods reach it.
-        root: KFP's pipeline root, where handles and previews lie; default: the backend's.
         cache: let KFP skip tasks that it has seen; what is committed is skipped in any case.
-
-    Returns:
-        the run's id.
 
     Raises:
         UserError: a run of that name is under way.

@@ -60,10 +60,8 @@ def check_kfp(
     """Check whether a backend has what a pipeline needs.
 
     Args:
-        cluster: connection to the namespace of the runs.
         built, settings: what a pipeline's ``build_kfp`` returned, and its configuration; without them only what all
             pipelines need is looked at.
-        endpoint: of KFP's API.
 
     Raises:
         UserError: the cluster does not answer.

@@ -25,10 +25,8 @@ class Task:
     """One execution of a component.
 
     Attributes:
-        parameters: by name.
         inputs: input artifact → its metadata; an optional one that was not passed is absent.
         outputs: output artifact → what is to be said of it; `write` and `describe` fill it.
-        results: output parameters, to be filled.
     """
 
     parameters: dict[str, Any]

@@ -125,7 +125,6 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
 
     Args:
         server: ``port``, ``engine_args`` and ``pull``; ``devices`` if it has GPUs of its own.
-        run: URL of the run.
         pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
 
     Raises:

@@ -47,7 +47,6 @@ def launch_step(
     Args:
         job: a manifest, its name `NAME`, with a `format_placeholder` where something belongs that only the run knows.
         inputs, parameters: what is marked; arguments of the step, beside ``job_name``.
-        cluster, kfp: as for any step; the job has its own resources and its own queue.
 
     Raises:
         UserError: the job has another name than `NAME`.

@@ -20,7 +20,6 @@ def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None
 
     Args:
         pipeline_root: a directory for handles, previews and kfp's cache; artifacts themselves lie in the store.
-        cache: let kfp skip a task that ended well with the same inputs before, as the backend does.
     """
     SubprocessTaskHandler.validate_not_container_component = _accept
     SubprocessTaskHandler.validate_image = _accept

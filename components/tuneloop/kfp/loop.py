@@ -32,9 +32,7 @@ class LoopTasks:
     """Draws a loop inside a pipeline.
 
     Attributes:
-        url: of the run.
         shared: parameters of the pipeline that every stage which has them is given: the seed, the URL of weights.
-        target: the mean reward that ends the loop.
         values: artifacts that the first iteration starts from.
     """
 

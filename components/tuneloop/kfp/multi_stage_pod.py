@@ -31,9 +31,6 @@ ABOUT = {
 def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> template.Step:
     """Return the step that runs the iterations of a loop, and the rollout server beside them.
 
-    Args:
-        specs: the stages that the loop calls, with their parameters.
-
     Raises:
         UserError: a stage spans several nodes.
     """

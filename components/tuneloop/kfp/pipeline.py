@@ -27,9 +27,6 @@ def build_pipeline(
 ) -> Any:
     """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`.
 
-    Args:
-        name, config, specs, draw, loop: as `tuneloop.argo.pipeline.build_workflow` takes them.
-
     Raises:
         UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
     """

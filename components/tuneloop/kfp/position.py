@@ -40,11 +40,7 @@ def find_position(
     """Find how far a loop has come. An iteration whose artifacts were deleted is run again, and so are those after it.
 
     Args:
-        loop: its steps.
-        run: URL of the run.
         start: value → handle, as the iteration behind `after` is carried them.
-        iterations: the number of the last.
-        target_reward: mean reward that ends the loop.
         after: an iteration that is known to be committed, and not to have ended the loop.
     """
     store = Store(run)

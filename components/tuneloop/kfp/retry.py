@@ -4,7 +4,6 @@ same budget as on Argo (`tuneloop.core.attempts`); one that was asked to end is 
 """
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tuneloop.core.artifacts import dump_checked_json
 from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
 from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, Retryable, UserError, write_termination_message
@@ -27,17 +27,14 @@ PAUSE_S = 10.0
 def retry_in_process(
     run: Callable[[], int], read_progress: Callable[[], str], pause_s: float = PAUSE_S, *, url: str = ""
 ) -> int:
-    """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived.
+    """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived; return the
+    last code.
 
     Ranks of torchrun are not run again: they would have to agree on it.
 
     Args:
         run: returns an exit code; finds by itself what an earlier call has committed.
         read_progress: names what was reached so far; another text than before is progress.
-        url: where it is left why the last call failed.
-
-    Returns:
-        the exit code of the last call.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return run()
@@ -64,7 +61,7 @@ def retry_in_process(
     if code and url:
         failure = {"message": line or f"exit code {code}", "time": time.time()}
         with contextlib.suppress(UserError, Retryable):  # for the report, KFP does not tell it; the store may be away
-            Store(url).put(FAILURE, json.dumps(failure).encode())
+            Store(url).put(FAILURE, dump_checked_json(failure, FAILURE))
     return code
 
 

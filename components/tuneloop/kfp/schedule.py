@@ -48,13 +48,8 @@ def create_schedule(
     """Look for new data at each tick of `cron`, one look at a time and none for ticks that were missed.
 
     Args:
-        built: the pipeline.
-        config: what its tasks ask for.
         name: of the schedule; its runs are ``<name>-<first 8 digits of the prompts' digest>``.
         cron: five fields, as for Argo; KFP's sixth, the seconds, is 0.
-
-    Returns:
-        the id of the recurring run.
 
     Raises:
         UserError: not five fields, a name that is no name of a run, or no stage `data_prep`.
@@ -105,11 +100,7 @@ def convert_cron(cron: str) -> str:
 
 
 def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
-    """Return the pipeline of a tick.
-
-    Args:
-        given: all parameters of its task but the tick's own.
-    """
+    """Return the pipeline of a tick."""
     signature: dict[str, tuple[Any, Any]] = {k: (dict if k == "data" else str, REQUIRED) for k in ABOUT}
     signature["done"] = (dsl.OutputPath(str), REQUIRED)
     summary = "Start a run where the data is new."

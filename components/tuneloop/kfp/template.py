@@ -42,8 +42,6 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     Args:
         spec: its parameters are resolved here, once, and each of them is an argument of the task. Of several nodes it
             is a JobSet, which the task's own pod launches in the namespace ``kfp.jobs``.
-        dynamic: parameters that the graph passes.
-        cluster, kfp: what the pods ask for.
 
     Raises:
         UserError: a parameter that the stage refuses.
@@ -133,11 +131,7 @@ def stage_component(
     """The stage as a `kfp.dsl` container component.
 
     Args:
-        component: the stage.
-        image: in full.
-        processes: ranks of torchrun in the one pod.
         passed: parameters that it must have though their default is None (kfp.local cannot leave out an integer).
-        extra: more flags of `tuneloop.kfp.stage`.
     """
     signature, about = stage_signature(component, {*passed})
     _, *start, module = component.command(processes)

@@ -1,7 +1,4 @@
-"""Connect to a Kubernetes API server as kubectl would, and say in one line what went wrong between the two.
-
-workflows = connect_to_cluster("tuneloop").list(*WORKFLOWS)
-"""
+"""Connect to a Kubernetes API server as kubectl would, and say in one line what went wrong between the two."""
 
 import base64
 import gzip
@@ -118,14 +115,7 @@ def read_api_message(error: Any) -> str:
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection to one namespace of a cluster. All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`.
-
-    Attributes:
-        namespace: where runs live.
-        context: of the kubeconfig, for people.
-        host: address of the API server, for people.
-        core, custom, auth: the client library's APIs.
-    """
+    """A connection to one namespace of a cluster. All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`."""
 
     namespace: str
     context: str

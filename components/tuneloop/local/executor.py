@@ -1,7 +1,5 @@
 """Run an Argo Workflow on this machine: the very one that `render` writes and `submit` sends.
 
-    outcome = execute_workflow(workflow, arguments={"iterations": "3"}, workdir=Path("runs/a/local"), on_node=show)
-
 A run of several workflows (`execute_parts`) has one work directory. A pod is a process group. What a run leaves behind,
 and how to read it live: `tuneloop.local.journal`.
 """
@@ -35,9 +33,6 @@ class Outcome:
 
     Attributes:
         phase: ``Succeeded``, ``Failed`` or ``Error``.
-        message: why, in one line.
-        nodes: id → node.
-        outputs: the workflow's global output parameters (``globalName``).
         exit_code: 0; 130/75 stopped by SIGINT/SIGTERM; 2 or 75 if a pod failed so; else 1.
     """
 
@@ -65,14 +60,11 @@ def execute_workflow(
     """Run `workflow` to its end.
 
     Args:
-        workflow: a Workflow or WorkflowTemplate, as loaded from YAML.
         workdir: state and logs of this run; see `tuneloop.local.journal`.
-        arguments: values of workflow parameters, over those in the spec.
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
         env: added to every pod's environment (the container's own wins).
-        cwd: of every pod; default: the current directory.
         grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
 
     Raises:
@@ -111,16 +103,11 @@ def execute_parts(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run `workflow`, and those that it goes on in, to the end, as `tuneloop.cluster.continue_run` does on a cluster.
+    """Run `workflow`, and those that it goes on in, to the end, and return the last one's outcome, as
+    `tuneloop.cluster.continue_run` does on a cluster.
 
     Each part is executed by itself, under the name it would have there; `tuneloop.local.journal.read_state` shows them
     as one run. A resumed run starts at the part that did not end well.
-
-    Args:
-        workdir, arguments, env, options: as `execute_workflow` takes them.
-
-    Returns:
-        that of the last part.
 
     Raises:
         UserError: as `execute_workflow`.

@@ -45,11 +45,7 @@ class Iterations:
         stopped: whether a signal asked for the end; no further stage begins then.
 
     Args:
-        loop: its steps.
-        run: URL of the run.
-        last: number of the last iteration.
         per_pod: iterations after whose multiples a pod ends.
-        target: mean reward that ends the loop.
         auto: end before that where the pod is long enough (`PodLength`).
     """
 

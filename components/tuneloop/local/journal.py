@@ -34,7 +34,8 @@ from tuneloop.core.errors import UserError, print_diagnostic
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave. The others are ``Pending`` and ``Running``."""
 BROKEN = ("Failed", "Error")
-NODE, SUM = b'{"kind": "node", "id": "', b', "sum": "'
+KIND = b'{"kind": "node", '
+NODE, SUM = KIND + b'"id": "', b', "sum": "'
 """How the line of a node begins, and what is before its digest at the end of any line."""
 
 
@@ -45,8 +46,6 @@ class Node:
     Attributes:
         id: unique in the run, stable over resumes, fit for a file name.
         name: the path through the graph, ``grpo.loop(0).update``.
-        display_name: its last part.
-        template: whose template it runs.
         type: ``Pod DAG TaskGroup Retry Skipped``.
         phase: ``Pending Running`` or one of `DONE`.
         parent: id of the DAG, group or retry node it belongs to; empty at the root.
@@ -55,7 +54,6 @@ class Node:
         exit_code: of a pod; None when it has none (yet). Ended by signal n: 128 + n.
         progress: ``N/M`` as the pod wrote it to ``$ARGO_PROGRESS_FILE``.
         log: path of the log below the work directory; empty for nodes without a pod.
-        inputs, outputs: parameter name → value.
     """
 
     id: str
@@ -138,8 +136,8 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
                     kept = dict(lines)
     if damaged:
         _report_damage(path, damaged)
-    nodes = (Node(**json.loads(b"{" + body.partition(b", ")[2] + b"}")) for body in lines.values())  # without the kind
-    return workflow, {node.id: node for node in nodes}, parts
+    told = json.loads(b"[%b]" % b",".join(b"{%b}" % body[len(KIND) :] for body in lines.values()))
+    return workflow, {about["id"]: Node(**about) for about in told}, parts
 
 
 @functools.cache

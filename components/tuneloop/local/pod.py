@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
-from tuneloop.core import fencing
 from tuneloop.core.ends import describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
@@ -29,11 +28,7 @@ LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages
 
 
 class PodDaemon:
-    """A pod that outlives its node's start; it ends with the graph that started it.
-
-    Attributes:
-        over, result: as `tuneloop.local.results.Daemon` has them.
-    """
+    """A pod that outlives its node's start; it ends with the graph that started it."""
 
     def __init__(self, execution: Execution, node: Node, process: Process, grace: float) -> None:
         self.over = threading.Event()
@@ -168,11 +163,7 @@ def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: s
 def _hold_device_lease(
     execution: Execution, template: Mapping[str, Any], node: Node, files: PodFilesystem
 ) -> Iterator[None]:
-    """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store.
-
-    Raises:
-        Retryable: the run was stopped meanwhile, or the store is in trouble.
-    """
+    """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store."""
     container = find_lease_sidecar(template)
     if container is None:
         yield
@@ -184,8 +175,7 @@ def _hold_device_lease(
     turns = open_turns(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
     if turns.read().holder:
         execution.set_message(node, f"waits for its turn in group {wanted.group}")
-    file = files.local_path(wanted.file)
-    with turns.acquire(stop=execution.stopping, told=lambda grant: fencing.write_lease_grant(file, grant)):
+    with turns.acquire(stop=execution.stopping, file=files.local_path(wanted.file)):
         if node.message:
             execution.set_message(node, "")
         yield

@@ -24,7 +24,6 @@ class PodLength:
     that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this.
 
     Args:
-        run: its URL.
         first: number of the iteration that the pod begins with.
     """
 

@@ -28,7 +28,6 @@ class Process:
     """A pod's main process, which leads a session and process group of its own.
 
     Attributes:
-        ended: set when it has ended.
         code: its exit code then; 128 + n when signal n ended it.
     """
 
@@ -58,7 +57,6 @@ class ProcessServer:
     """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`.
 
     Attributes:
-        settled: set once the server is ready, or has failed.
         failure: why there is no server (any more); None while there is.
     """
 

@@ -21,11 +21,9 @@ class Call:
     """One use of a template.
 
     Attributes:
-        template: its name.
         name: the node's path, ``grpo.loop.next``.
         parent: id of the node it belongs to.
         depth: templates entered above it.
-        parameters: arguments, substituted.
     """
 
     template: str
@@ -41,8 +39,6 @@ class Result:
 
     Attributes:
         phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
-        parameters: output parameters.
-        address: of the pod, for a daemon.
     """
 
     phase: str
@@ -63,11 +59,7 @@ class Result:
 
 
 class Daemon(Protocol):
-    """What runs on behind a node that is ready.
-
-    Attributes:
-        over: set when it has ended for good, whoever ended it; `result` says how.
-    """
+    """What runs on behind a node that is ready."""
 
     over: threading.Event
     result: Result

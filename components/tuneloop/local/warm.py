@@ -128,8 +128,8 @@ def main() -> None:
             for name in (*LIBRARIES[cast(Kind, kind)], *more):
                 importlib.import_module(name)
         find_answer()  # which the forks then know
-        if kind == "stages":
-            _read_conversions()
+        if kind == "stages":  # it has 700 regular expressions, which the first model that is opened makes
+            importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
         tasks = Path("/proc/self/task")
         names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else ["main"]
         if len(names) > 1:
@@ -228,17 +228,6 @@ def _hushed() -> Iterator[None]:
         os.dup2(terminal, 2)
         os.close(terminal)
         os.close(nothing)
-
-
-def _read_conversions() -> None:
-    """Have transformers make its table of how to rename weights, which it does for the first model that it opens.
-
-    The table has 700 regular expressions: a quarter of what a small `policy_update` computes.
-    """
-    with contextlib.suppress(ImportError):  # releases before 5 have no such table
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        get_checkpoint_conversion_mapping("qwen3")
 
 
 if __name__ == "__main__":

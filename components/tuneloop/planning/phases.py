@@ -11,8 +11,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import yaml
-
 from tuneloop.argo.claims import role_of
 from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
@@ -53,7 +51,7 @@ def read_recorded_tasks(run: Run) -> list[Task]:
 def _of_whole_iterations(run: Run) -> list[Entry]:
     """List what the loop committed, by iteration and start."""
     config = run.record.config if run.record else {}
-    if run.record and find_pod(yaml.safe_load((run.directory / "workflow.yaml").read_bytes())):
+    if run.record and find_pod(run.read_workflow()):
         raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
     if (config.get("cluster") or {}).get("share"):
         raise UserError("--measured", run.name, "waited for turns itself: record one without cluster.share")
@@ -81,11 +79,7 @@ def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[fl
 
 
 def _held(entry: Entry, pods: Sequence[Node]) -> tuple[float, float]:
-    """Return from when until when a stage had its device, Unix seconds.
-
-    Args:
-        pods: of its template, by their starts.
-    """
+    """Return from when until when a stage had its device, Unix seconds; `pods` are its template's, by their starts."""
     at = bisect_right(pods, entry.started, key=lambda pod: pod.started) - 1
     if at >= 0 and entry.finished <= pods[at].finished:
         return pods[at].started, pods[at].finished

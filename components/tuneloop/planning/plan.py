@@ -169,8 +169,7 @@ def _count(
     for task in tasks:
         if task["template"] not in (*above, name):
             ahead = "when" in again and task.get("when") == again["when"]  # of the next round: the last has none
-            often = times * (rounds - ahead) * _fan_out(task)
-            _count(workflow, templates, task["template"], often, (*above, name), counts)
+            _count(workflow, templates, task["template"], times * (rounds - ahead), (*above, name), counts)
 
 
 def _parameter(workflow: Mapping[str, Any], name: str) -> int:
@@ -180,13 +179,6 @@ def _parameter(workflow: Mapping[str, Any], name: str) -> int:
         if parameter["name"] == name and "value" in parameter:
             return int(parameter["value"])
     return 1 if name == "iterations" else 1 << 30
-
-
-def _fan_out(task: Mapping[str, Any]) -> int:
-    if "withItems" in task:
-        return len(task["withItems"])
-    count = str(task.get("withSequence", {}).get("count", "1"))
-    return int(count) if count.isdigit() else 1
 
 
 def _grow(
@@ -201,8 +193,7 @@ def _grow(
         template = templates[target]
         if template.get("daemon"):
             note = " (a server, until the graph around it ends)"
-        items = f" × {_fan_out(task)}" if _fan_out(task) > 1 else ""
-        branch = tree.add(f"{task['name']}{items}{note}")
+        branch = tree.add(f"{task['name']}{note}")
         _grow(branch, workflow, templates, target, (*above, name))
 
 
@@ -214,7 +205,6 @@ def compare_iterations_per_pod(
     Args:
         chosen: iterations a pod.
         part: of a workflow, and so the most of a pod.
-        loop: stage of an iteration → its role.
         idle: those of them that leave the accelerators of a pod idle that they share with others.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """

@@ -8,12 +8,11 @@
 
 What is expected never enters the sandbox, so that a program cannot copy it; an assertion of another form would have
 to be decided inside, by whoever is judged, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
-tests together, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
+tests together, see `sandbox`, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
 """
 
 import ast
 import re
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -63,11 +62,9 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     limits = {**LIMITS, **metadata.get("code", {})}
     if limits.keys() != LIMITS.keys() or not all(isinstance(v, int | float) and v > 0 for v in limits.values()):
         return None
-    end = time.monotonic() + limits["seconds"]
-    program = extract_code(completion)
+    left, program = limits["seconds"], extract_code(completion)
     passed, ended = 0, Counter[str]()
     for test in filter(None, tests):
-        left = end - time.monotonic()
         if left <= 0:
             ended["timeout"] += 1
             continue
@@ -75,6 +72,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
         ending = run_program(program, test.stdin, test.call, most)
         if ending.kind == "escape":
             raise Escape(ending.door)
+        left -= ending.seconds
         ended[ending.kind] += 1
         passed += test.passed(ending)
     return passed / len(tests), {reason: ended[reason] / len(tests) for reason in REASONS}

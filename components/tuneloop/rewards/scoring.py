@@ -276,14 +276,14 @@ class _Worker:
         return []
 
     def replace_late(self) -> Iterable[tuple[_Job, _Verdict]]:
-        """Give up on the job at hand, unless it computes and has not had its time on a processor: then it has up to ten
-        times as long."""
+        """Give up on the job at hand, unless it, or what it has started, computes and has not had its time on a
+        processor: then it has up to ten times as long."""
         seconds, now = self.limits.seconds, time.monotonic()
         late = _Verdict("timeout", f"took more than {seconds:g} s")
-        state, used = _read_stat(self.pid)
+        states, used = _read_stats(self.pid)
         if used - self.used >= seconds:
             return self.replace(self.limits.build_verdict("timeout", late))
-        if state != "R" or now - self.since >= 10 * seconds:
+        if not {*"RD"} & {*states} or now - self.since >= 10 * seconds:
             return self.replace(late)
         self.due = now + seconds / 4
         return []
@@ -321,13 +321,18 @@ class _Worker:
         self._begin(0.0)
 
 
-def _read_stat(pid: int) -> tuple[str, float]:
-    """Return a process's state (proc(5); ``R``: it runs, or would) and the seconds of processor time that it and its
-    children have had; elsewhere than on Linux nothing is known of them."""
-    if sys.platform != "linux":
-        return "", 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def _read_stats(pid: int) -> tuple[str, float]:
+    """Return the states (proc(5); ``R``: it runs, or would; ``D``: it waits for a page) of a process and all that it
+    has started, and the seconds of processor time that these have had; elsewhere than on Linux nothing is known."""
+    states, ticks, numbers = "", 0, [str(pid)]
+    for number in numbers:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            states, ticks = states + fields[0], ticks + sum(map(int, fields[11:15]))
+            numbers += (
+                child for f in Path(f"/proc/{number}/task").glob("*/children") for child in f.read_text().split()
+            )
+    return states, ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _limit_memory(most: int | None) -> None:

@@ -68,7 +68,7 @@ def audit_run(run: Run) -> Iterator[Proof]:
 def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
     checked = [*verify_artifact(run, entry)]
     left = {name for name, one in zip(sorted(entry.manifest.files), checked) if one.found}
-    deleted = left <= {HISTORY} != {*entry.manifest.files} and _is_left_behind(run, entry)
+    deleted = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files} and _is_left_behind(run, entry)
     wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
     problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
     return Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)

@@ -19,7 +19,6 @@ class Series:
     """A line of a chart.
 
     Attributes:
-        name: in the legend.
         points: x and y; one whose y is not finite is left out.
         line: whether the points are joined.
     """

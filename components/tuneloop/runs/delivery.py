@@ -1,20 +1,5 @@
-"""What each policy version took from the trainer to the tokens that it made, whichever way it went: six timings.
-
-======================  ==================================================  ============================================
-of                      pulled (our server, or an opaque endpoint)          refitted (a fleet that pulls nothing)
-======================  ==================================================  ============================================
-encode and publish      the publisher's record                              none: the checkpoint as committed is read
-size, density           the publisher's record                              the checkpoint's model files
-materialisation         as replicas recorded it: fetch, apply, verify       the longest ``update_weights_from_disk``,
-                                                                            which includes applying it
-pause                   as replicas recorded it: change, read back          the longest of a worker, as the refit saw it
-convergence             publication until the last replica served it that   the refit, until all workers have it
-                        had followed before
-request lag             versions that tokens are behind the policy, mean    the same
-======================  ==================================================  ============================================
-
-``waited_s`` is what a caller can see of any of it: until the engine had proved that it serves the version. Of replicas
-that are somebody else's and record nothing, it is all that is known besides publication and lag.
+"""What each policy version took from the trainer to the tokens that it made, whichever way it went: six timings, which
+docs/weights.md explains ("What each version took").
 """
 
 import functools
@@ -73,7 +58,7 @@ def list_deliveries(run: Run) -> list[Delivery]:
 
 def find_delivery(run: Run, entry: Entry) -> Delivery | None:
     """Return the delivery of an entry's version; None if it was neither published nor refitted."""
-    return _delivery(run, entry, functools.partial(read_publication, run.weights_url))
+    return _delivery(run, entry, functools.partial(read_publication, Store(run.weights_url)))
 
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:

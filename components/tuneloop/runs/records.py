@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 import tuneloop
-from tuneloop.core.artifacts import dump_canonical_json
+from tuneloop.core.artifacts import dump_canonical_json, dump_checked_json, load_checked_json
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
@@ -33,6 +33,7 @@ class Record(BaseModel, frozen=True):
     path: str = Field(description="the pipeline's file")
     config: dict[str, Any]
     store: str = Field(description="URL; artifacts lie at <store>/<run>/…")
+    workflow: str = Field("", description="xxh3-128 of workflow.yaml")
     created: float = Field(default_factory=time.time, description="Unix seconds")
     tuneloop: str = tuneloop.__version__
 
@@ -45,9 +46,6 @@ def get_run_directory(name: str, store: str) -> Path:
 def write_record(record: Record, workflow: str, replaced: Record | None = None) -> None:
     """Write the record of a new run, its configuration and its rendered workflow; the record last.
 
-    Args:
-        replaced: the record of a run of this name that may go.
-
     Raises:
         UserError: the name cannot be used, or is taken by a run with another configuration or store.
     """
@@ -58,7 +56,7 @@ def write_record(record: Record, workflow: str, replaced: Record | None = None) 
     place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
     place.put("workflow.yaml", workflow.encode())
     try:
-        place.create("run.json", record.model_dump_json(indent=1).encode())
+        place.create("run.json", dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json"))
     except Conflict:
         raise UserError("--run", record.run, "was started by another process just now; choose another name") from None
 
@@ -83,11 +81,10 @@ def read_record(name: str, store: str) -> Record | None:
     check_name(name)
     place = get_run_directory(name, store)
     data = Store(str(place)).get("run.json")
-    if data is None:
-        return None
+    told = load_checked_json(data, f"{name}/run.json", str(place.parent), "restore it")
     try:
-        return Record.model_validate_json(data)
-    except ValueError as error:
+        return Record.model_validate(told) if told else None
+    except ValidationError as error:
         raise Corrupt("run", f"{place}/run.json", "is not a run's record; restore it") from error
 
 

@@ -22,11 +22,7 @@ DECIDING = ("device", "threads", "code", "packages")
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What came of an artifact when it was computed again.
-
-    Attributes:
-        difference: the first one to what was committed, in words; None where the digests are equal.
-    """
+    """What came of an artifact when it was computed again."""
 
     entry: Entry
     manifest: Manifest
@@ -62,6 +58,12 @@ def find_departure(one: Run, two: Run) -> str | None:
     return None
 
 
+def locate_artifact(run: Run, ref: str) -> str:
+    """Return the reference to an artifact where the run lies now; `ref` itself where the run does not hold it."""
+    here = run.maker(ref)
+    return f"{run.url}/{here.key}@{here.manifest.digest}" if here else ref
+
+
 def _replay(run: Run, entry: Entry) -> Replayed:
     made = entry.manifest
     component = find_component(f"tuneloop.stages.{made.stage}")
@@ -85,9 +87,7 @@ def _run_again(run: Run, component: Component, made: Manifest, out: str) -> Mani
     given = {name: value for name, value in made.params.items() if name in known}
     if "state_every" in known:  # nobody trains on from this one
         given["state_every"] = made.params["iteration"] + 1
-    for name, ref in made.inputs.items():  # as the run has it where it lies now
-        here = run.maker(ref)
-        given[name] = f"{run.url}/{here.key}@{here.manifest.digest}" if here else ref
+    given |= {name: locate_artifact(run, ref) for name, ref in made.inputs.items()}
     return component(out=out, **given)
 
 

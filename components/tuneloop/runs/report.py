@@ -24,17 +24,11 @@ FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
 
 def render_page(run: Run) -> str:
     """Return the report of `run` as a self-contained HTML page."""
-    return fill_page(run.name, render_body(run))
-
-
-def fill_page(title: str, body: str, head: str = "") -> str:
-    """Return a whole page; `title` is text, `body` and `head` are HTML."""
     template = string.Template((Path(__file__).parent / "report.html").read_text("utf-8"))
-    return template.substitute(title=escape(title), style=STYLE, body=body, head=head)
+    return template.substitute(title=escape(run.name), style=STYLE, body=_render_body(run))
 
 
-def render_body(run: Run) -> str:
-    """Return what the report of `run` shows, as HTML."""
+def _render_body(run: Run) -> str:
     curves = run.curves()
     parts = [
         f"<h1>{escape(run.name)}</h1>",

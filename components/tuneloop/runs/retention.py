@@ -5,13 +5,13 @@ its URL was written by attempts that lost a race or died. Nothing that was writt
 still be at it, on whatever machine.
 """
 
-import json
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST, find_manifest
-from tuneloop.core.errors import UserError
+from tuneloop.core.artifacts import MANIFEST, find_manifest, parse_manifest
+from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Run
 from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed
@@ -19,13 +19,7 @@ from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something to delete.
-
-    Attributes:
-        key: below the run's URL: a directory, or a file.
-        why: in words.
-        size: bytes.
-    """
+    """Something to delete: its key below the run's URL, why in words, and its bytes."""
 
     key: str
     why: str
@@ -49,6 +43,7 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
     store = Store(run.url)
     files = store.stat()
     roots = {key.removesuffix(MANIFEST): _root(store, key) for key in files if key.rpartition("/")[2] == MANIFEST}
+    roots = {at: root if any(key.startswith(f"{at}{root}/") for key in files) else None for at, root in roots.items()}
     found: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for key in files:
@@ -72,11 +67,10 @@ def delete_leftovers(run: Run, items: list[Leftover]) -> None:
 
 
 def _root(store: Store, key: str) -> str | None:
-    """Return the data directory that the manifest `key` names; None where it is not a manifest of ours."""
-    try:
-        return str(json.loads(store.get(key) or b"{}")["root"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    """Return the data directory that the manifest `key` names; None where it is none, or damaged."""
+    with contextlib.suppress(Corrupt):
+        return parse_manifest(f"{store.url}/{key.removesuffix(f'/{MANIFEST}')}", store.get(key) or b"").root
+    return None
 
 
 def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
+import yaml
 
-from tuneloop.core.artifacts import MANIFEST, Manifest, Role, parse_manifest, split_ref
+from tuneloop.core.artifacts import MANIFEST, Manifest, Role, load_checked_json, parse_manifest, split_ref
 from tuneloop.core.attempts import FAILURE
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.index import DIGEST, Index, map_requests
@@ -38,6 +39,7 @@ SETTLED = 2
 """An iteration that so many have followed is whole: each starts from the policy of the one before."""
 MANY = 64
 """More iterations than these are listed at once, not one by one."""
+SAMPLED = ("id", "prompt", "completion", "answer", "score", "outcome")
 RECORDING: tuple[Role, ...] = ("trainer", "sampler", "scorer")
 SAID = ("step", "mean", "mean_reward")
 """Columns of ``metrics.jsonl`` that are not curves, or are in the results already."""
@@ -80,8 +82,6 @@ class Curve:
 
     Attributes:
         name: ``mean_reward``, ``loss``, …
-        stage: which wrote it.
-        role: what that stage is in a loop.
         how: how it was obtained, for people.
         x: of each point, in units of `axis`; several optimizer steps in one iteration are fractions of it.
         axis: ``iteration`` or ``step``.
@@ -106,12 +106,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean reward and how it was obtained.
-
-    Attributes:
-        version: of the policy that was judged.
-        entry: the `evaluate` or `reward` artifact.
-    """
+    """A mean reward and how it was obtained."""
 
     value: float
     how: str
@@ -132,7 +127,7 @@ class Run:
         self.name, self.store_url, self.record = name, normalize_url(store), record
         self.url = f"{self.store_url}/{name}"
         self.directory = get_run_directory(name, store)
-        self._index = Index(Store(self.url))
+        self._index = Index(Store(self.url), self._prove_manifest)
         self._known: dict[str, tuple[str, Entry]] = {}
         self.entries: list[Entry] = []
         self._by_digest: dict[str | None, Entry] = {}
@@ -141,9 +136,6 @@ class Run:
     @classmethod
     def open(cls, name: str, store: str | None = None) -> "Run":
         """Open the run `name`, by its record below `store`, or by the artifacts there.
-
-        Args:
-            store: URL or path; default ``./runs``.
 
         Raises:
             UserError: there is no such run.
@@ -159,6 +151,7 @@ class Run:
     @classmethod
     def create(cls, record: Record, workflow: str, replaced: Record | None = None) -> "Run":
         """Write the record of a new run, and return the run; see `tuneloop.runs.records.write_record`."""
+        record = record.model_copy(update={"workflow": xxhash.xxh3_128_hexdigest(workflow.encode())})
         records.write_record(record, workflow, replaced)
         return cls(record.run, record.store, record)
 
@@ -168,6 +161,13 @@ class Run:
         engine = self.record.config.get("engine") if self.record else None
         own = engine.get("weights") if isinstance(engine, dict) else None
         return str(own or f"{self.url}/weights")
+
+    def read_workflow(self) -> dict[str, Any]:
+        """Read the workflow that the run was started with. Raises Corrupt where it is another now."""
+        data = Store(str(self.directory)).get("workflow.yaml") or b""
+        if not self.record or xxhash.xxh3_128_hexdigest(data) != self.record.workflow:
+            raise Corrupt("run", f"{self.directory}/workflow.yaml", "is missing or was changed; restore it from a copy")
+        return dict(yaml.load(data, yaml.CSafeLoader) or {})
 
     def refresh(self, *, whole: bool | None = None) -> None:
         """Read manifests that were committed since.
@@ -184,11 +184,8 @@ class Run:
         present = {key: mark for key, mark in found.items() if PLACE.match(key)}
         gone = indexed.keys() - found.keys()
         if gone or present != {key: mark for key, (mark, _) in self._known.items()}:
-            proved = {key for key, mark in indexed.items() if present.get(key) == mark}
             data = self._index.read(present, gone, save=every)
-            self._known = {
-                key: (present[key], self._parse(key, present[key], data[key], key in proved)) for key in data
-            }
+            self._known = {key: (present[key], self._parse(key, present[key], data[key])) for key in data}
             self.entries = sorted((entry for _, entry in self._known.values()), key=lambda e: (e.started, e.key))
             self._by_digest = {e.manifest.digest: e for e in reversed(self.entries)}
 
@@ -209,20 +206,26 @@ class Run:
             found |= marks
         return found
 
-    def _parse(self, key: str, mark: str, data: bytes, proved: bool) -> Entry:
+    def _prove_manifest(self, key: str, data: bytes) -> None:
+        url = f"{self.url}/{key.removesuffix(f'/{MANIFEST}')}"
+        if PLACE.match(key) and not url.endswith(stated := parse_manifest(url, data).place):
+            raise Corrupt("artifact", f"{self.url}/{key}", f"is the manifest of {stated}; put it back there")
+
+    def _parse(self, key: str, mark: str, data: bytes) -> Entry:
         """Return the artifact of a manifest; the one that is known, if that was read under the same mark."""
         if key in self._known and self._known[key][0] == mark:
             return self._known[key][1]
         place, match = key.removesuffix(f"/{MANIFEST}"), PLACE.match(key)
         assert match
         iteration = int(match["iteration"]) if match["iteration"] else None
-        return Entry(place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data, proved=proved))
+        return Entry(place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data, proved=True))
 
     def read_failures(self) -> dict[str, str]:
         """Return task → why it failed, of those that have not gone on since; only runs on KFP leave that."""
         found = {}
         for key in self._failures:
-            place, failure = key.removesuffix(f"/{FAILURE}"), json.loads(self._index.store.get(key) or b"{}")
+            place, data = key.removesuffix(f"/{FAILURE}"), self._index.store.get(key)
+            failure = load_checked_json(data, FAILURE, f"{self.url}/{place}", "delete it")
             later = (entry.key for entry in self.entries if entry.started > failure["time"])
             if failure and not any(f"{each}/".startswith(f"{place}/") for each in later):
                 found[place] = failure["message"]
@@ -347,15 +350,14 @@ class Run:
         found = {stage: [s for i, s in points if i] for stage, points in self.phase_seconds().items()}
         return {stage: statistics.median(values) for stage, values in found.items() if values}
 
-    def samples(self, entry: Entry) -> list[dict[str, Any]]:
-        """Return the rows of an evaluation or of a batch of scored rollouts, as stored."""
+    def samples(self, entry: Entry, columns: Collection[str] = SAMPLED) -> list[dict[str, Any]]:
+        """Return the rows of an evaluation or of a batch of rollouts, as stored, with those columns that it has."""
         import pyarrow.parquet
 
         for name in entry.manifest.files:
             if name.endswith(".parquet") and (data := self.read(entry, name)):
-                table = pyarrow.parquet.ParquetFile(io.BytesIO(data)).read()  # read_table would import pandas
-                wanted = ("id", "prompt", "completion", "answer", "score", "outcome")
-                rows: list[dict[str, Any]] = table.select([c for c in wanted if c in table.column_names]).to_pylist()
+                file = pyarrow.parquet.ParquetFile(io.BytesIO(data))  # read_table would import pandas
+                rows: list[dict[str, Any]] = file.read([c for c in file.schema_arrow.names if c in columns]).to_pylist()
                 return rows
         return []
 

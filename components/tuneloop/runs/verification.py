@@ -13,11 +13,7 @@ from tuneloop.training.old_checkpoints import STATE
 
 @dataclass(frozen=True)
 class Checked:
-    """A file of a checkpoint, hashed again.
-
-    Attributes:
-        found: size and digests of the bytes that are there; None if the file is missing.
-    """
+    """A file of a checkpoint, hashed again: what was `found`, or None if it is missing."""
 
     key: str
     want: File

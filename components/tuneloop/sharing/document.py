@@ -19,8 +19,6 @@ class Seat(BaseModel, frozen=True):
     """One attempt to have a turn, from its asking to its end.
 
     Attributes:
-        ticket: names the attempt; never used again.
-        who: the run.
         since: when it asked, or was served; Unix seconds, for people alone.
         beat: goes up as long as it lives.
     """
@@ -36,8 +34,6 @@ class Document(BaseModel, frozen=True):
 
     Attributes:
         number: of the turn that was taken last; the holder's fencing token, which never goes back.
-        holder: whose turn it is.
-        waiting: in the order of asking.
         served: run → number of its last turn; of one that had none yet, the number when it first asked.
         policy, patience: of the group; the first to come sets them.
     """

@@ -32,11 +32,7 @@ OWNER_VARIABLES = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
 
 
 class Lease:
-    """See the module.
-
-    Args:
-        cluster: a connection; its namespace has the Lease ``tuneloop-turns-<group>``.
-    """
+    """See the module."""
 
     def __init__(self, cluster: Connection, group: str) -> None:
         self.cluster, self.group, self.name = cluster, group, f"{PREFIX}{group}"

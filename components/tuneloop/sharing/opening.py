@@ -16,9 +16,6 @@ class File:
     """A group's document as an object in the store, for runs of one machine, or of clusters that share nothing else.
 
     It stays when the last run has left: an empty one, so that the numbers of its turns go on.
-
-    Args:
-        url: of the group, below the store.
     """
 
     def __init__(self, url: str) -> None:

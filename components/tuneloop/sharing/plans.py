@@ -31,10 +31,8 @@ class Plan:
     """What a plan comes to.
 
     Attributes:
-        iterations: of all its runs.
         accelerators: that it holds, all the time.
         together: trainer and sampler are the same devices.
-        schedules: carried out one after the other.
     """
 
     name: str

@@ -3,10 +3,11 @@
     python -m tuneloop.sharing.sidecar --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
 
 The file is there once the turn is had: the pod's startup probe asks for it, so the stage's container starts then. The
-file is what `tuneloop.core.fencing` reads in that container. The turn is given back on SIGTERM: Kubernetes sends it to
-a sidecar when all other containers have ended. A sidecar that was restarted goes on with the turn that the file names;
-where that was lost, it only waits for the end, as the stage has seen it, too, and has ended. Where the group refuses
-the run, the file says that: the stage starts, and ends with exit code 2 and the same line.
+file is what `tuneloop.core.fencing` reads in that container. The turn is given back as soon as the stage has released
+it, at the latest on SIGTERM: Kubernetes sends it to a sidecar when all other containers have ended. A sidecar that was
+restarted goes on with the turn that the file names; where that was lost, it only waits for the end, as the stage has
+seen it, too, and has ended. Where the group refuses the run, the file says that: the stage starts, and ends with exit
+code 2 and the same line.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> N
 def hold_lease(turns: Turns, file: Path, stop: threading.Event) -> None:
     """Hold a device lease, and keep its grant in `file`, until `stop`. Raises as `Turns.acquire`."""
     if not file.exists():
-        with turns.acquire(stop=stop, told=lambda grant: fencing.write_lease_grant(file, grant)) as held:
+        with turns.acquire(stop=stop, file=file) as held:
             print_diagnostic(f"turn: turn {held.number} of group {turns.group}", 0)
             stop.wait()
         return
@@ -84,7 +85,7 @@ def hold_lease(turns: Turns, file: Path, stop: threading.Event) -> None:
         print_diagnostic(f"turn: {error}", 0)
         stop.wait()
     else:
-        with held.renewing(lambda grant: fencing.write_lease_grant(file, grant)):
+        with held.renewing(file):
             print_diagnostic(f"turn: goes on with turn {held.number} of group {turns.group}", 0)
             stop.wait()
     turns.quit(standing.ticket)  # now the stage has ended: what it held may be another's

@@ -23,10 +23,7 @@ class Task:
     """A stage of an iteration.
 
     Attributes:
-        stage: its name in the graph.
-        iteration: from 1.
         seconds: that it holds its device, or works without one.
-        device: empty: none.
         lead: seconds before that, in which it is being started and holds nothing.
         after: indices of the tasks of its run that end before it starts.
         role: what the stage is in the loop; a trainer ends an iteration.

@@ -21,10 +21,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
-from tuneloop.core.fencing import Grant, read_clock
+from tuneloop.core.fencing import Grant, is_lease_released, read_clock, write_lease_grant
 from tuneloop.core.store import Conflict
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.sharing.document import Document, Policy, Refused
@@ -72,9 +73,6 @@ class Turns:
     """The turns of a group, for one run.
 
     Args:
-        place: where its document is.
-        group: its name, for people.
-        who: the run.
         policy, patience: who is served next, and the seconds after which a silent one has lost its seat; the same for
             all of a group.
     """
@@ -101,18 +99,15 @@ class Turns:
 
     @contextlib.contextmanager
     def acquire(
-        self,
-        timeout: float | None = None,
-        *,
-        stop: threading.Event | None = None,
-        told: Callable[[Grant], None] | None = None,
+        self, timeout: float | None = None, *, stop: threading.Event | None = None, file: Path | None = None
     ) -> "Iterator[Held]":
         """Wait for a turn, hold it, and end it, whatever happens.
 
         Args:
             timeout: seconds to wait at most.
             stop: set it to wait no longer.
-            told: called with what is known of the turn when it begins, and at each renewal.
+            file: keeps the grant, from the turn's beginning on, for the process that uses the devices; when that
+                releases its lease (`tuneloop.core.fencing`), the turn ends.
 
         Raises:
             Retryable: it did not come in time, or `stop` was set.
@@ -121,7 +116,7 @@ class Turns:
         ticket = f"{self.who}.{os.urandom(6).hex()}"
         try:
             held = self.wait(ticket, timeout, stop or threading.Event())
-            with held.renewing(told):
+            with held.renewing(file):
                 yield held
         finally:
             self.quit(ticket)
@@ -209,13 +204,7 @@ def _unmoved(before: Document, now: Document) -> set[str]:
 
 
 class Held:
-    """A turn that one has.
-
-    Attributes:
-        number: the fencing token.
-        ticket: names the attempt.
-        lost: set once the turn may be somebody else's.
-    """
+    """A turn that one has: `number` is its fencing token; `lost` is set once it may be somebody else's."""
 
     def __init__(self, turns: Turns, ticket: str, number: int, renewed: float) -> None:
         self.turns, self.ticket, self.number, self.renewed = turns, ticket, number, renewed
@@ -261,10 +250,12 @@ class Held:
         return self
 
     @contextlib.contextmanager
-    def renewing(self, told: Callable[[Grant], None] | None = None) -> Iterator[None]:
-        """Renew on another thread until the end, or until the turn is lost."""
-        tell = told or (lambda grant: None)
-        tell(self.grant)
+    def renewing(self, file: Path | None = None) -> Iterator[None]:
+        """Renew on another thread until the end, or until the turn is lost or released; `file` as in `acquire`."""
+
+        def tell() -> None:
+            if file:
+                write_lease_grant(file, self.grant)
 
         def renew() -> None:
             if self.lost.is_set():
@@ -273,7 +264,13 @@ class Held:
                 self.beat()
             except Exception as error:  # in trouble: again in a moment, until the clock says that it is too late
                 log.warning("%s", error)
-            tell(self.grant)
+            tell()
 
-        with repeat_in_background(renew, self.turns.patience / BEATS):
+        def look() -> None:
+            if file and is_lease_released(file) and not self.lost.is_set():
+                self.lost.set()
+                self.turns.quit(self.ticket)
+
+        tell()
+        with repeat_in_background(renew, self.turns.patience / BEATS), repeat_in_background(look, 0.2):
             yield

@@ -8,7 +8,6 @@ from contextlib import nullcontext, suppress
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
@@ -47,12 +46,7 @@ def source_digest(params: Any) -> dict[str, str]:
 
 
 def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
-    """Find what loads the source, which takes arguments of these names.
-
-    Raises:
-        UserError: it does not, or needs another one; with `prefix` and the argument's name as the field.
-        ImportError: a package that it needs is not installed.
-    """
+    """Find what loads the source, which takes arguments of these names, whose errors follow `prefix`."""
     load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
     for name, parameter in plugins.check_variant_args(source, load, arguments, first=2, prefix=prefix).items():
         if parameter.default is parameter.empty and name not in arguments:
@@ -134,8 +128,8 @@ def data_prep(
             rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
             _write_split(stage, name, mapped(build_tables(rows), judge), tally, bar)
             if (found := tally.rows.get(name, 0)) < (min(number, 1) if name == "train" else number):
-                asked = "one is needed" if name == "train" else "ask for fewer, or give it more data"
-                raise UserError(f"data_prep.{name}", number, f"{source} has only {found} left; {asked}")
+                ask = "one is needed" if name == "train" else f"ask for fewer (set data.{name}), or give it more data"
+                raise UserError(f"data_prep.{name}", number, f"{source} has only {found} distinct prompts left; {ask}")
     tally.check()
     counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
     unchecked = {"unchecked": tally.unchecked} if tally.unchecked else {}
@@ -152,7 +146,7 @@ def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally:
         for table in examined:
             stage.check_stop()
             tally.add(name, table)
-            answers = pc.fill_null(table["answer"], "")
+            answers = table["answer"].fill_null("")
             out.write(table.set_column(table.column_names.index("answer"), "answer", answers))
             bar.update(tally.total)
 
@@ -221,11 +215,7 @@ def _rows(
 
 
 def _check_form(split: Split, example: Example, completion: str | None) -> None:
-    """Check that a split can use an example of this form.
-
-    Raises:
-        UserError: a demonstration without a completion, or a conversation that leaves nothing to say.
-    """
+    """Check that a split can use an example of this form."""
     whole = isinstance(example.prompt, list) and example.prompt[-1]["role"] == "assistant"
     if split == "sft" and completion is None and not whole:
         raise UserError("data_prep.sft", example.prompt, "has no completion; name its column, or set sft to 0")

@@ -60,11 +60,7 @@ def model_reward(
 
 
 def read_rollouts(rollouts: Artifact) -> pa.Table:
-    """Read rollouts, scored or not.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Read rollouts, scored or not; refuse an artifact without any."""
     for name in ("rewards.parquet", "rollouts.parquet"):
         if name in rollouts.manifest.files and (table := pq.read_table(rollouts.part(name))).num_rows:
             return table

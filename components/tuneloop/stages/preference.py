@@ -13,6 +13,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
+from tuneloop.training.delegation import BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import Mismatched, Pairs, Split, read_pairs, score_documents, sum_logprobs
 from tuneloop.weights.publication import Weights
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 Reference = Mapping[str, np.ndarray]
 """``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``: float64 ``[pairs]`` each."""
+
+
+class PreferenceOptions(PairOptions, BackendOptions):
+    """Of a trainer on pairs."""
 
 
 @checkpoint.checkpoint_stage(loss=float, accuracy=float, version=int)
@@ -35,7 +40,7 @@ def preference(
         epochs.AlgorithmName, epochs.validate_kind(Preference), Field(description="dpo, ipo, kto, or pkg.mod:attr")
     ] = "dpo",
     algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
-    options: PairOptions,
+    options: PreferenceOptions,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
@@ -63,11 +68,17 @@ def preference(
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     learner = Learner(stage, trainer, objective, pairs, reference, options.per_device_train_batch_size)
-    loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
+    if not options.backend:
+        loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
+    elif logprobs.manifest.facts["digest"] == policy.manifest.digest:
+        loss = train_by_backend(stage, trainer, policy, prompts)
+    else:
+        raise UserError("--logprobs", logprobs.url, f"is not of --policy, to which {options.backend} compares")
     with stage.timed("evaluate"):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
+    checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "accuracy": after, "version": version}
 

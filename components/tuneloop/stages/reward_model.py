@@ -51,6 +51,7 @@ def reward_model(
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):
         right = compute_accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
+    checkpoint.release_device(stage, trainer)
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:

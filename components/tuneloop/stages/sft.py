@@ -10,14 +10,14 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus
-from tuneloop.training.options import TrainerOptions
+from tuneloop.training.delegation import BackendOptions, train_by_backend
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
 
 
-class SftOptions(TrainerOptions):
+class SftOptions(BackendOptions):
     """Of a trainer on demonstrations."""
 
     max_steps: int = Field(250, ge=1, description="optimizer steps")
@@ -58,7 +58,11 @@ def sft(
         loss, norm, rate = train_step(stage, trainer, prepared)
         return {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": prepared.targets}
 
-    loss = epochs.train_epochs(stage, trainer, len(documents), options, lambda i: [documents[i]], step)
+    if options.backend:
+        loss = train_by_backend(stage, trainer, policy, prompts)
+    else:
+        loss = epochs.train_epochs(stage, trainer, len(documents), options, lambda i: [documents[i]], step)
+    checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}
 

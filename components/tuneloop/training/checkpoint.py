@@ -15,12 +15,16 @@ after it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.core import fencing
 from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, find_manifest, split_ref
+from tuneloop.core.background import BACKGROUND
 from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.formats.canary import canary_ids, canary_logprobs
@@ -89,7 +93,7 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
     """
     from tuneloop.training.fsdp.ranks import Ranks
 
-    ranks = Ranks(options.device, options.expected_world_size)
+    ranks = Ranks(options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size)
     stage.barrier = ranks.barrier
     stage.notes.update(device=ranks.device.type, world_size=ranks.world)
     if options.device == "auto" and ranks.device.type == "cpu":
@@ -144,6 +148,22 @@ def lora_base(policy: Artifact) -> Artifact:
         raise UserError("lora", base, remedy) from error
 
 
+def release_device(stage: Stage, trainer: Trainer) -> None:
+    """Give the device lease back, before what was computed is written; called by all ranks.
+
+    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, and where
+    other stages follow in this process, for they compute on the device again. Raises as `fencing.release_lease`.
+    """
+    if BACKGROUND.beside or not os.environ.get(fencing.VARIABLE):
+        return
+    if trainer.ranks.device.type == "cuda":
+        trainer.sleep()
+    stage.barrier()
+    stage.notes["device_released"] = time.time()
+    if stage.leader:
+        fencing.release_lease()
+
+
 def write_checkpoint(
     stage: Stage,
     trainer: Trainer,
@@ -152,15 +172,12 @@ def write_checkpoint(
     version: int | None = None,
     with_state: bool = True,
 ) -> int:
-    """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks.
+    """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
 
     Args:
         policy: the checkpoint that was trained: the tokenizer and all other files beside the weights are its.
         version: of what is written; None: the one after `policy`'s.
         with_state: write ``trainer/``; else what it takes to repeat the update and prove that is in the facts.
-
-    Returns:
-        The version.
     """
     source = model_dir(policy)
     version = int(policy.manifest.facts["version"]) + 1 if version is None else version

@@ -105,11 +105,7 @@ class Objective:
 
 
 class Tally:
-    """Gathers measures of tokens over micro-batches and ranks.
-
-    Attributes:
-        count: tokens, once `result` was called.
-    """
+    """Gathers measures of tokens over micro-batches and ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.count = ranks, 0

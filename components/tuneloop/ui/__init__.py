@@ -1,4 +1,1 @@
-"""A live page over the runs of a store, for people: read only, without a database.
-
-What it shows is read from what runs have committed (`tuneloop.runs`); nothing here computes, starts or changes a run.
-"""
+"""A live page over the runs of a store, for people: read only, without a database, made of what runs committed."""

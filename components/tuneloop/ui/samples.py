@@ -1,12 +1,13 @@
-"""The completions of an iteration, a page at a time: each token coloured by what the engine thought of it."""
+"""The completions of an iteration or of an evaluation, a page at a time: found, ordered, and with their tokens."""
 
 import functools
-import html
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
@@ -16,83 +17,96 @@ from tuneloop.runs.run_record import Run
 
 SIZE = 50
 """Completions on a page."""
+MOST = 400
+"""Tokens of a completion on a page of several; one by itself has all."""
+FILES = ("rewards.parquet", FILE, "samples.parquet")
+TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
+CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
 
 
-@dataclass(frozen=True)
-class Page:
-    """One page of an iteration's completions.
+def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
+    """Read the completions of a page; of the file the columns that are looked through, and the page's row groups.
 
-    Attributes:
-        rows: as stored, with the scores of the same rows where they have been scored.
-        number: from 1; `last` is the number of the last one.
-        pieces: the text of each token id, where the tokenizer of the policy can be had.
-    """
-
-    iteration: int
-    rows: Sequence[Mapping[str, Any]]
-    number: int
-    last: int
-    pieces: Mapping[int, str]
-
-
-def read_page(run: Run, iteration: int, number: int) -> Page:
-    """Read the completions of a page; of the files the row groups that it lies in.
+    Args:
+        at: an iteration, or the key of an evaluation.
+        wanted: `id`, `group` or `outcome` of rows; `search`, a text in them; `place`, the one that is shown whole;
+            `sort`, ``score`` or ``advantage``, from its greatest with ``-`` before it; `page`, from 1.
 
     Raises:
-        UserError: the run has no rollouts of that iteration.
+        UserError: the run has no completions there.
     """
-    entry = next((e for e in run.with_role("sampler") if e.iteration == iteration), None)
-    if entry is None:
-        raise UserError("iteration", iteration, f"has no rollouts in {run.name}; it has come to {run.iteration}")
-    scored = [e for e in run.with_role("scorer") if e.iteration == iteration]
-    file, name = (scored[-1], "rewards.parquet") if scored else (entry, FILE)
-    table = pq.ParquetFile(Artifact(f"{run.url}/{file.key}").part(name))
-    total = table.metadata.num_rows
-    last = max(1, math.ceil(total / SIZE))
-    number = min(max(number, 1), last)
-    rows = read_rows(table, range((number - 1) * SIZE, min(number * SIZE, total)))
-    return Page(iteration, rows, number, last, _read_pieces(entry.manifest.inputs.get("policy", "")))
+    made = [e for e in run.with_role("scorer", "sampler") if str(e.iteration) == at]
+    made = made or [e for e in run.with_role("evaluator") if e.key == at]
+    held = [(e, name) for name in FILES for e in reversed(made) if name in e.manifest.files]
+    if not held:
+        raise UserError("completions", at, f"has none in {run.name}, which has come to iteration {run.iteration}")
+    entry, name = held[0]
+    file, table, order = _open_file(f"{run.url}/{entry.key}@{entry.manifest.digest}", name)
+    places = _select_places(file, table, wanted)
+    by, number, whole = wanted.get("sort", ""), wanted.get("page", ""), "place" in wanted
+    if (values := order.get(by.removeprefix("-"))) is not None:
+        places = places[np.argsort(-values[places] if by.startswith("-") else values[places], kind="stable")]
+    start = SIZE * (max(int(number[:9]), 1) - 1 if number.isdecimal() else 0)
+    shown = places[start : start + SIZE].tolist()
+    rows = read_rows(file, shown, [column for column in file.schema_arrow.names if column != "prompt_ids"])
+    for place, row in zip(shown, rows):
+        row |= {"place": place, "length": len(row.get("completion_ids", ())), "advantage": order["advantage"][place]}
+        row |= {column: row[column][: None if whole else MOST] for column in TOKENS if column in row}
+    policy = next((p for e in made if (p := run.policy_of(e))), None)
+    try:
+        pieces, decoder = _read_pieces(f"{run.url}/{policy.key}@{policy.manifest.digest}") if policy else ({}, "")
+    except UserError:  # the checkpoint is gone
+        pieces, decoder = {}, ""
+    used = {number for row in rows for number in row.get("completion_ids", ())}
+    return {
+        **{"key": entry.key, "version": run.version_of(entry), "size": SIZE, "decoder": decoder},
+        **{"iteration": run.iteration, "evaluations": [each.key for each in run.with_role("evaluator")]},
+        **{"total": table.num_rows, "found": len(places), "rows": rows, "pieces": {n: pieces.get(n) for n in used}},
+        "outcomes": pc.value_counts(table["outcome"]).to_pylist() if "outcome" in table.column_names else [],
+    }
 
 
 @functools.lru_cache(maxsize=8)
-def _read_pieces(policy: str) -> dict[int, str]:
-    """Read the text of each token id from the policy's tokenizer; empty where that is gone, or not one of a file."""
-    try:
-        from tokenizers import Tokenizer
-
-        words = Tokenizer.from_file(str(Artifact(policy).part("model/tokenizer.json")))
-    except (UserError, ImportError):
-        return {}
-    return {number: words.decode([number], skip_special_tokens=False) for number in words.get_vocab().values()}
+def _open_file(ref: str, name: str) -> tuple[pq.ParquetFile, pa.Table, dict[str, Any]]:
+    """Open a file of completions, proved once; with the columns that rows are chosen by, and their order."""
+    file = pq.ParquetFile(Artifact(ref).part(name))
+    table = file.read([column for column in (*CHOICES, "score") if column in file.schema_arrow.names])
+    return file, table, _compute_order(table)
 
 
-def render_samples(run: Run, page: Page) -> str:
-    """Render a page of completions: text escaped, tokens as marks whose shade is their probability."""
-    name, number, iteration = html.escape(run.name), page.number, page.iteration
-    places = {f"page {n}": f"{iteration}?page={n}" for n in (number - 1, number + 1) if 1 <= n <= page.last}
-    places |= {f"iteration {n}": f"{n}" for n in (iteration - 1, iteration + 1) if 1 <= n <= run.iteration}
-    links = " · ".join(f'<a href="/runs/{name}/samples/{place}">{words}</a>' for words, place in places.items())
-    head = "".join(f"<th>{column}</th>" for column in ("prompt", "completion", "score", "answer"))
-    rows = "".join(_render_row(row, page.pieces) for row in page.rows)
-    return (
-        f'<h1><a href="/runs/{name}">{name}</a>: iteration {iteration}</h1>'
-        f"<p>Page {number} of {page.last} · {links}</p>"
-        "<p>The darker a token, the less probable the engine found it. Its title has the log-probability, and the "
-        f'version that made it.</p><table class="samples"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    )
+@functools.lru_cache(maxsize=4)
+def _read_pieces(policy: str) -> tuple[dict[int, str], str]:
+    """Read the piece of each token id from the policy's tokenizer, and its kind. Raises UserError where it is gone."""
+    about = json.loads(Artifact(policy).part("model/tokenizer.json").read_bytes())
+    words = about["model"]["vocab"]  # piece → id; of Unigram pairs of piece and score
+    pieces = {n: p for p, n in words.items()} if isinstance(words, dict) else dict(enumerate(p for p, _ in words))
+    kind = "bytes" if '"ByteLevel"' in json.dumps(about["decoder"]) else "pieces"
+    return pieces | {each["id"]: each["content"] for each in about["added_tokens"]}, kind
 
 
-def _render_row(row: Mapping[str, Any], pieces: Mapping[int, str]) -> str:
-    tokens = zip(row["completion_ids"], row["logprobs"], row["policy_versions"], row["loss_mask"])
-    marks = "".join(_render_token(pieces.get(number, f"⟨{number}⟩"), *about) for number, *about in tokens)
-    score = row.get("score")
-    told = f"{score:.3g}" if score is not None else str(row.get("outcome") or "not scored yet")
-    cells = (html.escape(row["prompt"]), marks, html.escape(told), html.escape(row["answer"]))
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+def _select_places(file: pq.ParquetFile, table: pa.Table, wanted: Mapping[str, str]) -> Any:
+    """Return the places of the rows that are wanted."""
+    keep = np.ones(table.num_rows, bool)
+    if place := wanted.get("place"):
+        keep = np.arange(table.num_rows).astype(str) == place
+    for column in {*CHOICES} & {*table.column_names} & {name for name in wanted if wanted[name]}:
+        keep &= pc.fill_null(pc.equal(table[column], wanted[column]), False).to_numpy()
+    if text := wanted.get("search"):
+        has = (pc.match_substring(each, text, ignore_case=True) for each in file.read(list(TEXTS)).columns)
+        keep &= np.any([pc.fill_null(each, False).to_numpy() for each in has], axis=0)
+    return np.flatnonzero(keep)
 
 
-def _render_token(text: str, logprob: float, version: int, sampled: bool) -> str:
-    shade = min(1.0, max(0.0, -logprob / 5)) if sampled else 0.0
-    about = f"{logprob:.3f} nats, version {version}" if sampled else "not sampled: from a tool or the environment"
-    style = f"background:rgba(214,39,40,{shade:.2f})"
-    return f'<span style="{style}" title="{about}">{html.escape(text)}</span>'
+def _compute_order(table: pa.Table) -> dict[str, Any]:
+    """Compute what rows are ordered by, NaN where there is none: the score, and the advantage before it is scaled.
+
+    That is the score less the mean of its group's, as GRPO has it (arXiv 2402.03300).
+    """
+    none = np.full(table.num_rows, np.nan)
+    scores = table["score"].cast(pa.float64()).to_numpy() if "score" in table.column_names else none
+    if "group" not in table.column_names:
+        return {"score": scores, "advantage": none}
+    groups, has = table["group"].combine_chunks().dictionary_encode().indices.to_numpy(), np.isfinite(scores)
+    sums = np.bincount(groups[has], scores[has], minlength=table.num_rows)
+    counts = np.bincount(groups[has], minlength=table.num_rows)
+    return {"score": scores, "advantage": scores - (sums / np.maximum(counts, 1))[groups]}

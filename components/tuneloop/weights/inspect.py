@@ -35,24 +35,24 @@ def list_versions(root: str | Store) -> list[Listed]:
     listed = []
     for version in chain.versions:
         index = chain.entry(version).index
-        about, latest = index.tuneloop, chain.pointed is not None and chain.pointed.version == version
+        about, latest = index.tuneloop, version == chain.latest
         full = sum(f.size for f in about.files.values() if f.header)
         stored, held = about.stored_bytes, about.held is not None
         listed.append(Listed(version, index.base, index.encoding, stored, full, index.density, latest, held))
     return listed
 
 
-def verify_version(root: str | Store, version: int | None = None, *, base: Path | None = None) -> int:
+def verify_version(root: str | Store | Chain, version: int | None = None, *, base: Path | None = None) -> int:
     """Prove that a version (None: the latest) can be assembled, from `base` where it has to, and count its tensors.
 
     Raises:
         Corrupt: the first difference.
         UserError: no such version.
     """
-    chain = Chain(root)
+    chain = root if isinstance(root, Chain) else Chain(root)
     entry = chain.entry(chain.target(version))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
-        materialize_version(chain.store, entry.version, f"{scratch}/model", base=base)
+        materialize_version(chain, entry.version, f"{scratch}/model", base=base)
         return check_directory(Path(scratch) / "model", entry, delta.thread_count())
 
 

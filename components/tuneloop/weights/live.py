@@ -10,15 +10,14 @@ written for `EXPIRY_S` is of a replica that died, and counts no more; who has no
 What a pull took is written once, and stays: for people and reports.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.core.artifacts import dump_canonical_json
+from tuneloop.core.artifacts import dump_checked_json, load_checked_json
 from tuneloop.core.store import Store
 
-PLACE = "live"
+PLACE, MEND = "live", "delete it"
 RECORDS = "served"
 RENEW_S = 60.0
 EXPIRY_S = 600.0
@@ -31,7 +30,7 @@ def announce_version(root: Store, replica: str, version: int) -> None:
     Raises:
         UserError, Retryable: the store cannot be written to.
     """
-    root.put(f"{PLACE}/{replica}.json", dump_canonical_json({"version": version}).encode())
+    root.put(key := f"{PLACE}/{replica}.json", dump_checked_json({"version": version}, key))
 
 
 def withdraw_replica(root: Store, replica: str) -> None:
@@ -43,16 +42,16 @@ def list_served_versions(root: Store) -> dict[str, int]:
     """Return replica → version, of the replicas that live."""
     since = time.time() - EXPIRY_S
     found = {key: root.get(key) for key, (_, at) in root.stat().items() if key.startswith(f"{PLACE}/") and at > since}
-    names = {key: key.removeprefix(f"{PLACE}/").removesuffix(".json") for key in found}
-    return {names[key]: int(json.loads(data)["version"]) for key, data in found.items() if data}
+    told = {key: load_checked_json(data, key, root.url, MEND) for key, data in found.items() if data}
+    return {key.removeprefix(f"{PLACE}/").removesuffix(".json"): about["version"] for key, about in told.items()}
 
 
 def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
     """Record what a pull of ``about["version"]`` by `replica` took. Raises as `announce_version`."""
-    root.put(f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_canonical_json(about).encode())
+    root.put(key := f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_checked_json(about, key))
 
 
 def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
     """Read what the pulls of `version` took, of each replica that recorded one."""
-    found = (root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}"))
-    return [json.loads(data) for data in found if data]
+    found = {key: root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}")}
+    return [load_checked_json(data, key, root.url, MEND) for key, data in found.items() if data]

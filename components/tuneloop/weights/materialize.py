@@ -43,7 +43,6 @@ class Materialized:
     """What `materialize_version` did.
 
     Attributes:
-        version: that the directory holds now.
         ref: as the pointer writes it.
         previous: that it held before; None if none or not to be trusted.
         full: the full version that was copied; None where deltas were applied in place.
@@ -64,7 +63,7 @@ class Materialized:
 
 
 def materialize_version(
-    root: str | Store, version: int | None, directory: Path | str, *, base: Path | None = None, threads: int = 0
+    root: str | Store | Chain, version: int | None, directory: Path | str, *, base: Path | None = None, threads: int = 0
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
@@ -80,7 +79,7 @@ def materialize_version(
         UserError: the version is not published, the directory holds something else, or `base` is not the model.
         Corrupt: what is published is damaged, out of order, or does not lead to the published state.
     """
-    chain = Chain(root)
+    chain = root if isinstance(root, Chain) else Chain(root)
     directory = Path(directory)
     threads = threads or delta.thread_count()
     target = chain.target(version)  # before a directory is made for it
@@ -259,11 +258,11 @@ def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | Non
     """Return the version that the directory holds; None where it holds none that this chain knows, or is damaged."""
     try:
         marker = Marker.model_validate_json((directory / MARKER).read_bytes())
+        entry = chain.entry(marker.version)
     except (FileNotFoundError, ValueError):
         return None
-    if marker.version not in chain.versions or chain.entry(marker.version).digest != marker.index:
+    if entry.digest != marker.index:
         return None
-    entry = chain.entry(marker.version)
     try:
         if marker.boot != _boot() or marker.version == target:  # else the deltas' checks prove every tensor
             check_directory(directory, entry, threads)
@@ -322,6 +321,8 @@ def read_tensors(
         files = [(step, name) for step in plan.steps for name in {*step.index.weight_map.values()}]
         steps = [(step.index.encoding, find_tensors(chain.store, f"{step.place}/{name}")) for step, name in files]
         for name in names:
+            if name not in states:
+                raise build_blame(f"{place.url}/{plan.full.place}", delta.MEND)(f"holds no {name}")
             tensor, data = states[name][1], _read_bytes(*states[name])
             for encoding, payloads in steps:
                 if encoding is not None and name in payloads:

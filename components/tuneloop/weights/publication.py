@@ -5,14 +5,13 @@ run again ends at once, publishes what a crash left unpublished, and finds done 
 """
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json
+from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json, load_checked_json
 from tuneloop.core.component import UNTRACKED, Stage
 from tuneloop.core.store import Store, local_path
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
@@ -58,7 +57,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     done = publish_version(root, version, made.part("model"), **about)
     if version not in chain.versions:
         record = {**dataclasses.asdict(done), "began": began, "at": time.time()}
-        chain.store.put(f"{RECORDS}/{version:06d}.json", dump_canonical_json(record).encode())
+        chain.store.put(key := f"{RECORDS}/{version:06d}.json", dump_checked_json(record, key))
         how = f"{done.encoding}, {done.density or 0:.1%} of elements changed" if done.encoding else "full"
         took = sum(done.timings.values()) * 1e3
         stage.log(f"published version {done.version}: {done.sent_bytes / 1e6:.2f} MB ({how}) in {took:.0f} ms")
@@ -67,14 +66,15 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
 def read_publications(root: str) -> dict[int, dict[str, Any]]:
     """Read version → what publishing it below `root` took; see `Published`, and ``at``, when it was done."""
     store = Store(root)
-    records = (json.loads(store.get(key) or b"{}") for key in store.keys(RECORDS))
-    return {about["version"]: about for about in records if about}
+    names = (key.removeprefix(f"{RECORDS}/").removesuffix(".json") for key in store.keys(RECORDS))
+    versions = (int(name) for name in names if name.isdecimal())
+    return {version: about for version in versions if (about := read_publication(store, version))}
 
 
-def read_publication(root: str, version: int) -> dict[str, Any] | None:
+def read_publication(store: Store, version: int) -> dict[str, Any] | None:
     """Read what publishing one version took; None if it was not recorded."""
-    found = Store(root).get(f"{RECORDS}/{version:06d}.json")
-    return None if found is None else dict(json.loads(found))
+    key = f"{RECORDS}/{version:06d}.json"
+    return load_checked_json(store.get(key), key, store.url, "delete it") or None
 
 
 def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool) -> None:

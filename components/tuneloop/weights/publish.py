@@ -77,7 +77,6 @@ def publish_version(
     pointer if it has to and does nothing else.
 
     Args:
-        root: URL of the run's weights, or a Store on it.
         version: any number above the latest; a version is immutable.
         directory: Hugging Face layout: ``*.safetensors`` and whatever lies beside them, hidden files left out.
         base: a directory with the base version's files (the export before), if it is at hand: checked tensor by tensor

@@ -10,6 +10,7 @@
 `docs/weights.md` is the protocol.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -43,8 +44,8 @@ class File(BaseModel, frozen=True, extra="forbid"):
 class Metadata(BaseModel, frozen=True, extra="forbid"):
     """The published keys (strings, as other systems write them), and the Hub's ``total_size``."""
 
-    version: str
-    base_version: str | None = None
+    version: str = Field(pattern=r"^\d+$")
+    base_version: str | None = Field(None, pattern=r"^\d+$")
     delta_encoding: Encoding | None = Field(None, description="absent: a full version")
     compression_format: Literal["zstd"] | None = None
     checksum_format: Literal["xxh3-128"] = "xxh3-128"
@@ -137,11 +138,7 @@ def get_version_directory(version: int) -> str:
 
 
 class Chain:
-    """The versions below a root as they are now; indexes are read when asked for.
-
-    Args:
-        root: the weights URL, or a Store on it.
-    """
+    """The versions below a root as they are now; indexes are read when asked for."""
 
     def __init__(self, root: str | Store) -> None:
         self.store = root if isinstance(root, Store) else Store(root)
@@ -149,16 +146,33 @@ class Chain:
         self.keys = self.store.keys()
         found = (match for key in self.keys if (match := _DIRECTORY.fullmatch(key)))
         self.versions = sorted(int(match[2]) for match in found if match[1] == get_version_directory(int(match[2])))
-        self.entry = functools.cache(lambda version: Entry(self.store, get_version_directory(version)))
+        self._entries = dict[int, Entry]()
+        self._named: dict[int | None, str] = {at.version: at.ref.rpartition(":")[2] for at in [self.pointed] if at}
+
+    def entry(self, version: int) -> Entry:
+        """Read the index of a version, proved by those that follow it, up to the one that the pointer names."""
+        latest = -1 if self.pointed is None or version in self._entries else self.pointed.version
+        for later in [v for v in reversed(self.versions) if version < v <= latest]:
+            with contextlib.suppress(UserError):  # that one is damaged, and proves nothing
+                self._read_entry(later)
+        return self._read_entry(version)
+
+    def _read_entry(self, version: int) -> Entry:
+        if version not in self._entries:
+            entry = Entry(self.store, get_version_directory(version))
+            if (named := self._named.get(version, entry.digest)) != entry.digest:
+                wrong = f"has xxh3-128 {entry.digest}, but {named} is what `latest` or the next version builds on"
+                raise Corrupt("weights", f"{self.store.url}/{entry.place}/{INDEX}", wrong)
+            self._entries[version] = entry
+            with contextlib.suppress(UserError):  # a full version can be read without the delta beside it
+                if (step := self.delta(entry)) and (before := step.index.tuneloop.base_index):
+                    self._named[step.index.base] = before
+        return self._entries[version]
 
     @functools.cached_property
     def latest(self) -> int | None:
         """The version that the pointer names, checked to be the one it was moved to."""
-        if self.pointed is None:
-            return None
-        if self.pointed.ref != get_version_reference(self.entry(self.pointed.version)):
-            raise Corrupt("weights", f"{self.store.url}/{pointer.KEY}", f"names {self.pointed.ref}, which is not there")
-        return self.pointed.version
+        return None if self.pointed is None else self.entry(self.pointed.version).version
 
     def target(self, version: int | None) -> int:
         """Return `version`, or the latest.
@@ -173,22 +187,14 @@ class Chain:
         return wanted
 
     def steps(self, version: int) -> Iterator[tuple[Entry | None, Entry]]:
-        """Walk back from `version`: each step's delta (None: none is stored) and the version's own entry.
-
-        The walk ends at a full version without a delta, or where the base is gone. Each link is checked: a delta names
-        the digest of the index it builds on.
-        """
-        expected: str | None = None
+        """Walk back from `version`, until no delta is stored (None) or the base is gone: yield deltas, own entries."""
         while True:
             entry = self.entry(version)
-            if expected not in (None, entry.digest):
-                where = f"{self.store.url}/{entry.place}"
-                raise Corrupt("weights", where, f"is not the base that version follows ({expected})")
             delta = self.delta(entry)
             yield delta, entry
             if delta is None or delta.index.base not in self.versions:
                 return
-            version, expected = delta.index.base, delta.index.tuneloop.base_index
+            version = delta.index.base
 
     def delta(self, entry: Entry) -> Entry | None:
         """Return the entry that holds the step from the base version, if one is stored."""

@@ -30,6 +30,8 @@ class StageSpec:
     ) -> None:
         self.component, self.processes, self.nodes = component, processes, nodes
         self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
+        if self.parameters.get("backend", "native") not in (None, "native"):  # which starts the ranks itself
+            self.parameters["expected_world_size"], self.processes = processes, 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
         """Return the stage with those of `values` besides that are parameters of it."""

@@ -85,6 +85,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
     env = {item["name"]: item.get("value") for item in body.get("env", ())}
     ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
     world = flags.get("expected_world_size", "")
+    ranks = int(world or 1) if "backend" in flags else ranks  # another backend starts them
     only_reads = world.isdigit() and int(world) != ranks * nodes  # what the JobSet before it has committed
     module = started[-1] if started and not only_reads else None
     memory = resources.get("requests", {}).get("memory", "")

@@ -89,16 +89,6 @@ RULES: list[tuple[Change, str, str]] = [
         "tasks.b",
         "may be skipped",
     ),
-    (
-        lambda s, pod, loop, main: main["dag"]["tasks"].extend(
-            [
-                task("many", "pod", withItems=["1"], arguments=given(x="{{item}}")),
-                task("b", "pod", depends="many", arguments=given(x="{{tasks.many.status}}")),
-            ]
-        ),
-        "templates.main.tasks.b",
-        "a loop has none",
-    ),
     (lambda s, pod, loop, main: update(loop, timeout="1m"), "templates.loop.timeout", "a DAG takes none"),
     (lambda s, pod, loop, main: pod["container"].pop("resources"), "templates.pod.resources", "request cpu"),
     (lambda s, pod, loop, main: pod["container"].pop("securityContext"), "templates.pod.securityContext", "restricted"),

@@ -4,12 +4,15 @@ import itertools
 import json
 import os
 import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hera.workflows import DAG, Container, Parameter
 
+from tests.waiting import LIMIT_S, until
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.template import define_workflow, stage_template
@@ -23,14 +26,28 @@ from tuneloop.workflow.settings import Cluster, Share
 SHARED = Cluster(share=Share(group="g", patience=10))
 
 
-def build(tasks: int) -> dict[str, Any]:
+SCRIPT = 'cp "$TUNELOOP_TURN" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
+RELEASES = """
+import json, os, sys
+from pathlib import Path
+from tests.waiting import until
+from tuneloop.core import fencing
+
+store, number = Path(sys.argv[1]).parent, fencing.check_lease()["number"]
+(store / f"computed-{number}").touch()
+fencing.release_lease()
+until(lambda: number > 1 or (store / "computed-2").exists())
+(store / f"written-{number}").touch()
+"""
+
+
+def build(tasks: int, command: tuple[str, ...] = ("bash", "-c", SCRIPT)) -> dict[str, Any]:
     """Tasks at once, each of which writes when it began, what turn it had, and when it ended."""
-    script = 'cp "$TUNELOOP_TURN" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
     with define_workflow("turns") as built:
         stage = Container(
             name="stage",
             inputs=[Parameter(name="to")],
-            command=["bash", "-c", script],
+            command=list(command),
             args=["{{inputs.parameters.to}}"],
             **pod_fields("base", "scorer", SHARED),
         )
@@ -49,6 +66,24 @@ def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
     times = sorted(tuple(float((tmp_path / f"{i}.{what}").read_text()) for what in ("begin", "end")) for i in range(4))
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
     assert sorted(json.loads((tmp_path / f"{i}.turn").read_text())["number"] for i in range(4)) == [1, 2, 3, 4]
+    assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
+
+
+def test_of_two_runs_the_second_computes_while_the_first_still_writes(tmp_path: Path) -> None:
+    """The order of events, and no accident: the first run writes only once the second has had the device."""
+    made = build(1, (sys.executable, "-c", RELEASES))
+
+    def run(name: str) -> Any:
+        arguments = {"run": name, "store": str(tmp_path)}
+        return execute_workflow(made, workdir=tmp_path / "work" / name, arguments=arguments)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, "a")
+        until(lambda: (tmp_path / "computed-1").exists() or first.done())
+        second = pool.submit(run, "b")
+        assert [each.result(LIMIT_S).phase for each in (first, second)] == ["Succeeded"] * 2
+    at = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*-[12]")}
+    assert at["computed-1"] < at["computed-2"] <= at["written-1"] and len(at) == 4
     assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from tuneloop.cli import tables
-from tuneloop.cli.show import Stage, show_stages
+from tuneloop.cli.show import show_stages
+from tuneloop.runs.stages import Stage
 
 NAMES = ("data-prep", "evaluate-before", "policy-update")
 STAGES = [

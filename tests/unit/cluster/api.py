@@ -1,5 +1,5 @@
-"""As much of an API server as keeps Argo's objects, RayJobs, JobSets and Kueue's Workloads. Nobody works on them;
-others are not for this account to see."""
+"""As much of an API server as keeps Argo's objects, RayJobs, JobSets, Dynamo's graphs and Kueue's Workloads. Nobody
+works on them; others are not for this account to see."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from tuneloop.cluster.watch import NODE_NAME
 from tuneloop.kube.connection import Connection, build_connection
 
-GROUPS = r"argoproj\.io/v1alpha1|ray\.io/v1|jobset\.x-k8s\.io/v1alpha2|"
+GROUPS = r"argoproj\.io/v1alpha1|ray\.io/v1|jobset\.x-k8s\.io/v1alpha2|nvidia\.com/v1beta1|"
 GROUPS += r"kueue\.x-k8s\.io/v1beta2(?=/namespaces/[^/]+/workloads)"
 PLACE = re.compile(rf"/apis/({GROUPS})/namespaces/[^/]+/(?P<plural>[^/]+)(/(?P<name>[^/]+))?$")
 
@@ -64,8 +64,10 @@ class Api(ThreadingHTTPServer):
 
 
 def _has(item: dict[str, Any], selector: str) -> bool:
-    """Whether an object has the label that one part of a selector names: ``a=b``, ``a`` or ``!a``."""
+    """Whether an object has the label that one part of a selector names: ``a=b``, ``a!=b``, ``a`` or ``!a``."""
     labels, (key, equals, value) = item["metadata"].get("labels") or {}, selector.partition("=")
+    if key.endswith("!"):
+        return labels.get(key[:-1]) != value
     return labels.get(key) == value if equals else (key.lstrip("!") in labels) != key.startswith("!")
 
 
@@ -112,6 +114,15 @@ class Objects(Answering):
         assert match
         self._answer(200, self._keep((match["plural"], match["name"]), self._body()))
 
+    def do_PATCH(self) -> None:
+        match, body = PLACE.match(self.path), self._body()
+        assert match
+        found = self.server.objects[match["plural"], match["name"]]
+        found["metadata"].update(body.get("metadata", {}))
+        if body.get("spec", {}).get("shutdown"):  # without an exit handler, as where it is terminated
+            found["status"] = {"phase": "Failed"}
+        self._answer(200, found)
+
     def do_DELETE(self) -> None:
         path = urlsplit(self.path).path
         if "/pods/" in path:
@@ -119,8 +130,7 @@ class Objects(Answering):
             self.server.pods, gone = kept, len(kept) < len(self.server.pods)
             return self._answer(200 if gone else 404, {})
         match = PLACE.match(path)
-        assert match
-        found = self.server.objects.pop((match["plural"], match["name"]), None)
+        found = self.server.objects.pop((match["plural"], match["name"]), None) if match else None
         self._answer(200 if found else 404, {})
 
     def _body(self) -> Any:

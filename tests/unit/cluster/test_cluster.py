@@ -13,7 +13,7 @@ from tests.unit.cluster.api import kubeconfig, serving
 from tuneloop.cli import run_cli
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
-from tuneloop.cluster.preflight import _allowed, list_notices
+from tuneloop.cluster.preflight import _allowed
 from tuneloop.cluster.run_workflows import find_workflows
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
@@ -130,22 +130,6 @@ def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
     assert argo.prepare_resumption(prepared(), [live], "demo")[1] == 2
     with pytest.raises(UserError, match="exists with another pipeline"):
         argo.prepare_resumption(prepared("sft_then_grpo"), [live], "demo")
-
-
-def test_code_of_the_user_s_own_is_said_with_the_images_that_need_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_data.py").write_text("from tuneloop.data.digits import load_splits\n")
-    (tmp_path / "my_rewards.py").write_text("RANGE = (0, 1)\n\n\ndef score(completion, answer, metadata): return 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    own = ("data.source=my_data:load_splits", 'reward.reward_weights={"my_rewards:score": 1}')
-    there = "(docs/cluster.md, Your own code)"
-    assert list_notices(prepared("grpo", *own)) == [
-        f"my_data:load_splits, my_rewards:score: has to be in image tuneloop/base:dev {there}"
-    ]
-    in_a_pod = list_notices(prepared("grpo", *own, "loop.iterations_per_pod=10"))
-    assert f"my_rewards:score: has to be in image tuneloop/rollout:dev {there}" in in_a_pod
-    assert not list_notices(prepared())
 
 
 def test_pods_that_a_restarted_controller_has_forgotten_are_deleted() -> None:

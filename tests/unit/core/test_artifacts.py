@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.objects import served
-from tuneloop.core.artifacts import Artifact, Draft, find_manifest, split_ref
+from tuneloop.core.artifacts import CHECKSUM, MANIFEST, Artifact, Draft, dump_checked_json, find_manifest, split_ref
 from tuneloop.core.errors import Corrupt, UserError
 
 
@@ -92,11 +92,13 @@ def test_a_list_of_files_that_is_not_the_one_referred_to_is_refused(tmp_path: Pa
     url = f"{tmp_path}/a"
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     manifest["files"] = json.loads((tmp_path / "b/manifest.json").read_text())["files"]
-    (tmp_path / "a/manifest.json").write_text(json.dumps(manifest))
+    manifest.pop(CHECKSUM)
+    (tmp_path / "a/manifest.json").write_bytes(dump_checked_json(manifest, MANIFEST))
     for asked in (ref, url):
         with pytest.raises(Corrupt, match=f"it states {split_ref(other)[1]}, {split_ref(ref)[1]} was committed"):
             Artifact(asked)
-    (tmp_path / "a/manifest.json").write_text(json.dumps({**manifest, "digest": split_ref(other)[1]}))
+    manifest["digest"] = split_ref(other)[1]
+    (tmp_path / "a/manifest.json").write_bytes(dump_checked_json(manifest, MANIFEST))
     with pytest.raises(Corrupt, match=f"holds {split_ref(other)[1]}, but {split_ref(ref)[1]} was asked for"):
         Artifact(ref)
     assert Artifact(url).ref != ref
@@ -130,7 +132,8 @@ def test_a_manifest_names_nothing_outside_its_artifact(
     manifest = json.loads((tmp_path / "a/manifest.json").read_text())
     name = changed.get("name", "x").format(tmp_path)
     manifest |= {"files": {name: manifest["files"]["x"]}, **changed}
-    objects = {"b/a/manifest.json": json.dumps(manifest).encode(), f"b/a/{manifest['root']}/x": b"theirs"}
+    manifest.pop(CHECKSUM)
+    objects = {"b/a/manifest.json": dump_checked_json(manifest, MANIFEST), f"b/a/{manifest['root']}/x": b"theirs"}
     with served(objects, monkeypatch), pytest.raises(Corrupt, match=r"manifest\.json.*is not a manifest \("):
         _ = Artifact("s3://b/a").path
     assert precious.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "precious.txt"]

@@ -11,6 +11,7 @@ from typing import IO
 
 import pytest
 
+from benchmarks import checkpoint_readers
 from benchmarks.store_bytes import CountingS3, serve_s3
 from tuneloop.core import cache
 from tuneloop.core.artifacts import Artifact, Draft
@@ -112,6 +113,16 @@ def test_two_processes_fetch_once_and_see_no_half_file(held: Held, root: Path) -
     held.gate.set()
     assert read_line(two.stdout) == str(BIG) and (one.wait(), two.wait()) == (0, 0)
     assert held.read("/big") == BIG
+
+
+def test_eight_readers_of_a_node_cost_the_store_an_eighth_of_eight_apart(store: CountingS3, tmp_path: Path) -> None:
+    """As servers of a fleet do that are told to bring in a checkpoint; the benchmark has the seconds, too."""
+    ref, read = checkpoint_readers.commit_checkpoint("s3://bucket/checkpoint", BIG), {}
+    for name, caches in checkpoint_readers.list_caches(tmp_path, 8).items():
+        store.log.clear()
+        checkpoint_readers.read_at_once(ref, caches)
+        read[name] = store.read("/model/")
+    assert read == {"each its own": 8 * BIG, "their node's": BIG}
 
 
 def test_a_fetch_that_was_killed_is_taken_over(held: Held, root: Path) -> None:

@@ -1,5 +1,6 @@
 """The index of a run: whatever happens to it, what is read is what lies in the store."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from benchmarks.run_index import write_run
 from tests.objects import serve_bucket
 from tests.unit import toy
-from tuneloop.core.artifacts import parse_manifest
+from tuneloop.core.artifacts import dump_checked_json, parse_manifest
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.index import FEW, KEY, Index
 from tuneloop.core.store import Store
@@ -95,7 +96,8 @@ def test_what_was_written_again_is_read_again_and_what_is_gone_is_gone(tmp_path:
     first = tmp_path / "run" / "iterations" / "1"
     manifest = first / "reward" / "manifest.json"
     found = parse_manifest("reward", manifest.read_bytes()).model_copy(update={"results": {"mean_reward": 1.5}})
-    manifest.write_text(found.model_copy(update={"digest": found.compute_digest()}).model_dump_json())
+    told = json.loads(found.model_copy(update={"digest": found.compute_digest()}).model_dump_json())
+    manifest.write_bytes(dump_checked_json(told, manifest.name))
     (first / "rollout" / "manifest.json").unlink()
     entries = {entry.key: entry for entry in Run("run", str(tmp_path)).entries}
     assert entries["iterations/1/reward"].manifest.results["mean_reward"] > 1

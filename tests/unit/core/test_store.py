@@ -29,6 +29,12 @@ def test_a_store_without_a_bucket_or_directory_is_refused(scheme: str) -> None:
             normalize_url(f"{scheme}:{rest}")
 
 
+@pytest.mark.parametrize("url", ["\0", "/a\0b", "s3://b/\0", "/\ud800"])
+def test_characters_that_no_address_has_are_refused(url: str) -> None:
+    with pytest.raises(UserError, match="has a character that no address has; correct it"):
+        normalize_url(url)
+
+
 def test_the_root_is_a_directory_and_a_colon_may_be_in_a_name() -> None:
     assert normalize_url("/") == normalize_url("file:///") == "file:///" and local_path("file:///") == Path("/")
     assert normalize_url("/a/s3:/b") == "file:///a/s3:/b" and local_path("a:b") == Path("a:b").absolute()

@@ -31,6 +31,12 @@ from tuneloop.gateway.sessions import Quota, Session, Settings, Wanted, read_set
 from tuneloop.inference.refusals import Refused
 
 
+def list_workers(gateway: int) -> list[str]:
+    """The states of the gateway's child processes that have not ended, by its process id."""
+    states = subprocess.run(["ps", "--ppid", str(gateway), "-o", "stat="], capture_output=True, text=True).stdout
+    return [state for state in states.split() if not state.startswith("Z")]
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     home = tmp_path_factory.mktemp("gateway")
@@ -60,6 +66,7 @@ def clean(request: pytest.FixtureRequest) -> Iterator[None]:
         for session in http.get("/v1/sessions").json()["sessions"]:
             assert http.delete(f"/v1/sessions/{session['id']}").status_code == 204
         assert http.get("/v1/sessions").json() == {"sessions": []}
+        until(lambda: not list_workers(request.getfixturevalue("gateway").pid))  # until then they take quota
 
 
 def make(gateway: SimpleNamespace, key: str, **body: object) -> httpx2.Response:
@@ -206,7 +213,7 @@ def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
     assert (len(made), len(over)) == (2, 3)
     assert over[0].json()["error"].startswith("quota: namespace 'local' has 2 of 2 sessions, and 1 more asked")
     gateway.http.delete(f"/v1/sessions/{made[0]}")
-    assert make(gateway, "again").status_code == 201
+    until(lambda: make(gateway, "again").status_code == 201)  # once its process is gone
     gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))  # read anew
     assert make(gateway, "more").status_code == 201
     gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 2}}))
@@ -284,7 +291,7 @@ def test_a_session_from_its_creation_to_its_end(gateway: SimpleNamespace) -> Non
                     assert httpx2.post(f"{worker}/api/v1/session_heartbeat", json={}).status_code == 401
                     gateway.http.delete(f"/v1/sessions/{id}")
     assert [each.get("phase", "gone") for each in heard][-2:] == ["running", "gone"]
-    assert gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id}).status_code == 404
+    until(lambda: gateway.http.post("/api/v1/session_heartbeat", json={"session_id": id}).status_code == 404)
 
 
 def test_a_worker_that_dies_is_a_session_that_failed(gateway: SimpleNamespace) -> None:

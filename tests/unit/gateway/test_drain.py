@@ -1,10 +1,11 @@
-"""`tuneloop gateway --local` is told to end while a session has work: that is done, fetched and saved."""
+"""A session, or `tuneloop gateway --local`, is told to end while there is work: that is done, fetched and saved."""
 
 import concurrent.futures
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,10 @@ from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.gateway import worker as module
 from tuneloop.gateway.ledger import Entry, Gone
+from tuneloop.gateway.processes import Processes
+from tuneloop.gateway.sessions import Settings, Wanted, WorkerPod
 from tuneloop.gateway.worker import Worker
+from tuneloop.inference.refusals import Refused
 
 DATUM = {
     "model_input": {"chunks": [{"tokens": [5, 6, 7]}]},
@@ -45,51 +49,101 @@ def gateway(tmp_path: Path) -> Iterator[SimpleNamespace]:
             process.kill()
 
 
-def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway: SimpleNamespace) -> None:
-    http, base = gateway.http, checkpoint_artifact(gateway.home / "base")
-    session = http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "a"}).json()["id"]
-    model = f"{session}:train:0"
+def ask(gateway: SimpleNamespace, what: str, **body: object) -> str:
+    answer = gateway.http.post(f"/api/v1/{what}", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["request_id"])
 
-    def ask(what: str, **body: object) -> str:
-        answer = http.post(f"/api/v1/{what}", json=body)
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["request_id"])
 
-    def fetch(request: str) -> httpx2.Response:
-        while (answer := http.post("/api/v1/retrieve_future", json={"request_id": request})).status_code == 408:
-            pass
-        return answer
+def fetch(gateway: SimpleNamespace, request: str) -> httpx2.Response:
+    asked = {"request_id": request}
+    while (answer := gateway.http.post("/api/v1/retrieve_future", json=asked)).status_code == 408:
+        pass
+    return answer
 
-    asked = [ask("create_model", session_id=session, base_model=base.ref)]
+
+def begin_session(gateway: SimpleNamespace) -> tuple[str, list[str], Path]:
+    """A session that was asked for a model and twenty steps: its id, the requests, and what it will log to."""
+    session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "a"}).json()["id"]
+    model, base = f"{session}:train:0", checkpoint_artifact(gateway.home / "base")
+    asked = [ask(gateway, "create_model", session_id=session, base_model=base.ref)]
     inputs = {"data": [DATUM], "loss_fn": "cross_entropy"}
     for number in range(1, 41, 2):
-        asked.append(ask("forward_backward", model_id=model, seq_id=number, forward_backward_input=inputs))
-        asked.append(ask("optim_step", model_id=model, seq_id=number + 1, adam_params={"learning_rate": 0.01}))
-    log = gateway.home / "gateway-logs" / f"{session.partition('.')[2]}.log"
-    gateway.process.send_signal(signal.SIGTERM)
-    until(lambda: "is to end: takes nothing new" in log.read_text(), child=gateway.process)
-    late = http.post("/api/v1/optim_step", json={"model_id": model, "seq_id": 41})
-    assert late.status_code == 503 and "takes nothing new" in late.json()["error"]
-    assert ask("optim_step", model_id=model, seq_id=40, adam_params={"learning_rate": 0.01}) == asked[-1], "sent again"
-    assert http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "b"}).status_code == 503
+        asked.append(ask(gateway, "forward_backward", model_id=model, seq_id=number, forward_backward_input=inputs))
+        step = {"seq_id": number + 1, "adam_params": {"learning_rate": 0.01}}
+        asked.append(ask(gateway, "optim_step", model_id=model, **step))
+    return session, asked, gateway.home / "gateway-logs" / f"{session.partition('.')[2]}.log"
+
+
+def check_done(gateway: SimpleNamespace, asked: list[str]) -> None:
+    """All that was asked for is done, and its results are fetched."""
     with concurrent.futures.ThreadPoolExecutor(41) as pool:
-        answers = list(pool.map(fetch, asked))
+        answers = list(pool.map(lambda request: fetch(gateway, request), asked))
     assert [answer.status_code for answer in answers] == [200] * 41
     assert not [answer.json() for answer in answers if "error" in answer.json()]
     assert answers[-1].json()["metrics"]["weight_version:max"] == 20.0
-    assert gateway.process.wait(LIMIT_S) == 0
+
+
+def check_saved(gateway: SimpleNamespace, session: str, log: Path) -> None:
     store = gateway.home / f"store/sessions/local/{session.partition('.')[2]}/train-0/weights/drained"
     assert Artifact(str(store)).manifest.facts["version"] == 20, log.read_text()
-    assert f"saved tinker://{model}/weights/drained" in log.read_text()
+    assert f"saved tinker://{session}:train:0/weights/drained" in log.read_text()
 
 
-def test_a_session_that_its_owner_ends_is_not_waited_for(gateway: SimpleNamespace) -> None:
-    session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "a"}).json()["id"]
-    asked = {"session_id": session, "base_model": "nowhere"}
-    assert gateway.http.post("/api/v1/create_model", json=asked).status_code == 200
+def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway: SimpleNamespace) -> None:
+    session, asked, log = begin_session(gateway)
+    gateway.process.send_signal(signal.SIGTERM)
+    until(lambda: "is to end: takes nothing new" in log.read_text(), child=gateway.process)
+    again = {"model_id": f"{session}:train:0", "seq_id": 40, "adam_params": {"learning_rate": 0.01}}
+    late = gateway.http.post("/api/v1/optim_step", json={**again, "seq_id": 41})
+    assert late.status_code == 503 and "takes nothing new" in late.json()["error"]
+    assert ask(gateway, "optim_step", **again) == asked[-1], "sent again"
+    assert gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "b"}).status_code == 503
+    check_done(gateway, asked)
+    assert gateway.process.wait(LIMIT_S) == 0
+    check_saved(gateway, session, log)
+
+
+def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace) -> None:
+    """It counts as ended at once; its results are there until it is gone, its process then is no more."""
+    session, asked, log = begin_session(gateway)
+    (worker,) = subprocess.run(["pgrep", "-f", f"worker --session {session}"], capture_output=True).stdout.split()
     assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
-    log = (gateway.home / "gateway-logs" / f"{session.partition('.')[2]}.log").read_text()
-    assert "saved" not in log
+    assert gateway.http.get("/v1/sessions").json() == {"sessions": []}
+    assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
+    check_done(gateway, asked)
+    until(lambda: not Path(f"/proc/{worker.decode()}").exists(), child=gateway.process)
+    check_saved(gateway, session, log)
+    beat = {"session_id": session}
+    until(lambda: gateway.http.post("/api/v1/session_heartbeat", json=beat).status_code == 404, child=gateway.process)
+
+
+def freeze(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    return process
+
+
+def test_nobody_takes_the_place_of_one_that_ends_and_one_that_hangs_is_killed(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, Settings(), "cpu")
+    place = ("session-1", Wanted(namespace="local"), "me", f"{tmp_path}/sessions/local/session-1")
+    try:
+        processes.create(*place)
+        first = freeze(processes.children["session-1"].process)
+        processes.end("local", "session-1")
+        assert [each.phase for each in processes.sessions("local")] == ["ending"]
+        with pytest.raises(Refused, match="session-1 is ending"):
+            processes.create(*place)
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(LIMIT_S) in (0, -signal.SIGTERM)
+        assert processes.sessions("local") == [] and processes.get("local", "session-1") is None
+        processes.create(*place)
+        processes.settings = Settings(worker=WorkerPod().model_copy(update={"grace": 0.2}))
+        second = freeze(processes.children["session-1"].process)
+        processes.end("local", "session-1")
+        assert second.wait(LIMIT_S) == -signal.SIGKILL
+    finally:
+        processes.close()
 
 
 def test_a_request_whose_predecessor_never_came_does_not_keep_models_from_being_saved(
@@ -127,3 +181,27 @@ def test_models_are_saved_in_time_however_much_was_accepted(tmp_path: Path, monk
     assert driver.session.ledger.future(asked[0]).exception(0) is None
     with pytest.raises(Gone, match="not done: its session ends; go on from what it has saved"):
         driver.session.ledger.future(asked[-1]).result(0)
+
+
+def test_a_session_that_nobody_asks_for_anything_saves_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FETCH_S", 0.0)
+    driver = Driver(tmp_path, checkpoint_artifact(tmp_path / "base"))
+    driver.forward_backward(data(**SUPERVISED), "cross_entropy")
+    driver.step()
+    worker = Worker(driver.session, "key")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def fall_idle() -> None:
+        until(lambda: signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM])
+        worker.heard = float("-inf")
+
+    threading.Thread(target=fall_idle).start()
+    try:
+        options = ["--session", "s", "--artifacts", "a", "--port", "0", "--idle", "100"]
+        assert module._serve(worker, module._parse(options)) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1

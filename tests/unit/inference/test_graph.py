@@ -19,12 +19,12 @@ from tuneloop.inference.fleet.graph import (
     PLURAL,
     VERSIONS,
     _ensure,
-    _own,
     _probe,
     find_api_version,
     find_drift,
     frontend_gate,
     operator_gate,
+    own_graph,
     pods_gate,
     render_graph,
 )
@@ -198,7 +198,7 @@ def test_a_graph_that_differs_is_replaced_where_it_is_asked_for(
 
 
 class Api:
-    """What `_own` uses of Kubernetes: a workflow, and a graph that its operator changes before the first patch."""
+    """What `own_graph` uses of Kubernetes: a workflow, and a graph that its operator changes before the first patch."""
 
     def __init__(self, run: str) -> None:
         self.changes, self.patches, self.run = 0, list[dict[str, Any]](), run
@@ -224,7 +224,7 @@ class Api:
 def test_the_owner_of_a_graph(run: str, patches: int) -> None:
     """Beside others, after a conflict again, and none of a graph that another run made."""
     api, said = Api(run), list[str]()
-    _own(Connection("ns", "test", "", None, api, None), {"metadata": {"name": "graph"}}, "demo", said.append)
+    own_graph(Connection("ns", "test", "", None, api, None), {"metadata": {"name": "graph"}}, "demo", said.append)
     assert len(api.patches) == patches and len(said) == (not patches)
     if api.patches:
         other, mine = api.patches[-1]["ownerReferences"]
@@ -258,6 +258,7 @@ def test_a_dry_run_prints_what_would_be_created_and_asks_no_cluster(
     graph, workflow = yaml.safe_load_all(capsys.readouterr().out)
     assert (graph["kind"], graph["metadata"]["labels"][RUN_LABEL]) == (KIND, "demo")
     assert {"name": "run", "value": "demo"}.items() <= workflow["spec"]["arguments"]["parameters"][0].items()
-    assert "dynamo://graph.tuneloop" in json.dumps(workflow)
+    assert "dynamo://graph.tuneloop" in json.dumps(workflow) and workflow["spec"]["onExit"] == "end-graph"
     assert run_cli(line) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["metadata"]["labels"][RUN_LABEL] == "demo"
+    made = yaml.safe_load(capsys.readouterr().out)
+    assert made["metadata"]["labels"][RUN_LABEL] == "demo" and "onExit" not in made["spec"]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tuneloop.cli.show import list_stages, show_stages
+from tuneloop.cli.show import show_stages
 from tuneloop.local.journal import Journal, Node, State, Workflow, read_state
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
+from tuneloop.runs.stages import list_stages
 from tuneloop.runs.summary import iterations_line
 
 

@@ -86,7 +86,7 @@ WORKFLOW: dict[str, Any] = {
                 "steps": [
                     [
                         {"name": "base", "template": "base-model"},
-                        {"name": "many", "template": "sft", "withItems": [1, 2]},
+                        {"name": "sft", "template": "sft"},
                     ],
                     [{"name": "loop", "template": "loop"}],
                 ],
@@ -96,8 +96,8 @@ WORKFLOW: dict[str, Any] = {
 }
 
 
-def test_pods_are_counted_through_loops_and_items() -> None:
-    assert plan.count_pods(WORKFLOW) == {"base-model": 1, "sft": 2 + 10, "rollout": 10}
+def test_pods_are_counted_through_loops() -> None:
+    assert plan.count_pods(WORKFLOW) == {"base-model": 1, "sft": 1 + 10, "rollout": 10}
 
 
 def test_flags_ranks_and_accelerators_are_those_of_the_container() -> None:
@@ -127,10 +127,9 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(plan.render_plan("toy", WORKFLOW))
     text = console.export_text()
-    assert "toy: at most 23 pods" in text
+    assert "toy: at most 22 pods" in text
     assert "↺ loop again, at most 10 times in all" in text
     assert "check (while its condition holds)" in text
-    assert "many × 2" in text
     assert "rollout: 10 × 4 prompts × 8 = 320 completions, at most 5,120 tokens" in text
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
     assert "tiny-qwen3: 826,240 parameters" in text

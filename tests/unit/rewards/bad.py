@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ def crashes(*_: Any) -> float:
 def hangs(*_: Any) -> float:
     time.sleep(60)
     return 1.0
+
+
+def starts_what_computes(*_: Any) -> float:
+    return float(subprocess.run([sys.executable, "-S", "-c", "while True: pass"]).returncode)
 
 
 def says_its_pid(completion: str, answer: str, metadata: dict[str, Any]) -> float:

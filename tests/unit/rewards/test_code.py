@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, put: str
     jail = sandbox.JAIL.read_text()
     assert jail.count(line) == 1
     (tmp_path / "jail.py").write_text(jail.replace(line, put))
+    shutil.copy(sandbox.JAIL.with_name("calls.json"), tmp_path)
     monkeypatch.setattr(sandbox, "JAIL", tmp_path / "jail.py")
 
 

@@ -47,13 +47,14 @@ def test_weighted_sum_with_breakdown() -> None:
 @pytest.mark.parametrize(
     ("deed", "outcome", "story"),
     [
-        ("raises", "infra_error", "raised RuntimeError: no luck (bad.py:27)"),
-        ("exits", "infra_error", "raised SystemExit: 0 (bad.py:31)"),
+        ("raises", "infra_error", "raised RuntimeError: no luck (bad.py:28)"),
+        ("exits", "infra_error", "raised SystemExit: 0 (bad.py:32)"),
         ("unprintable", "score", "crash"),
         ("dies", "score", "crash"),
         ("crashes", "score", "crash"),
         ("hangs", "timeout", "took more than 1 s"),
         ("hangs_in_c", "score", "timeout"),
+        ("starts_what_computes", "score", "timeout"),
         ("grows", "score", "crash"),
         ("says_nan", "infra_error", "returned nan, outside its range [0, 2]"),
         ("says_inf", "infra_error", "returned inf, outside its range [0, 2]"),

@@ -10,7 +10,17 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.cli import run_cli
-from tuneloop.core.artifacts import MANIFEST, STATED, Artifact, Draft, Manifest, hash_files, parse_manifest
+from tuneloop.core.artifacts import (
+    CHECKSUM,
+    MANIFEST,
+    STATED,
+    Artifact,
+    Draft,
+    Manifest,
+    dump_checked_json,
+    hash_files,
+    parse_manifest,
+)
 from tuneloop.core.errors import Corrupt
 from tuneloop.runs.audit import Proof, audit_run, compute_root
 from tuneloop.runs.run_record import Run
@@ -27,7 +37,8 @@ def forge(place: Path, **changed: Any) -> None:
     """Change an artifact's manifest, and make it prove itself."""
     made = Manifest.model_validate_json((place / MANIFEST).read_text())
     made = made.model_copy(update={**changed, "files": hash_files(place / made.root)})
-    (place / MANIFEST).write_text(made.model_copy(update={"digest": made.compute_digest()}).model_dump_json())
+    told = made.model_copy(update={"digest": made.compute_digest()}).model_dump_json()
+    (place / MANIFEST).write_bytes(dump_checked_json(json.loads(told), MANIFEST))
 
 
 def test_equal_runs_have_one_root_wherever_they_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,9 +131,10 @@ def stated(manifest: Manifest) -> Any:
 
 def test_text_that_looks_like_a_reference_is_covered(tmp_path: Path) -> None:
     Draft(f"{tmp_path}/a").commit(stage="test", facts={"answer": "forty-two @sha256:x"})
-    told = (tmp_path / "a" / MANIFEST).read_text()
-    with pytest.raises(Corrupt, match="was changed"):
-        parse_manifest("a", told.replace("forty-two", "fifty").encode())
+    told = json.loads((tmp_path / "a" / MANIFEST).read_text().replace("forty-two", "fifty"))
+    told.pop(CHECKSUM)
+    with pytest.raises(Corrupt, match="was changed: it states"):
+        parse_manifest("a", dump_checked_json(told, MANIFEST))
 
 
 def test_no_change_of_a_manifest_is_accepted_with_another_meaning(tmp_path: Path) -> None:
@@ -132,8 +144,9 @@ def test_no_change_of_a_manifest_is_accepted_with_another_meaning(tmp_path: Path
         committed = parse_manifest("here", path.read_bytes())
         for _ in range(300):
             told = mutate(json.loads(path.read_bytes()), chance)
+            told.pop(CHECKSUM, None)
             try:
-                found = parse_manifest("here", json.dumps(told).encode())
+                found = parse_manifest("here", dump_checked_json(told, MANIFEST))
             except Corrupt:
                 refused += 1
             else:

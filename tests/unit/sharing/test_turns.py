@@ -172,7 +172,7 @@ def stage(stage):
 store, watched = Path(sys.argv[1]), sys.argv[2]
 file = store / "turn.json"
 turns = open_turns(str(store / "group"), who="first", patience=5)
-with turns.acquire(told=lambda grant: fencing.write_lease_grant(file, grant)):
+with turns.acquire(file=file):
     os.environ[fencing.VARIABLE] = str(file)
     if not watched:  # only what is asked before a commit
         fencing._watch = lambda over, poll: None
@@ -199,6 +199,26 @@ def test_a_frozen_stage_commits_nothing(tmp_path: Path, watched: str) -> None:
         assert document.number == 2 and document.holder and document.holder.who == "second"  # undisturbed
 
 
+RELEASES = FREEZES.replace(
+    '    print("began", flush=True)', '    fencing.release_lease()\n    print("began", flush=True)'
+)
+
+
+def test_a_stage_that_released_its_lease_commits_in_anothers_turn(tmp_path: Path) -> None:
+    """Its holder ends the turn at once, and renews it no longer; that it runs out then ends nobody."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    first = subprocess.Popen([sys.executable, "-c", RELEASES, str(tmp_path), "watched"], text=True, **pipes)
+    assert first.stdout and first.stdout.readline() == "began\n"
+    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(timeout=LIMIT_S) as held:
+        assert held.number == 2 and find_manifest(str(tmp_path / "out")) is None
+        grant = fencing.Grant.model_validate_json((tmp_path / "turn.json").read_bytes())
+        until(lambda: fencing.read_clock() > grant.until + 1, child=first)
+        said = first.communicate("go on\n", timeout=LIMIT_S)
+        made = find_manifest(str(tmp_path / "out"))
+        assert first.returncode == 0 and made and made.provenance["turn"]["number"] == 1, said
+        assert held.beat().number == 2  # undisturbed
+
+
 def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an artifact nor the pointer to the newest weights is written by who is late; with a turn, it is named."""
     now = fencing.read_clock()
@@ -214,6 +234,10 @@ def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert find_manifest(f"{tmp_path}/sft") is None and pointer.read_pointer(f"{tmp_path}/weights") is None
     fencing.write_lease_grant(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
     assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {"group": "g", "number": 7, "ticket": "a.1"}
+    fencing.write_lease_grant(tmp_path / "turn.json", grant)
+    with pytest.raises(Retryable, match="turn 7"):
+        fencing.release_lease()  # too late: what was computed since may have been in another's turn
+    assert not fencing.is_lease_released()
     (tmp_path / "turn.json").unlink()
     with pytest.raises(Retryable, match="who holds it has ended"):
         toy.evaluate(out=f"{tmp_path}/check", policy=f"{tmp_path}/sft")
@@ -287,6 +311,25 @@ def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path, patience: float
     stop.set()
     sidecar.join()
     assert turns.read().idle and turns.read().number == 1
+
+
+def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it is started again: it waits for the stage's end, as it would be started once more."""
+    turns, file, stop = open_turns(f"{tmp_path}/g", who="a", patience=30), tmp_path / "turn.json", threading.Event()
+    monkeypatch.setenv(fencing.VARIABLE, str(file))
+    for _ in range(2):
+        sidecar = threading.Thread(target=hold_lease, args=(turns, file, stop), daemon=True)
+        sidecar.start()
+        until(file.exists)
+        fencing.release_lease()
+        until(lambda: turns.read().idle)
+        assert sidecar.is_alive() and turns.read().number == 1
+        stop.set()
+        sidecar.join()
+        stop.clear()
+    assert fencing.check_lease()["number"] == 1, "what was computed in it may be committed"
 
 
 def test_a_sidecar_whose_turn_is_another_s_asks_for_none(tmp_path: Path) -> None:

@@ -182,11 +182,17 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         ({"train": -1}, "data_prep.train: -1: Input should be greater"),
         ({"colour": 1}, "data_prep.colour: 1: unknown key"),
         ({"system": "Be brief."}, "data_prep.system: 'Be brief.': needs --chat true"),
-        ({"source_args": {"digits": 1}, "eval": 11}, "data_prep.eval: 11: digits has only 10 left; ask for fewer"),
-        ({"source_args": {"digits": 1}, "eval": 5, "sft": 5}, "data_prep.train: 30: digits has only 0 left; one"),
+        (
+            {"source_args": {"digits": 1}, "eval": 11},
+            "data_prep.eval: 11: digits has only 10 distinct prompts left",
+        ),
+        (
+            {"source_args": {"digits": 1}, "eval": 5, "sft": 5},
+            "data_prep.train: 30: digits has only 0 distinct prompts left",
+        ),
         (
             {"source_args": {"digits": 1}, "eval": 5, "sft": 6},
-            "data_prep.sft: 6: digits has only 5 left; ask for fewer",
+            "data_prep.sft: 6: digits has only 5 distinct prompts left; ask for fewer",
         ),
         ({"source": "tests.unit.stages.test_data_prep:not_json"}, "data_prep eval-000000: .*its metadata is not JSON"),
     ],

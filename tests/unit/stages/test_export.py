@@ -1,4 +1,4 @@
-"""A plain model directory: the checkpoint's bytes, whole or not at all, and nobody else's overwritten."""
+"""A plain model directory: the checkpoint's bytes, and nothing around them."""
 
 from pathlib import Path
 
@@ -27,47 +27,11 @@ def checkpoint(tmp_path: Path) -> str:
     return str(tmp_path / "c")
 
 
-def test_artifact_and_copy(checkpoint: str, tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "plain"
-    manifest = export(out=str(tmp_path / "m"), policy=checkpoint, directory=str(target))
+def test_the_artifact_is_the_model_directory(checkpoint: str, tmp_path: Path) -> None:
+    manifest = export(out=str(tmp_path / "m"), policy=checkpoint)
     assert manifest.results == {"parameters": 18}
     assert manifest.facts["version"] == 4
-    model = hash_files(Artifact(checkpoint).path / "model")
-    assert manifest.files == model == hash_files(target)
-    assert [p.name for p in target.parent.iterdir()] == ["plain"]
-    assert oct(target.stat().st_mode)[-3:] == "755"
-    again = export(out=str(tmp_path / "m2"), policy=checkpoint, directory=str(target))  # it is one already
-    assert again.digest == manifest.digest
-
-
-def test_an_empty_directory_is_filled(checkpoint: str, tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    export(out=str(tmp_path / "m"), policy=checkpoint, directory=str(tmp_path / "plain"))
-    assert (tmp_path / "plain" / "config.json").exists()
-
-
-@pytest.mark.parametrize("what", ["file", "other", "changed"])
-def test_what_is_somebody_elses_stays(checkpoint: str, tmp_path: Path, what: str) -> None:
-    target = tmp_path / "plain"
-    if what == "file":
-        target.write_text("mine")
-    elif what == "other":
-        target.mkdir()
-        (target / "thesis.tex").write_text("mine")
-    else:
-        export(out=str(tmp_path / "m0"), policy=checkpoint, directory=str(target))
-        (target / "config.json").write_text('{"mine": 1}')
-    before = target.read_bytes() if what == "file" else hash_files(target)
-    with pytest.raises(UserError, match=r"export.directory: .*exists and holds something else"):
-        export(out=str(tmp_path / "m"), policy=checkpoint, directory=str(target))
-    assert before == (target.read_bytes() if what == "file" else hash_files(target))
-    assert not list(tmp_path.glob(".plain*"))
-
-
-def test_a_copy_is_made_even_where_the_artifact_stands(checkpoint: str, tmp_path: Path) -> None:
-    export(out=str(tmp_path / "m"), policy=checkpoint)
-    export(out=str(tmp_path / "m"), policy=checkpoint, directory=str(tmp_path / "plain"))
-    assert (tmp_path / "plain" / "config.json").exists()
+    assert manifest.files == hash_files(Artifact(checkpoint).path / "model")
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact, rollout_rows
+from tests.making import checkpoint_artifact, lease_of, prompts_artifact, rewards_artifact, rollout_rows
 from tuneloop.algorithms import _terms, dapo
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
@@ -356,3 +356,13 @@ def test_a_signal_leaves_nothing_behind(policy, tmp_path, monkeypatch):
             per_device_train_batch_size=2,
         )
     assert not any((tmp_path / "out").iterdir())
+
+
+def test_the_device_is_given_back_before_anything_is_written(policy, tmp_path, monkeypatch):
+    rewards = rewards_artifact(tmp_path / "rewards", policy, rollout_rows(policy, 3, 4))
+    with lease_of(tmp_path, monkeypatch) as check_released:
+        found = run(tmp_path / "out", policy, rewards, weights=str(tmp_path / "weights"))
+        check_released(found, tmp_path / "weights")
+    assert run(tmp_path / "alone", policy, rewards).manifest.digest == found.manifest.digest, (
+        "the same as without a lease"
+    )

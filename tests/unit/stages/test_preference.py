@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.making import checkpoint_artifact, commit, rewards_artifact, rollout_rows
+from tests.making import checkpoint_artifact, commit, lease_of, rewards_artifact, rollout_rows
 from tuneloop.algorithms._preference import Judged
 from tuneloop.algorithms.dpo import Algorithm as Dpo
 from tuneloop.core.artifacts import Artifact, Draft
@@ -153,3 +153,15 @@ def test_bad_input(policy, prompts, logprobs, tmp_path):
     plain = commit(tmp_path / "plain", "reference_logprobs", digest=policy.manifest.digest)
     bad("set reference_logprobs' mismatched_pairs", algorithm="kto", logprobs=plain.ref)
     bad("holds no preference.parquet; set data_prep's", reward_model, prompts=policy)
+
+
+def test_the_device_is_given_back_before_anything_is_written(policy, prompts, logprobs, tmp_path, monkeypatch):
+    with lease_of(tmp_path, monkeypatch) as check_released:
+        found = train(
+            preference, tmp_path / "out", policy, prompts, logprobs=logprobs.ref, weights=str(tmp_path / "weights")
+        )
+        check_released(found, tmp_path / "weights")
+    assert (
+        train(preference, tmp_path / "alone", policy, prompts, logprobs=logprobs.ref).manifest.digest
+        == found.manifest.digest
+    ), "the same as without a lease"

@@ -19,7 +19,7 @@ from benchmarks.store_bytes import CountingS3, serve_s3
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
 from tests.waiting import LIMIT_S, until
 from tuneloop.algorithms import grpo
-from tuneloop.core.artifacts import Artifact, Manifest, find_manifest
+from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json, find_manifest
 from tuneloop.core.background import BACKGROUND
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.export import export
@@ -73,7 +73,8 @@ def rewrite(made: Artifact, section: str, **values: Any) -> Artifact:
     told = json.loads(path.read_text())
     told[section] |= values
     manifest = Manifest.model_validate(told)
-    path.write_text(manifest.model_copy(update={"digest": manifest.compute_digest()}).model_dump_json())
+    told = json.loads(manifest.model_copy(update={"digest": manifest.compute_digest()}).model_dump_json())
+    path.write_bytes(dump_checked_json(told, path.name))
     return Artifact(made.url)
 
 

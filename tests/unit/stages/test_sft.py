@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.making import checkpoint_artifact, commit, demonstrations, prompts_artifact, sigterm_while_training
+from tests.making import checkpoint_artifact, commit, demonstrations, lease_of, prompts_artifact, sigterm_while_training
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.stages.sft import sft
@@ -184,3 +184,12 @@ def test_model_without_tokenizer(tmp_path, prompts):
     for path in (draft.path / "model").glob("tokenizer*"):
         path.unlink()
     bad("tokenizer", tmp_path / "out", commit(tmp_path / "wrong", "base_model", version=0), prompts)
+
+
+def test_the_device_is_given_back_before_anything_is_written(policy, prompts, tmp_path, monkeypatch):
+    with lease_of(tmp_path, monkeypatch) as check_released:
+        found = run(tmp_path / "out", policy, prompts, weights=str(tmp_path / "weights"))
+        check_released(found, tmp_path / "weights")
+    assert run(tmp_path / "alone", policy, prompts).manifest.digest == found.manifest.digest, (
+        "the same as without a lease"
+    )

@@ -1,6 +1,9 @@
 """Trainer backends: registration, argv, and what they refuse."""
 
 import json
+import os
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob, run_here
+from tests.waiting import until
+from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
-from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend
+from tuneloop.stages.preference import preference
+from tuneloop.stages.sft import sft
+from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend, run_here
 from tuneloop.training.backends.native import Native
 from tuneloop.training.backends.torchtune import LORA, MANAGED, QUANTIZED, Torchtune
 from tuneloop.training.backends.trl import Trl, score
+from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import AcceleratorResources, Cluster
 
 FULL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
@@ -209,6 +216,48 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="this is one machine"):
         run_here(Echo(nodes=2, args={"a": 1}))
     assert json.dumps(job)
+
+
+def test_a_signal_reaches_what_runs_here(tmp_path: Path) -> None:
+    class Waits(Echo):
+        def to_command(self) -> list[str]:
+            code = "import pathlib, signal, sys; pathlib.Path(sys.argv[1][2:]).touch(); signal.pause()"
+            return ["python", "-c", code]
+
+    def stop() -> None:
+        until((tmp_path / "began").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert run_here(Waits(args={"a": tmp_path / "began"})) == -signal.SIGTERM
+    thread.join()
+
+
+def test_a_stage_by_trl_has_our_options_under_its_names() -> None:
+    given = {"max_steps": 7, "dtype": "bfloat16", "per_device_train_batch_size": 4, "algorithm": "kto"}
+    spec = StageSpec(preference, None, processes=3, backend="trl", algorithm_args={"beta": 0.5}, **given)
+    assert (spec.processes, spec.parameters["expected_world_size"]) == (1, 3)
+    options = preference.validate({**spec.parameters, "backend_args": {"optim": "sgd"}}).model_dump()
+    made = Trl.build_for_stage(options, model="m", data="d", out="o")
+    assert (made.trainer, made.processes) == ("kto", 3)
+    words = " ".join([*made.to_args(), ""])
+    for expected in (
+        *("--max_steps 7 ", "--save_steps 7 ", "--per_device_train_batch_size 8 ", "--bf16 true ", "--dtype float32 "),
+        *("--lr_scheduler_type constant_with_warmup ", "--beta 0.5 ", "--loss_type kto ", "--optim sgd "),
+        *("--model_name_or_path m ", "--dataset_name d ", "--output_dir o "),
+    ):
+        assert expected in words
+    for name in ("max_steps", "output_dir", "save_strategy"):  # by which the stage finds what TRL has made
+        with pytest.raises(UserError, match=f"gets {name} from the stage: leave it out of backend_args"):
+            Trl.build_for_stage({**options, "backend_args": {name: 9}}, model="m", data="d", out="o")
+
+
+def test_of_whole_conversations_trl_learns_the_assistants_turns(tmp_path: Path) -> None:
+    options, places = sft.validate({}).model_dump(), {"model": "m", "data": str(tmp_path), "out": "o"}
+    for row, alone in (({"prompt": "?", "completion": "!"}, None), ({"messages": [{"role": "user"}]}, True)):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "sft.parquet")
+        assert Trl.build_for_stage(options, **places).args.get("assistant_only_loss") is alone
 
 
 EIGHT = Cluster(trainer=AcceleratorResources(gpus=8))

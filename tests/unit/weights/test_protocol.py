@@ -472,7 +472,7 @@ def test_lineage_is_checked_before_a_byte_changes(tmp_path: Path) -> None:
         Store(root).delete(key)
     for key in Store(other).keys("weight_v000002"):  # a delta on another run's version 1
         Store(root).put(key, Store(other).get(key) or b"")
-    with pytest.raises(Corrupt, match="is not the base"):
+    with pytest.raises(Corrupt, match="is what `latest` or the next version builds on"):
         materialize_version(root, 2, replica)
     assert content(replica) == held
 

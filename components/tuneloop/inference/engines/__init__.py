@@ -19,13 +19,8 @@ from tuneloop.formats.rollouts import Completion, Request, TokenId
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the names are vLLM's. The distribution is never cut (no top-p, no top-k).
-
-    Attributes:
-        temperature: 0 takes the likeliest token.
-        max_tokens: a completion is at most this long.
-        stop_token_ids: a completion ends with the first of these, and contains it.
-    """
+    """How to sample; the names are vLLM's. The distribution is never cut (no top-p, no top-k). At temperature 0 it is
+    the likeliest token; the stop token is part of the completion."""
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 16
@@ -40,8 +35,6 @@ class Engine(Protocol):
     """Generates and scores.
 
     Attributes:
-        name: for people.
-        context: the most tokens, prompt and completion together.
         version, digest: of the checkpoint whose weights are served; -1 and "" before the first `load`,
             and after one that failed half-way.
     """

@@ -179,11 +179,7 @@ class Client:
             self._renewing = False
 
     def _await_return(self, lost: Lost, finished: int, total: int) -> None:
-        """Wait until the server answers again, whatever it serves.
-
-        Raises:
-            Lost: that takes too long.
-        """
+        """Wait until the server answers again, whatever it serves."""
         kept = f"; {finished} of {total} requests are finished, and kept" if total else ""
         _say(f"lost the server ({lost}){kept}; {'looks for it once more' if self.fail_fast else 'waits for it'}")
         begun = time.monotonic()

@@ -7,7 +7,6 @@ fails in the change poisons the engine, and the directory is then made anew from
 below the root, so that nobody drops it (`tuneloop.weights.live`).
 """
 
-import json
 import os
 import socket
 import sys
@@ -25,6 +24,7 @@ from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.refusals import Refused
 from tuneloop.weights import Materialized, live, materialize_version, pointer
 from tuneloop.weights.materialize import MARKER
+from tuneloop.weights.publication import read_publication
 from tuneloop.weights.versions import Chain
 
 PROBE = 16
@@ -35,11 +35,9 @@ class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root.
 
     Args:
-        root: URL of the weights.
         directory: where versions are assembled; emptied by nobody, so that a restart has to fetch deltas only.
         poll_s: seconds between looks at the pointer.
         mode: what becomes of running requests when weights change.
-        base: the model that the chain starts on, where it stores none.
 
     Attributes:
         trouble: why the latest version is not served; empty where all is well.
@@ -158,8 +156,8 @@ class Follower(threading.Thread):
 
     def converged_s(self) -> float | None:
         """Compute the seconds from publishing the version last pulled until it was served; None where unknown."""
-        record = self.store.get(f"published/{self.pulled['version']:06d}.json") if self.pulled else None
-        return None if record is None else max(0.0, self.pulled["served_at"] - json.loads(record)["at"])
+        record = read_publication(self.store, self.pulled["version"]) if self.pulled else None
+        return None if record is None else max(0.0, self.pulled["served_at"] - record["at"])
 
 
 def prove_tensors(engine: Vllm, model: Path) -> Readback:

@@ -63,10 +63,8 @@ class Replicas:
         """Connections live as long as a call."""
 
     def call_each(self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None) -> None:
-        """Do `work` with all replicas at the same time; one that is lost meanwhile is left out from then on.
-
-        Args:
-            poll: called while waiting; what it raises ends the wait.
+        """Do `work` with all replicas at the same time; one that is lost meanwhile is left out from then on. What
+        `poll` raises ends the wait.
 
         Raises:
             Retryable: all are lost, and the last did not come back.

@@ -122,7 +122,6 @@ class Endpoint:
 
     Attributes:
         max_staleness: versions that a token may be older than the policy.
-        requests, retries: sent so far.
         refitted: what the last refit took, where the engine has a fleet.
     """
 

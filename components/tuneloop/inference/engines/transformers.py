@@ -57,8 +57,6 @@ class Transformers:
     Args:
         dtype: of weights and arithmetic; ``auto`` is float32 on a CPU, what was saved on a GPU.
         max_model_len: the most tokens of a sequence; the model's own limit where None.
-        max_num_seqs: the most completions in one batch.
-        attn_implementation: as transformers names them.
     """
 
     name = "transformers"

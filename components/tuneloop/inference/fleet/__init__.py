@@ -2,28 +2,8 @@
 
 The seam is one question: `Fleet.discover` says which workers there are now. Everything else is the same for all:
 `refit_fleet` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
-the scheme of the URL that names a fleet:
-
-=============================  =========================================================================================
-``http://a:8000,http://b:8000``  the workers themselves (`urls`)
-``dns://name:8000``            every address of a name: a headless Service, seen from a pod without any rights (`dns`)
-``service://name.namespace``   the ready endpoints of a Kubernetes Service, from its EndpointSlices (`service`)
-``dynamo://name.namespace``    the workers of a DynamoGraphDeployment, from its frontend's RL listener (`dynamo`)
-=============================  =========================================================================================
-
-A third party's is an entry point in the group ``tuneloop.fleet`` under its scheme: ``open_fleet(url) ->
-Fleet``.
-
-A worker answers ``POST <url>/engine/<route>`` with JSON whose ``status`` is ``ok``. The five routes are those of
-Dynamo's vLLM workers, and `tuneloop.inference.server` has them, too:
-
-============================  ==========================================================================================
-``get_weight_version``        ``{}`` → ``{"version"}``, the label that the last update gave
-``pause_generation``          ``{"mode", "clear_cache"}``: nothing is generated from now on
-``update_weights_from_disk``  ``{"model_path", "weight_version"}``: answers once it is done
-``flush_cache``               ``{}``: what was cached belongs to the old weights
-``resume_generation``         ``{}``
-============================  ==========================================================================================
+the scheme of the URL that names a fleet. A third party's is an entry point in the group ``tuneloop.fleet`` under its
+scheme: ``open_fleet(url) -> Fleet``. docs/weights.md has the schemes, and the routes of a worker.
 """
 
 import json
@@ -55,7 +35,6 @@ class Worker:
     Attributes:
         id: names the process: one that starts in its place has another, where the backend can tell.
         url: of its administration, without ``/engine``.
-        routes: that it has.
     """
 
     id: str

@@ -2,9 +2,10 @@
 
 The operator of Dynamo turns the object into pods; here it is only written, watched and deleted. It is ready when three
 gates are open at once: the operator says so, every pod is ready, and the frontend answers HTTP. A graph that this call
-made and that does not become ready, or whose job cannot be started, is deleted again; one that stood before is used
-as it is. Only one that was made for a run is owned by its workflow: the owner reference is patched on once the
-workflow exists. Service accounts are the operator's: a manifest's own stays, and none is ever set.
+made and that does not become ready, or whose job cannot be started, is deleted again; one that stood before is used as
+it is. Only one that was made for a run is owned by its workflow: the owner reference is patched on once the workflow
+exists. It goes with that, and with the run (`tuneloop.cluster.reservations`). Service accounts are the operator's: a
+manifest's own stays, and none is ever set.
 """
 
 import copy
@@ -53,7 +54,6 @@ def render_graph(
     """Take the graph from the documents of a manifest, and change it.
 
     Args:
-        labels: added to the object's own.
         image: of the components that name none.
         sets: ``path=value`` below the object, values in YAML; an item of a list is found by its ``name``.
 
@@ -144,7 +144,6 @@ def bring_up(
     """Have `graph` ready, then start what needs it, then tie the graph to that.
 
     Args:
-        start: creates a workflow in the same namespace, and returns its name.
         recreate: replace a graph that differs from `graph`; else it is used as it is, and `tell` says where it differs.
         timeout: seconds until the three gates are open.
 
@@ -161,7 +160,7 @@ def bring_up(
         _wait(cluster, name, timeout, poll, tell)
         if start is not None:
             started = start()
-            _own(cluster, graph, started, tell)
+            own_graph(cluster, graph, started, tell)
         return started
     except BaseException:
         if started is not None:
@@ -283,7 +282,7 @@ def _of_the_api(error: Any) -> bool:
         return False
 
 
-def _own(cluster: connection.Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
+def own_graph(cluster: connection.Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
     """Have the graph go when the workflow goes, if it was made for that run."""
     name = str(graph["metadata"]["name"])
     owner = cluster.get(*connection.WORKFLOWS, workflow)
@@ -302,6 +301,14 @@ def _own(cluster: connection.Connection, graph: Object, workflow: str, tell: Cal
         with connection.ignore_refusals(409):  # somebody, as the operator does, changed the object meanwhile
             cluster.custom.patch_namespaced_custom_object(*place, {"metadata": patch})
             return
+
+
+def list_graphs(cluster: connection.Connection, run: str) -> list[dict[str, Any]]:
+    """List the graphs that were made for a run; none where Dynamo's definitions are not installed."""
+    for version in VERSIONS:
+        with connection.ignore_refusals(404):
+            return cluster.list(GROUP, version, PLURAL, f"{RUN_LABEL}={run}")
+    return []
 
 
 def delete_graph(cluster: connection.Connection, name: str) -> bool:

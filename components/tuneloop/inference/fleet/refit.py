@@ -39,9 +39,6 @@ class Refitted:
     Attributes:
         workers: id → seconds for which it was paused; 0 for one that had the version.
         updates: id → seconds of these that ``update_weights_from_disk`` took, of those that were changed.
-        urls: of the workers.
-        passes: looks at the fleet.
-        seconds: in all.
     """
 
     workers: dict[str, float] = field(default_factory=dict)

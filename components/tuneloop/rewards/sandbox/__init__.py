@@ -17,11 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tuneloop.core.errors import UserError
+from tuneloop.rewards.sandbox.jail import ARCHITECTURES
 
 Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
 JAIL = Path(__file__).with_name("jail.py")
@@ -33,6 +34,7 @@ MEMORY = 3
 """The exit code that `jail` gives for it."""
 NOTES = 1 << 16
 """Most bytes of a call's result."""
+HINDERED = 10  # times its seconds that a program may take by the clock, where it or its judge waits for a processor
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: of processor time, rounded up, and of the clock.
-        memory: bytes of address space.
+        seconds: of processor time, rounded up, and of the clock less what it waited for a processor.
+        memory: bytes of address space, of which every thread takes one part in 64, and at least 4 MiB.
         output: bytes on standard output.
     """
 
@@ -64,6 +66,7 @@ class Ending:
         result: Python's `repr` of the call's value; None where there was no call, or it did not return.
         door: what it tried, where `kind` is ``escape``.
         error: what it raised, as it says itself, where `kind` is ``error``; empty where it is not known.
+        seconds: that it took, of its limit.
     """
 
     kind: Kind
@@ -71,6 +74,7 @@ class Ending:
     result: str | None = None
     door: str = ""
     error: str = ""
+    seconds: float = 0.0
 
 
 def check_kernel(field: str, value: str) -> None:
@@ -80,11 +84,11 @@ def check_kernel(field: str, value: str) -> None:
         field, value: what wants it, for the error.
 
     Raises:
-        UserError: not Linux on x86_64, or a kernel or a pod without Landlock. Nothing is ever run outside of it.
+        UserError: not Linux on x86_64 or aarch64, or no Landlock in kernel or pod. Nothing is ever run outside of it.
     """
-    where = f"{sys.platform} {platform.machine()}"
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise UserError(field, value, f"runs programs only where it can shut them in: linux x86_64, not {where}")
+    known, here = [f"linux {machine}" for machine in ARCHITECTURES], f"{sys.platform} {platform.machine()}"
+    if here not in known:
+        raise UserError(field, value, f"can shut programs in only on {' or '.join(known)}, not on {here}")
     if ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1) < 1:
         remedy = "the kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK), or the pod's seccomp forbids it"
         raise UserError(field, value, f"cannot shut programs in: {remedy}; use another node")
@@ -114,11 +118,12 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
         assert process.stdout is not None
         open_.enter_context(process.stdout)
         try:
-            out, notes, over = _collect(process, reader, limits)
+            out, notes, over, seconds = _collect(process, reader, limits)
         finally:
             process.kill()
             process.wait()
-    return _judge(process.returncode, out.decode(errors="replace"), notes.decode(errors="replace"), over)
+    ending = _judge(process.returncode, out.decode(errors="replace"), notes.decode(errors="replace"), over)
+    return replace(ending, seconds=seconds)
 
 
 @contextlib.contextmanager
@@ -143,31 +148,43 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
     return json.dumps(about)
 
 
-def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None]:
-    """Collect what it writes to standard output and to the notes, and which limit it overran, once that is known."""
-    end = time.monotonic() + limits.seconds
+def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None, float]:
+    """Collect what it writes to standard output and to the notes, until it ends or overruns a limit: which one, and the
+    seconds that it took."""
     assert process.stdout is not None
+    begun, own = time.monotonic(), _read_wait("thread-self")
+
+    def took() -> float:
+        clock = time.monotonic() - begun
+        return max(clock - _read_wait(str(process.pid)) - _read_wait("thread-self") + own, clock / HINDERED)
+
+    over, end = None, begun + limits.seconds
     most = {process.stdout.fileno(): limits.output, reader: NOTES}
     received = dict.fromkeys(most, b"")
-    with selectors.DefaultSelector() as waiting:
-        for number in most:
+    ended = os.pidfd_open(process.pid)  # for it may close both, and go on
+    with selectors.DefaultSelector() as waiting, os.fdopen(ended):
+        for number in (*most, ended):
             waiting.register(number, selectors.EVENT_READ)
-        while waiting.get_map():
+        while waiting.get_map() and not over:
             ready = waiting.select(max(end - time.monotonic(), 0))
             if not ready:
-                return *received.values(), "timeout"  # type: ignore[return-value]
+                left = limits.seconds - took()
+                over, end = (None if left > 0 else "timeout"), time.monotonic() + max(left, 0.01)
             for key, _ in ready:
-                data = os.read(key.fd, 1 << 16)
-                received[key.fd] = (received[key.fd] + data)[: most[key.fd] + 1]
+                data = os.read(key.fd, 1 << 16) if key.fd != ended else b""
                 if not data:
                     waiting.unregister(key.fd)
-                elif len(received[key.fd]) > most[key.fd]:
-                    return *received.values(), "output"  # type: ignore[return-value]
-    try:
-        process.wait(max(end - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired:  # it closed both and goes on
-        return *received.values(), "timeout"  # type: ignore[return-value]
-    return *received.values(), None  # type: ignore[return-value]
+                    continue
+                received[key.fd] = (received[key.fd] + data)[: most[key.fd] + 1]
+                over = "output" if len(received[key.fd]) > most[key.fd] else over
+        return *received.values(), over, took()  # type: ignore[return-value]
+
+
+def _read_wait(process: str) -> float:
+    """Read the seconds that a process, or its first thread, was ready and had no processor: the second number of its
+    schedstat (proc(5)); 0 where the kernel does not count them."""
+    file = Path(f"/proc/{process}/schedstat")
+    return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
 
 
 def _judge(code: int, out: str, notes: str, over: Kind | None) -> Ending:

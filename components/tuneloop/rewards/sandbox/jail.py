@@ -6,13 +6,14 @@ Needs no privilege and no namespace, so it works in a pod of the restricted prof
 
 - resource limits: processor time, address space, no file written, no core;
 - Landlock: what is not below `readable` cannot be opened, and nothing can be written, made or removed;
-- seccomp: system calls outside of `ALLOWED` kill the process with SIGSYS (network, processes, signals to others,
+- seccomp: all but harmless system calls kill the process with SIGSYS (network, processes, signals to others,
   tracing, mounts); those that only newer kernels know do not exist; neither can be taken back.
 
 An audit hook says which door was tried (kernels do not), and turns an attempt to read elsewhere, which Landlock alone
 would answer with an error that a program can hide, into the same death. It protects nothing: the kernel does.
 """
 
+import _thread
 import ctypes
 import json
 import os
@@ -21,31 +22,21 @@ import struct
 import sys
 from typing import Any
 
-ESCAPE_CALL = 101  # ptrace: not in ALLOWED
 MEMORY, FAILED = 3, 1
-IOCTL, CLONE, KILL, FCNTL, TGKILL, PRLIMIT, SECCOMP = 16, 56, 62, 72, 234, 302, 317
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-CLONE_THREAD = 0x10000
+CLONE_THREAD, MAP_STACK = 0x10000, 0x20000
+TASKS, LEAST_STACK = 64, 4 << 20
+"""Most threads, for the stack of each takes its part of the memory; and least bytes of one."""
 NEWER = 424
 """System calls from here on have one number on all architectures; C libraries do without them."""
-QUIET = (53, 141, 144, 160, 203)  # socketpair, setpriority, sched_setscheduler, setrlimit, sched_setaffinity: EPERM
-ALLOWED = (
-    *(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
-    # read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask
-    # rt_sigreturn pread64 readv writev access pipe select sched_yield mremap msync mincore madvise
-    *(32, 33, 34, 35, 36, 37, 38, 39, 60, 63, 78, 79, 80, 89, 95, 96, 97, 98, 99, 100, 102, 104, 107, 108),
-    # dup dup2 pause nanosleep getitimer alarm setitimer getpid exit uname getdents getcwd chdir readlink umask
-    # gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid
-    *(110, 111, 115, 131, 137, 138, 157, 158, 186, 201, 202, 204, 217, 218, 219, 221, 228, 229, 230, 231),
-    # getppid getpgrp getgroups sigaltstack statfs fstatfs prctl arch_prctl gettid time futex sched_getaffinity
-    # getdents64 set_tid_address restart_syscall fadvise64 clock_gettime clock_getres clock_nanosleep exit_group
-    *(232, 233, 257, 262, 267, 269, 270, 271, 273, 274, 281, 290, 291, 292, 293, 309, 318, 324, 332, 334),
-    # epoll_wait epoll_ctl openat newfstatat readlinkat faccessat pselect6 ppoll set_robust_list get_robust_list
-    # epoll_pwait eventfd2 epoll_create1 dup3 pipe2 getcpu getrandom membarrier statx rseq
-)
-"""By their numbers on x86_64. Nothing here reaches beyond the process, but through what Landlock guards."""
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Machine → AUDIT_ARCH of linux/audit.h; `calls.json` has the numbers of system calls in this order. Nothing
+``allowed`` reaches beyond the process, but through Landlock; ``quiet`` gets EPERM; arguments decide on ``asked``."""
 WATCHED = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "os.kill", "os.putenv")
 
+MACHINE = os.uname().machine
+with open(os.path.join(os.path.dirname(__file__), "calls.json")) as _file:
+    CALLS = json.load(_file)
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
@@ -81,38 +72,57 @@ def restrict_paths(readable: list[str]) -> None:
     os.close(rules)
 
 
-def restrict_calls() -> None:
-    """Install the filter (linux/seccomp.h, linux/filter.h): `ALLOWED`, and some calls by what they ask for."""
-    kill, deny, absent, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
+def list_calls(kind: str, machine: str) -> dict[str, int]:
+    """List the system calls of a kind by their numbers on `machine`."""
+    column = list(ARCHITECTURES).index(machine)
+    return {name: both[column] for name, both in CALLS[kind].items() if both[column] is not None}
+
+
+def build_filter(machine: str, own: int, stack: int) -> list[tuple[int, int, int, int]]:
+    """Build the filter (linux/seccomp.h, linux/filter.h): what is allowed, and some calls by what they ask for. Only
+    the process `own` gets signals, and a thread's stack (glibc says what it maps one for) has `stack` bytes."""
+    kill, deny, absent, full, allow = 0x80000000, 0x00050001, 0x00050026, 0x0005000C, 0x7FFF0000
     load, equal, greater, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
     # offsets in struct seccomp_data; low halves of arguments
-    number, architecture, first, second, third = 0, 4, 16, 24, 32
-    program = [(load, 0, 0, architecture), (equal, 1, 0, 0xC000003E), (give, 0, 0, kill), (load, 0, 0, number)]
-    program += [(greater, 0, 1, NEWER), (give, 0, 0, absent)]  # the calls of x32 among them
-    for call in ALLOWED:
+    number, architecture, first, second, third, fourth = 0, 4, 16, 24, 32, 40
+    asked = list_calls("asked", machine)
+    program = [(load, 0, 0, architecture), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill)]
+    program += [(load, 0, 0, number), (greater, 0, 1, NEWER), (give, 0, 0, absent)]  # the calls of x32 among them
+    for call in list_calls("allowed", machine).values():
         program += [(equal, 0, 1, call), (give, 0, 0, allow)]
-    for call in QUIET:
+    for call in list_calls("quiet", machine).values():
         program += [(equal, 0, 1, call), (give, 0, 0, deny)]
-    program += [(equal, 0, 4, CLONE), (load, 0, 0, first), (some, 0, 1, CLONE_THREAD), (give, 0, 0, allow)]
+    program += [(equal, 0, 8, asked["mmap"]), (load, 0, 0, fourth), (some, 0, 4, MAP_STACK), (load, 0, 0, second + 4)]
+    program += [(equal, 0, 2, 0), (load, 0, 0, second), (greater, 0, 1, stack), (give, 0, 0, allow), (give, 0, 0, full)]
+    program += [(equal, 0, 4, asked["clone"]), (load, 0, 0, first), (some, 0, 1, CLONE_THREAD), (give, 0, 0, allow)]
     program += [(give, 0, 0, kill)]
-    for call, place, values in (
-        (KILL, first, [os.getpid()]),
-        (TGKILL, first, [os.getpid()]),
-        (FCNTL, second, [0, 1, 2, 3, 4, 1030]),  # F_SETOWN and F_SETSIG would send any signal to anybody
-        (IOCTL, second, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # asks for a terminal, and on descriptors
+    for name, place, values in (
+        ("kill", first, [own]),
+        ("tgkill", first, [own]),
+        ("fcntl", second, [0, 1, 2, 3, 4, 1030]),  # F_SETOWN and F_SETSIG would send any signal to anybody
+        ("ioctl", second, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # asks for a terminal, and on descriptors
     ):
         known = [step for value in values for step in ((equal, 0, 1, value), (give, 0, 0, allow))]
-        program += [(equal, 0, len(known) + 2, call), (load, 0, 0, place), *known, (give, 0, 0, kill)]
-    program += [(equal, 0, 6, PRLIMIT), (load, 0, 0, third), (equal, 0, 3, 0), (load, 0, 0, third + 4)]
+        program += [(equal, 0, len(known) + 2, asked[name]), (load, 0, 0, place), *known, (give, 0, 0, kill)]
+    program += [(equal, 0, 6, asked["prlimit64"]), (load, 0, 0, third), (equal, 0, 3, 0), (load, 0, 0, third + 4)]
     program += [(equal, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, deny)]  # to ask is allowed, to set is not
-    program += [(give, 0, 0, kill)]
+    return [*program, (give, 0, 0, kill)]
+
+
+def restrict_calls(memory: int) -> None:
+    """Install the filter, and give threads stacks of which `memory` bytes hold `TASKS`."""
+    stack = max(memory // TASKS & -4096, LEAST_STACK)
+    _thread.stack_size(stack)
+    program = build_filter(MACHINE, os.getpid(), stack)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    _call(SECCOMP, 1, 1, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))  # for all threads: there is one
+    given = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    _call(list_calls("asked", MACHINE)["seccomp"], 1, 1, given)  # for all threads: there is one
 
 
 def watch_audit(notes: int, readable: list[str]) -> None:
     """Write what the program tries at the doors, and end it where it opens what is not its own."""
     die, realpath, write, descriptor = libc.syscall, os.path.realpath, os.write, int
+    ptrace = list_calls("asked", MACHINE)["ptrace"]  # not allowed
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event in ("open", "os.listdir", "os.scandir"):
@@ -122,10 +132,10 @@ def watch_audit(notes: int, readable: list[str]) -> None:
             real = realpath(os.fsdecode(path))  # type: ignore[arg-type]
             if not any(real == root or real.startswith(root + "/") for root in readable):
                 write(notes, f"\nescape {event} {real}"[:300].encode(errors="replace"))
-                die(ESCAPE_CALL)
+                die(ptrace)
         elif event.startswith("ctypes."):  # past the interpreter nothing would tell which file is opened
             write(notes, f"\nescape {event}".encode())
-            die(ESCAPE_CALL)
+            die(ptrace)
         elif event.startswith(WATCHED):
             write(notes, f"\nescape {event} {arguments}"[:300].encode(errors="replace"))
 
@@ -149,7 +159,7 @@ def shut_in(options: dict[str, Any]) -> None:
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
         limit_resources(options["seconds"], options["memory"])
         restrict_paths(readable)
-        restrict_calls()
+        restrict_calls(options["memory"])
         watch_audit(notes, readable)  # last: what comes before uses ctypes, which the program may not
     except (OSError, ValueError, MemoryError) as error:
         os.write(notes, f"refused: {error!r}".encode())

@@ -11,6 +11,9 @@ What starts several ranks reads torchrun's own environment (``PET_NNODES``, ``PE
 in all others. So a command names no places, and is the same in a TrainJob, a JobSet, a pod and here.
 """
 
+import os
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from typing import Any, TypeVar
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
+from tuneloop.core.threads import forward_signals
 
 _known: "dict[str, type[LLMBackend]]" = {}
 
@@ -61,6 +65,11 @@ class LLMBackend(ABC):
     def to_runtime_args(self) -> list[str]:
         """Return its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
         return self.to_args()
+
+    @classmethod
+    def build_for_stage(cls, options: Mapping[str, Any], **places: str) -> "LLMBackend":
+        """Build what trains for `sft`, or for `preference`, whose `options` have an ``algorithm``; see `delegation`."""
+        raise UserError("", cls.__name__.lower(), "does not train for stages: take native or trl, or start a job")
 
     def require(self, *names: str) -> None:
         """Raise UserError for the first of `names` that `args` leaves out."""
@@ -109,6 +118,22 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
     for entry in entry_points(group="tuneloop.backends"):
         register_backend(entry.name)(entry.load())
     return dict(sorted(_known.items()))
+
+
+def run_here(backend: LLMBackend) -> int:
+    """Run all its processes on this machine, pass SIGTERM and SIGINT on to them, and return the exit code.
+
+    Raises:
+        UserError: an option that the backend refuses, or several nodes.
+    """
+    backend.validate()
+    if backend.nodes > 1:
+        raise UserError("nodes", backend.nodes, f"this is one machine; say 1, and processes={backend.nodes}")
+    own = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": str(backend.processes), "PET_STANDALONE": "1"}
+    program, *rest = backend.to_command()
+    words = [sys.executable if program == "python" else program, *rest, *backend.to_args()]
+    with subprocess.Popen(words, env={**os.environ, **own}) as process, forward_signals(process.send_signal):
+        return process.wait()
 
 
 def build_flags(args: Mapping[str, Any]) -> list[str]:

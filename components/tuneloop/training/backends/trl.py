@@ -5,7 +5,7 @@ would train alone, at world size 1, and say nothing (kubeflow/trainer#3930). tor
 `tuneloop.training.rank` runs that module in each rank, and sees to it that the rank ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,18 @@ COLUMNS = {
     "tuneloop.training.backends.trl.score": ("answer", "reward", "metadata"),
 }
 """Reward function → the columns that it reads."""
+LOSSES = {None: ("sft", None), "dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "kto": ("kto", "kto")}
+"""Algorithm of the stage `preference`, none in `sft` → trainer, and its loss."""
+SAME = (
+    *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_steps"),
+    *("lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "max_length"),
+    *("gradient_checkpointing", "torch_compile", "use_liger_kernel", "attn_implementation", "seed"),
+)
+"""Parameters of our stages under their names in TRL."""
+PLACES = ("model_name_or_path", "dataset_name", "output_dir")
+STEADY = {"dtype": "float32", "logging_steps": 1, "save_only_model": True, "report_to": "none"}
+LACKS = {"packing": "auto", "lora": None, "cpu_offload": False, "save_steps": 0}
+"""Those that a stage trains by TRL without → the value that stands for this."""
 
 
 @register_backend("trl")
@@ -45,6 +57,32 @@ class Trl(LLMBackend):
     """
 
     trainer: str = "sft"
+
+    @classmethod
+    def build_for_stage(cls, options: Mapping[str, Any], **places: str) -> "Trl":
+        for name, absent in LACKS.items():
+            if (value := options.get(name, absent)) != absent:
+                raise UserError("", "trl", f"trains without {name}, which is {value!r}: leave that out, or take native")
+        if (algorithm := options.get("algorithm")) not in LOSSES:
+            raise UserError("", "trl", f"has no algorithm {algorithm}, but dpo, ipo and kto; or take native")
+        trainer, loss = LOSSES[algorithm]
+        args = {**{name: options.get(name) for name in SAME}, **options.get("algorithm_args", {}), **STEADY}
+        args |= zip(PLACES, places.values())
+        args |= {"bf16": options.get("dtype") == "bfloat16", "use_cpu": options.get("device") == "cpu"}
+        args |= {"loss_type": loss, "save_steps": args["max_steps"]}
+        if args["lr_scheduler_type"] == "constant":  # which warms up here
+            args["lr_scheduler_type"] = "constant_with_warmup"
+        if trainer == "kto" and args["per_device_train_batch_size"]:  # of completions, of which a pair has two
+            args["per_device_train_batch_size"] *= 2
+        files = Path(places["data"]).glob("*.parquet") if places else ()
+        if any("messages" in pq.read_schema(path).names for path in files):  # whole conversations
+            args["assistant_only_loss"] = True
+        more = options.get("backend_args") or {}
+        own = {*args, *PLACES, "save_strategy", "logging_strategy", "use_peft"} - {"report_to"}
+        if taken := sorted(own & {*more}):
+            raise UserError("", "trl", f"gets {taken[0]} from the stage: leave it out of backend_args")
+        args |= more
+        return cls(trainer=trainer, processes=options.get("expected_world_size") or 1, args=args)
 
     def framework(self) -> str:
         return "trl"
@@ -95,11 +133,7 @@ def score(
 
 
 def _check(path: Path, functions: Sequence[str]) -> None:
-    """Check that TRL reads the rows of a file as what they are, and that the reward functions find what they need.
-
-    Raises:
-        UserError: no.
-    """
+    """Check that TRL reads the rows of a file as what they are, and that the reward functions find what they need."""
     table = pq.ParquetFile(path)
     schema = table.schema_arrow
     plain = "prompt" in schema.names and pa.types.is_string(schema.field("prompt").type)

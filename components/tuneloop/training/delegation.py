@@ -1,0 +1,69 @@
+"""Training that another backend does in the place of ours, between the same artifacts.
+
+It is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order, and makes
+``checkpoint-<max_steps>`` in the last: a Hugging Face model, and the ``trainer_state.json`` of transformers' Trainer.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationInfo
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Stage
+from tuneloop.core.errors import EXIT_RETRY, Retryable, UserError
+from tuneloop.training.backends import load_backend, run_here
+from tuneloop.training.checkpoint import model_dir
+from tuneloop.training.fetch import fetch_artifact
+from tuneloop.training.options import TrainerOptions
+
+
+def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
+    """Refuse a backend that cannot train with the options before it; a dotted path is taken on trust. None: native."""
+    if name in (None, "native"):
+        if info.data.get("backend_args"):
+            raise ValueError("has no backend_args: its options are the stage's own")
+        return None
+    if ":" not in name:
+        load_backend(name).build_for_stage(info.data)
+    return name
+
+
+class BackendOptions(TrainerOptions):
+    """Of a stage whose training another backend may do."""
+
+    backend_args: dict[str, Any] | None = Field(None, description="options of another backend, under its own names")
+    backend: Annotated[str | None, AfterValidator(_check_backend)] = Field(
+        None, description="what trains: native, also where none is named, trl, or pkg.mod:attr", validate_default=True
+    )
+
+
+def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact) -> float:
+    """Have the backend of a stage train the model of `trainer`, on the split called as the stage; return the last loss.
+
+    Raises:
+        UserError, Retryable: it refuses or fails, as its own lines say; it was stopped, and a retry begins anew.
+    """
+    import torch
+
+    from tuneloop.training.fsdp.policy import open_model
+
+    given = stage.params.model_dump() | {"attn_implementation": trainer.attention, "device": trainer.ranks.device.type}
+    with tempfile.TemporaryDirectory() as work, stage.timed("train"):
+        places = {"model": str(model_dir(policy)), "data": f"{work}/data", "out": f"{work}/out"}
+        fetch_artifact(f"{prompts.ref}#{stage.name}.parquet", Path(places["data"]), messages=True)
+        backend = load_backend(name := given["backend"]).build_for_stage(given, **places)
+        if code := run_here(backend):
+            stage.check_stop()
+            said = f"ended with exit code {code}; its own lines say why"
+            raise UserError("backend", name, said) if 0 < code < EXIT_RETRY else Retryable(f"{name} {said}")
+        made = Path(places["out"], f"checkpoint-{given['max_steps']}")
+        trainer.model.load_state_dict(open_model(made, torch.float32, "sdpa").state_dict())
+        rows = json.loads((made / "trainer_state.json").read_text())["log_history"]
+    steps = [row for row in rows if "loss" in row]
+    for row in steps:
+        stage.metric(row.pop("step"), **row)
+    trainer.step, stage.notes["world_size"] = given["max_steps"], backend.processes
+    return float(steps[-1]["loss"])

@@ -1,0 +1,69 @@
+"""What the pages show of a run, as JSON: how it stands now, all that it has committed, and its weights."""
+
+from typing import Any
+
+from tuneloop.cluster.watch import read_status
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
+from tuneloop.kube.connection import Connection
+from tuneloop.runs.alarms import find_alarms
+from tuneloop.runs.delivery import list_deliveries
+from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.stages import list_cluster_stages, list_stages
+from tuneloop.runs.summary import iterations_line, list_devices, reward_line
+from tuneloop.weights import live
+from tuneloop.weights.inspect import list_versions
+
+
+def describe_state(run: Run, cluster: Connection | None) -> dict[str, Any]:
+    """Describe how a run stands: its phase, its stages and what each waits for, and its rewards in a line."""
+    state, stands = run.state, dict[str, Any](phase=run.phase, message="", stages=list_stages(run))
+    if state:
+        stands["message"] = state.workflow.message
+    elif cluster:
+        try:
+            seen = read_status(cluster, run.name)
+            stages = list_cluster_stages(seen.nodes, seen.waiting)
+            stands = {"phase": seen.phase.lower(), "message": seen.message, "stages": stages}
+        except UserError as error:  # its workflows are deleted by now, or are on another cluster
+            stands["message"] = str(error)
+    rewards = [score.value for score in run.training_rewards() or run.evaluations()]
+    return {
+        **{"name": run.name, "record": run.record, "committed": len(run.entries), "iteration": run.iteration},
+        **{"iterations": iterations_line(run), "reward": reward_line(run)},
+        "evaluation": next((e.key for e in reversed(run.with_role("evaluator"))), None),
+        **{"rewards": rewards[:: max(1, len(rewards) // 60)], **stands},  # some sixty, for a line a hundred pixels wide
+    }
+
+
+def describe_run(run: Run) -> dict[str, Any]:
+    """Describe all that a run has committed, its curves, its alarms, its settings and its workflow."""
+    curves, rendered = run.curves(), run.directory / "workflow.yaml"
+    workflow = run.read_workflow() if rendered.is_file() else {}
+    return {
+        **{"name": run.name, "record": run.record, "url": run.url, "devices": list_devices(run.entries)},
+        **{"curves": curves, "alarms": find_alarms(curves), "failures": run.read_failures()},
+        "templates": [each for each in workflow["spec"]["templates"] if "dag" in each] if workflow else [],
+        "artifacts": [_describe_artifact(run, entry) for entry in run.entries],
+    }
+
+
+def describe_weights(run: Run) -> dict[str, Any]:
+    """Describe the published versions of a run, what each took on its way, and which replica serves which."""
+    published = Store(run.weights_url)
+    served = live.list_served_versions(published)
+    return {"published": list_versions(published), "deliveries": list_deliveries(run), "served": served}
+
+
+def _describe_artifact(run: Run, entry: Entry) -> dict[str, Any]:
+    made = entry.manifest
+    return {
+        **{name: getattr(entry, name) for name in ("key", "stage", "iteration", "started", "seconds")},
+        **{name: getattr(made, name) for name in ("role", "kind", "digest", "results")},
+        **{name: made.provenance.get(name) for name in ("device", "code", "image")},
+        "inputs": {name: maker.key if (maker := run.maker(ref)) else ref for name, ref in made.inputs.items()},
+        "version": made.facts.get("version", run.version_of(entry)),
+        "bytes": sum(file.size for file in made.files.values()),
+        "model_bytes": sum(file.size for name, file in made.files.items() if name.startswith("model/")),
+        "params": made.params if entry.iteration is None else {},
+    }

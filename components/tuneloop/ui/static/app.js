@@ -1,0 +1,86 @@
+// Which page an address is, how it looks again, and its keys.
+import { ask, h, link, say, show } from "./dom.js";
+import { showComparison, showRuns } from "./runs.js";
+import { showRun } from "./run.js";
+import { showLineage, showWeights } from "./weights.js";
+import { showSamples } from "./samples.js";
+
+const LOOK_MS = 3000;
+const ENDED = ["succeeded", "failed", "error"];
+
+let first, name, page, at;
+
+async function open() {
+  [first, name, page, ...at] = location.pathname.split("/").slice(1).map(decodeURIComponent);
+  document.title = [page && [page, ...at].join(" "), name ?? first, "tuneloop"].filter(Boolean).join(" · ");
+  if (first === "runs") {
+    addLinks(await ask(link(name, "now")));
+    if (page === "samples") return showSamples(name, at.join("/"));
+    return follow({ weights: showWeights, lineage: showLineage }[page] ?? showRun);
+  }
+  return first === "compare" ? showComparison() : showRuns();
+}
+
+/** Shows a page of a run, and again whenever the run has committed more or stands otherwise. */
+async function follow(draw) {
+  let committed = null,
+    now = null,
+    mark = "",
+    drawn = "",
+    pause = LOOK_MS;
+  do {
+    if (now) await new Promise((resume) => setTimeout(resume, pause));
+    try {
+      now = await ask(link(name, "now"));
+      mark = JSON.stringify(now);
+      if (mark === drawn) {
+        say("");
+        continue;
+      }
+      const began = performance.now();
+      await draw(name, now, committed !== now.committed);
+      pause = Math.max(LOOK_MS, 10 * (performance.now() - began)); // a large run is not read all the time
+      say(committed === null ? "" : `${now.phase}, iteration ${now.iteration}, ${now.committed} artifacts committed`);
+      [committed, drawn] = [now.committed, mark];
+      addLinks(now);
+    } catch (error) {
+      if (!drawn) throw error;
+      say(`not up to date: ${error.message}`); // a server that is away is asked again
+    }
+  } while (mark !== drawn || !ENDED.includes(now.phase));
+}
+
+function addLinks({ iteration, evaluation }) {
+  const pages = {
+    run: link(name),
+    samples: (iteration || evaluation) && link(name, "samples", iteration || evaluation),
+    weights: link(name, "weights"),
+    lineage: link(name, "lineage"),
+  };
+  const entries = Object.entries(pages).filter(([, place]) => place);
+  const nav = document.getElementById("nav");
+  nav.replaceChildren(
+      nav.firstElementChild,
+      ...entries.map(([words, href]) => h("a", { href, "aria-current": (page ?? "run") === words && "page" }, words)),
+    );
+}
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  const step = { j: 1, k: -1 }[event.key];
+  if (event.key === "g") location.assign("/");
+  else if (event.key === "/") document.querySelector("input[type=search]")?.focus();
+  else if (step) {
+    const rows = [...document.querySelectorAll("[data-row] a, a[data-row]")].filter((each) => each.checkVisibility());
+    rows[Math.max(0, Math.min(rows.length - 1, rows.indexOf(document.activeElement) + step))]?.focus();
+  } else if (event.key.startsWith("Arrow")) {
+    const next = document.querySelector(`a[rel=${{ ArrowLeft: "prev", ArrowRight: "next" }[event.key] ?? "none"}]`);
+    if (!next) return;
+    location.assign(next.href);
+  } else return;
+  event.preventDefault();
+});
+
+open().catch((error) =>
+  show(h("h1", null, name ?? "tuneloop"), h("p", { class: "alarm", role: "alert" }, error.message)),
+);

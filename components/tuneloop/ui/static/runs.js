@@ -1,0 +1,171 @@
+// The list of runs, and two to six of them beside one another.
+import { ask, eachOf, fold, h, label, leaves, link, query, remember, show, since, table } from "./dom.js";
+import { chart, sparkline } from "./chart.js";
+import { groupCurves } from "./run.js";
+
+const MOST = 6;
+const LOOK_MS = 5000;
+const OVER = ["succeeded", "failed", "error", "damaged"];
+
+export async function showRuns() {
+  const { store, runs } = await ask("/runs");
+  const chosen = new Set(query().getAll("run"));
+  const rows = new Map(runs.map((name) => [name, makeRow(name, chosen, compare)]));
+  const filter = h("input", {
+    type: "search",
+    id: "q",
+    value: query().get("q") ?? "",
+    oninput: () => {
+      remember({ q: filter.value });
+      select();
+    },
+  });
+  const button = h("button", { type: "submit" }, "Compare");
+  const body = table(
+    ["compare", "run", "pipeline", "state", "iterations", "reward", "mean reward", "now", "started"],
+    [...rows.values()],
+    { "aria-label": "Runs" },
+  );
+
+  function select() {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const each of rows.values())
+      each.hidden = !words.every((word) => each.textContent.toLowerCase().includes(word));
+  }
+  function compare() {
+    const boxes = [...body.querySelectorAll("input")];
+    const count = boxes.filter((box) => box.checked).length;
+    button.disabled = count < 2;
+    for (const box of boxes) box.disabled = !box.checked && count >= MOST;
+  }
+  async function read(name) {
+    const now = await ask(link(name, "now")).catch(({ status, message }) => ({
+      phase: status === 404 ? "damaged" : "unreachable",
+      reward: message,
+    }));
+    fillRow(rows.get(name), now);
+    select();
+    return !OVER.includes(now.phase) && name;
+  }
+
+  show(
+    h("h1", null, "Runs"),
+    h("p", null, `below ${store}`),
+    h(
+      "form",
+      { role: "search", onsubmit: (event) => event.preventDefault() },
+      h("label", null, "Filter by name, pipeline or state ", filter),
+    ),
+    runs.length ? h("form", { action: "/compare" }, body, button) : h("p", null, "No run has been started here."),
+  );
+  compare();
+  let open = runs;
+  for (;;) {
+    const [going, began] = [[], performance.now()];
+    await eachOf(open, async (name) => {
+      if (await read(name)) going.push(name);
+    });
+    if (!going.length) return;
+    open = going;
+    await new Promise((resume) => setTimeout(resume, Math.max(LOOK_MS, 10 * (performance.now() - began))));
+  }
+}
+
+function makeRow(name, chosen, onchange) {
+  const box = h("input", {
+    type: "checkbox",
+    name: "run",
+    value: name,
+    checked: chosen.has(name),
+    "aria-label": `compare ${name}`,
+    onchange,
+  });
+  const cells = ["", "…", "", "", "", "", ""].map((words) => h("td", null, words));
+  return h("tr", { "data-row": true }, h("td", null, box), h("td", null, h("a", { href: link(name) }, name)), cells);
+}
+
+function fillRow(row, now) {
+  const busy = (now.stages ?? []).filter((stage) => ["Running", "Pending"].includes(stage.phase));
+  const doing = busy
+    .map((stage) => `${stage.stage} ${stage.progress || stage.message || stage.phase.toLowerCase()}`)
+    .join("; ");
+  const cells = [
+    now.record?.pipeline ?? "",
+    h("span", { class: `state ${now.phase}` }, now.phase),
+    now.iterations ?? "",
+    sparkline(now.rewards ?? []) ?? "",
+    now.reward ?? "",
+    doing || now.message || "",
+    since(now.record?.created),
+  ];
+  [...row.children].slice(2).forEach((cell, i) => cell.replaceChildren(cells[i]));
+}
+
+export async function showComparison() {
+  const names = query().getAll("run").slice(0, MOST);
+  if (names.length < 2) throw new Error(`choose two to ${MOST} runs to compare`);
+  const runs = await Promise.all(names.map((name) => ask(link(name))));
+  const axis = h(
+    "select",
+    {
+      id: "x",
+      onchange: () => {
+        remember({ x: axis.value });
+        draw();
+      },
+    },
+    ["iteration", "time"].map((name) => h("option", { selected: query().get("x") === name }, name)),
+  );
+  draw();
+
+  function draw() {
+    const quantities = new Map();
+    for (const run of runs) {
+      const start = Math.min(...run.artifacts.map((each) => each.started || Infinity));
+      for (const curve of run.curves) {
+        const key = `${curve.name} ${curve.axis} ${curve.stage}`;
+        const points = curve.y.map((y, i) => [axis.value === "time" ? curve.at[i] - start : curve.x[i], y]);
+        if (!quantities.has(key)) quantities.set(key, { ...curve, series: [] });
+        quantities.get(key).series.push({ name: run.name, points, dots: curve.role === "evaluator" });
+      }
+    }
+    const { first, groups } = groupCurves([...quantities.values()]);
+    const picture = (each) =>
+      chart(`${label(each.name)} (${each.stage})`, each.series, axis.value === "time" ? "time" : each.axis);
+    show(
+      h("h1", null, "Comparison"),
+      h(
+        "p",
+        null,
+        names.map((name, i) => [i ? ", " : "", h("a", { href: link(name) }, name)]),
+      ),
+      h("p", null, h("label", null, "Over ", axis)),
+      h("div", { class: "figures" }, first.map(picture)),
+      groups.map(([stage, curves]) =>
+        fold(`more-${stage}`, `More of ${stage} (${curves.length})`, false, () =>
+          h("div", { class: "figures" }, curves.map(picture)),
+        ),
+      ),
+      h("h2", null, "Settings that differ"),
+      compareSettings(runs),
+    );
+  }
+}
+
+function compareSettings(runs) {
+  const settings = runs.map((run) => new Map(run.record ? leaves(run.record.config) : []));
+  const keys = [...new Set(settings.flatMap((each) => [...each.keys()]))].sort();
+  const differing = keys.filter((key) => new Set(settings.map((each) => each.get(key))).size > 1);
+  const unknown = runs.filter((run) => !run.record).map((run) => run.name);
+  const about = unknown.length
+    ? h("p", null, `The settings of ${unknown.join(", ")} are not known here: started elsewhere.`)
+    : null;
+  if (!differing.length) return [about, h("p", null, "None.")];
+  return [
+    about,
+    table(
+      ["setting", ...runs.map((run) => run.name)],
+      differing.map((key) => [key, ...settings.map((each) => each.get(key) ?? "–")]),
+    ),
+  ];
+}
