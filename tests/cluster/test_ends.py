@@ -10,7 +10,7 @@ from tests.cluster.test_queue import find_pods, running, until
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.ends import AWAY, EVICTED, KILL, MEMORY, SUCCEEDED, classify_end
-from tuneloop.kube.connection import Connection
+from tuneloop.kube.connection import Connection, ignore_refusals
 from tuneloop.runs.stages import list_cluster_stages
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, Resources
 
@@ -85,16 +85,12 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
 
 def _end_first_attempt(cluster: Connection, run: str) -> None:
     """Delete the first attempt's pod, and again if the controller, behind on a busy machine, makes it anew."""
-    from kubernetes.client import ApiException
-
     (first,) = find_pods(cluster, run)
     (pod,) = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
 
     def ended() -> bool:
-        try:
+        with ignore_refusals(404):
             cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
-        except ApiException as error:
-            assert error.status == 404, error
         return any(node.id == first.id and node.finished for node in find_pods(cluster, run))
 
     until(ended)
