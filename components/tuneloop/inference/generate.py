@@ -234,8 +234,7 @@ def read_canary(policy: Artifact) -> dict[str, Any]:
     """
     if "canary.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "has no canary.json; make it with base_model, sft or policy_update")
-    canary: dict[str, Any] = json.loads(policy.part("canary.json").read_text())
-    return canary
+    return json.loads(policy.part("canary.json").read_text())
 
 
 def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:

@@ -173,8 +173,7 @@ def _buffer(size: int) -> Bytes:
     """Return memory that the thread's next tensor takes over: fresh pages would take four times as long to fill."""
     if not hasattr(_local, "buffer") or len(_local.buffer) < size:
         _local.buffer = np.empty(size, np.uint8)
-    buffer: Bytes = _local.buffer[:size]
-    return buffer
+    return _local.buffer[:size]
 
 
 def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:

@@ -196,8 +196,7 @@ class Transformers:
             use_cache=True,
             **{name: value for name, value in optional.items() if name in self.accepts},
         )
-        logits: Tensor = out.logits[:, -1].float()
-        return logits
+        return out.logits[:, -1].float()
 
 
 def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:
