@@ -122,8 +122,7 @@ def encode_reply(
     """
     if not chat:
         return encode_text(tokenizer, text)
-    said = {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}
-    turns = [{"role": "user", "content": "a"}, said]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}]
     try:
         before = _apply_template(tokenizer, turns)
         turns.append({"role": role, "content": text})

@@ -92,8 +92,7 @@ class Prompts:
         self._file = pq.ParquetFile(prompts.part(file))
         for column in COLUMNS:
             if column not in self._file.schema_arrow.names:
-                remedy = f"has no column {column}; run data_prep again"
-                raise UserError("--prompts", f"{prompts.url}/{file}", remedy)
+                raise UserError("--prompts", f"{prompts.url}/{file}", f"has no column {column}; run data_prep again")
         if not len(self):
             raise UserError("--prompts", f"{prompts.url}/{file}", "has no rows; give data_prep more data")
 

@@ -60,10 +60,9 @@ def write_delta(
     def encode(name: str) -> codec.Delta:
         return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
 
-    digest = "0" * 32
     widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
     # offsets are not known yet
-    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest}))
+    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, "0" * 32), **widest}))
     done = Written([], {}, {}, 0, 0, 0, True)
     header: dict[str, Any] = {"__metadata__": {}}
     at = 0

@@ -114,8 +114,7 @@ class Transformers:
 
         tokens = torch.tensor([ids], device=self.device)
         with torch.inference_mode():
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            logprobs = logits[0, :-1].float().log_softmax(-1)
+            logprobs = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
