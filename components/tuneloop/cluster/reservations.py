@@ -123,8 +123,7 @@ def is_claim_terminating(claim: Mapping[str, Any]) -> bool:
 
 def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
     """List the runs that reserve a claim, in the order in which they came."""
-    found: list[str] = json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
-    return found
+    return json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
 
 
 def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:

@@ -119,8 +119,7 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
 
 def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the annotations of a workflow; empty where it has none."""
-    found: Mapping[str, str] = workflow["metadata"].get("annotations") or {}
-    return found
+    return workflow["metadata"].get("annotations") or {}
 
 
 def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:

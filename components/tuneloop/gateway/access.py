@@ -101,11 +101,10 @@ class TokenReviews:
         attributes = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
         extra = {name: list(values) for name, values in caller.extra}
         spec = {"resourceAttributes": attributes, "user": caller.user, "groups": list(caller.groups), "extra": extra}
-        review = {"metadata": {"namespace": namespace}, "spec": spec}
         try:
             with translate_refusals(namespace):
                 ask = self.authorization.create_namespaced_local_subject_access_review
-                answer = ask(namespace, review, _request_timeout=30)
+                answer = ask(namespace, {"metadata": {"namespace": namespace}, "spec": spec}, _request_timeout=30)
         except Refused:  # no such namespace, or one that the gateway was given no rights in
             return False
         return bool(answer.status.allowed)

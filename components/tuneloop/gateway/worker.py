@@ -39,6 +39,7 @@ from starlette.datastructures import Headers
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
+from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
@@ -355,8 +356,7 @@ def _result(result: Any, proto: bool) -> Response:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.gateway.worker", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tuneloop.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
     parser.add_argument("--artifacts", required=True, metavar="URL", help="the session's name space of artifacts")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])

@@ -49,7 +49,6 @@ def _render_body(run: Run) -> str:
 
 def _facts(run: Run) -> str:
     work = summary.format_duration(sum(entry.seconds for entry in run.entries))
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else ""
     facts = {
         "pipeline": run.record.pipeline if run.record else "not known here: the run was started elsewhere",
         "state": "as its artifacts tell; its executor is elsewhere" if run.phase == "elsewhere" else run.phase,
@@ -58,7 +57,7 @@ def _facts(run: Run) -> str:
         "iterations": summary.iterations_line(run),
         "ran on": ", ".join(summary.list_devices(run.entries)),
         "work": f"{work} in stages" if run.entries else "no stage has committed anything yet",
-        "started": created,
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else "",
         "artifacts": run.url.removeprefix("file://"),
     }
     return _table((), ([name, value] for name, value in facts.items() if value), kind="facts")
