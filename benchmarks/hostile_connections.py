@@ -9,8 +9,8 @@ The honest caller asks for two things by turns, over a connection that it keeps 
 session itself, and a heartbeat that goes through to the session's worker; on a rollout server one completion. It asks
 one after the other and pauses 20 ms between. First the server is idle, then attacked. Printed are the times at the 50th
 and 99th percentile and the longest, answers other than 200, and the server's memory and descriptors. Where a machine is
-busy with other things, much of the time is a wait for a processor: the seconds that the server's first thread ran, and
-waited for one, are printed, too. No peer.
+busy with other things, much of the time is a wait for a processor: `net` is without what the server's first thread
+waited for one meanwhile, and the seconds that it ran, and waited, in all are printed, too. No peer.
 """
 
 from __future__ import annotations
@@ -189,12 +189,14 @@ def run_attackers(target: Target, connections: int, seconds: float, kinds: Seque
 
 
 class Honest:
-    """A caller who asks `requests` by turns: (method, path, body). Times are in seconds."""
+    """A caller who asks `requests` by turns: (method, path, body). Of each, `times` has the seconds until its answer,
+    `waits` those in which the server's first thread had no processor meanwhile."""
 
     def __init__(self, target: Target, requests: Sequence[tuple[str, str, Any]]) -> None:
         self.target, self.requests = target, requests
         self.kept = http.client.HTTPConnection(target.host, target.port, timeout=LIMIT_S)
         self.times: list[float] = []
+        self.waits: list[float] = []
         self.other = Counter[str]()
         self.descriptors = 0
 
@@ -210,7 +212,7 @@ class Honest:
             time.sleep(0.02)
 
     def _ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
-        begun = time.perf_counter()
+        begun, (_, waited_s) = time.perf_counter(), read_schedule(self.target.pid)
         text = None if body is None else json.dumps(body)
         headers = {"Authorization": f"Bearer {self.target.token}", "Content-Type": "application/json"}
         try:
@@ -222,6 +224,7 @@ class Honest:
             connection.close()
             said = type(error).__name__
         self.times.append(time.perf_counter() - begun)
+        self.waits.append(read_schedule(self.target.pid)[1] - waited_s)
         if said != "200":
             self.other[said] += 1
 
@@ -232,6 +235,7 @@ class Measure:
     seconds in which its first thread ran, and was ready to and had no processor (schedstat, see proc(5))."""
 
     times: list[float]
+    waits: list[float]
     other: dict[str, int]
     memory: int
     peak: int
@@ -240,15 +244,17 @@ class Measure:
     waited_s: float
 
     def row(self, name: str) -> str:
-        *_, p99 = statistics.quantiles(self.times, n=100)
-        figures = f"{statistics.median(self.times):>8.3f} {p99:>8.3f} {max(self.times):>8.3f} {len(self.times):>8}"
+        *_, p99 = statistics.quantiles(self.times, n=100, method="inclusive")
+        *_, ran99 = statistics.quantiles(map(float.__sub__, self.times, self.waits), n=100, method="inclusive")
+        figures = f"{statistics.median(self.times):>8.3f} {p99:>8.3f} {max(self.times):>8.3f} {ran99:>8.3f}"
+        figures += f" {len(self.times):>8}"
         sizes = f"{self.memory / 2**20:>8.0f} {self.peak / 2**20:>8.0f} {self.descriptors:>11}"
         sizes += f" {self.ran_s:>7.1f} {self.waited_s:>7.1f}"
         return f"{name:<10} {figures} {sum(self.other.values()):>8} {sizes}  {self.other or ''}"
 
 
 def measure(honest: Honest, seconds: float) -> Measure:
-    honest.times, honest.other, honest.descriptors = [], Counter(), 0
+    honest.times, honest.waits, honest.other, honest.descriptors = [], [], Counter(), 0
     pid = honest.target.pid
     before = read_schedule(pid)
     honest.ask_for(seconds)
@@ -256,7 +262,7 @@ def measure(honest: Honest, seconds: float) -> Measure:
     told = Path(f"/proc/{pid}/status").read_text()
     kib = {name: int(re.search(rf"{name}:\s+(\d+) kB", told)[1]) for name in ("VmRSS", "VmHWM")}  # type: ignore[index]
     memory = kib["VmRSS"] * 1024, kib["VmHWM"] * 1024
-    return Measure(honest.times, dict(honest.other), *memory, honest.descriptors, ran_s, waited_s)
+    return Measure(honest.times, honest.waits, dict(honest.other), *memory, honest.descriptors, ran_s, waited_s)
 
 
 def read_schedule(pid: int) -> tuple[float, float]:
@@ -369,7 +375,8 @@ def main() -> None:
         f"{flags.server}, {flags.connections} hostile connections for {flags.seconds:g} s;"
         f" load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    print("             p50, s   p99, s  longest  answers  not 200  RSS, MiB     peak descriptors  ran, s  waited")
+    heads = "longest  p99 net  answers  not 200  RSS, MiB     peak descriptors  ran, s  waited"
+    print(f"             p50, s   p99, s  {heads}")
     for name, each in zip(("idle", "attacked", "after"), measures):
         print(each.row(name))
     print("opened:", ", ".join(f"{count} {name}" for name, count in sorted(opened.items())))
