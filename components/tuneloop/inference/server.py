@@ -17,6 +17,7 @@ or the engine has failed.
 import argparse
 import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -134,6 +135,8 @@ def _open_policy(ref: str) -> Artifact:
 
 def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None) -> None:
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))  # a container's is often 1,024
     draining = threading.Event()
 
     def drain_and_end() -> None:
