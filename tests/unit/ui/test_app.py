@@ -267,6 +267,18 @@ def test_what_cannot_be_shown_says_why(
     assert (answer.status_code, message in answer.json()["error"]) == (status, True), answer.text
 
 
+def test_what_has_changed_since_a_run_was_read_is_seen(client: TestClient, tmp_path: Path) -> None:
+    """A new iteration by every page; a change of an old one by the question with which every page begins."""
+    make_run(tmp_path, "r", 4, whole=False)
+    assert client.get("/api/runs/r").json()["artifacts"][-1]["iteration"] == 4
+    toy.make(f"{tmp_path}/r", 5, whole=False)
+    assert client.get("/api/runs/r/samples/5").status_code == 200
+    manifest = tmp_path / "r/iterations/1/reward" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"mean_reward": ', '"mean_reward": 1'))
+    answer = client.get("/api/runs/r/now")
+    assert (answer.status_code, "was changed since it was written" in answer.json()["error"]) == (404, True)
+
+
 def test_a_page_of_this_machine_answers_for_no_other_host(tmp_path: Path) -> None:
     """Else a site whose name is made to lead here could have a browser read it (DNS rebinding)."""
     app = build_app(str(tmp_path), hosts=LOOPBACK)
