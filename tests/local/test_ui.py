@@ -245,6 +245,9 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path, page: 
     journal.write(Workflow("toy", started=1.0, parameters={"iterations": "9"}))
     journal.write(Node("b", "toy.rollout", "rollout", "rollout", "Pod", "Running", progress="3/9", started=4.0))
     with serve(tmp_path) as site, lock_workdir(tmp_path / "live"):  # as its executor would
+        page.open(f"{site}/", "live")
+        make_run(tmp_path, "begun-since", 1)
+        page.wait("begun-since")
         page.open(f"{site}/runs/live", "2 of at most 9")
         assert "runs" in page.wait("3/9")
         assert "has not begun" in page.wait("export"), "what the workflow has still to do"

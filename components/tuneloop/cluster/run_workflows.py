@@ -17,6 +17,9 @@ DONE = ("Succeeded", "Failed", "Error")
 CONTINUES = "tuneloop.dev/continues"
 """Annotation: the workflow of the same run that this one follows."""
 
+ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
+"""Selects the workflows that are under way, exit handler included."""
+
 
 def prepare_workflow(
     workflow: Mapping[str, Any], *, run: str, store: str, namespace: str = NAMESPACE, priority: str | None = None
@@ -101,6 +104,13 @@ def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
 def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     """List the workflows of a run as the API server does; none where the run does not exist."""
     return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
+
+
+def list_active_runs(cluster: Connection, store: str) -> set[str]:
+    """List the runs below `store`, a normalized URL, whose workflows have not ended, also before their first commit."""
+    found = cluster.list(*WORKFLOWS, selector=ACTIVE)
+    given = ((w["metadata"]["labels"][RUN_LABEL], w["spec"].get("arguments", {}).get("parameters", ())) for w in found)
+    return {run for run, parameters in given if {"name": "store", "value": store} in parameters}
 
 
 def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
