@@ -297,8 +297,8 @@ class Draft:
         else:
             files = hash_files(self.path)
             folders = [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]
-            for place in [*(self.path / name for name in files), *folders]:  # bytes and names, before the manifest's
-                fsync_path(place)
+            for each in [*(self.path / name for name in files), *folders]:  # bytes and names, before the manifest's
+                fsync_path(each)
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
         manifest = Manifest(root=self.attempt, files=files, place=place, **about)
