@@ -115,12 +115,13 @@ class Interposer:
             self._keep_old(path)
         if met and self.before:
             self._act(self.before, met)
-        done = call()
-        if self.durable and name == "fsync":
-            self._note_durable(path)
-        if met and self.after:
-            self._act(self.after, met)
-        return done
+        try:
+            return call()
+        finally:  # also where it was refused, as a directory that is there already
+            if self.durable and name == "fsync":
+                self._note_durable(path)
+            if met and self.after:
+                self._act(self.after, met)
 
     def _find_path(self, about: Any, dir_fd: int | None) -> str:
         try:
