@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures requirements images clean
+.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures certify requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ fuzz: $(INSTALLED) ## some thousand broken bodies for each request of the server
 
 mutations: $(INSTALLED) ## 10,000 changes of the files of a run, and what each reader made of them
 	$(BIN)/python -m tests.mutations $(COUNT)
+
+certify: $(INSTALLED) ## 1,000 faults at the calls of store and executor; each run is resumed, and ends as the undisturbed one
+	$(BIN)/python -m tests.certify --seed $(SEED) $(CERTIFY)
 
 test-unit: $(INSTALLED) ## what needs no engine and no whole loop
 	$(PYTEST) -m "not local"

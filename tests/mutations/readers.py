@@ -75,7 +75,7 @@ def ask(reader: Reader, run: SampleRun) -> Answer:
         found.append(meaning)
         return int(code or 0)
 
-    journal._report_damage.cache_clear()
+    journal._report_once.cache_clear()
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _time_limit():
         try:

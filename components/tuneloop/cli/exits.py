@@ -1,12 +1,13 @@
 """How a command ends: errors are one line, and the exit code says whose they are."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 
 import typer
 
-from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, UserError, print_diagnostic, report_error
+from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, Unavailable, UserError, print_diagnostic, report_error
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -25,5 +26,9 @@ def run_command(command: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `tuneloop … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return report_error(Unavailable(f"disk full ({error}); free space, then run it again"))
     except typer.TyperException as error:
         return print_diagnostic(f"error: {error.format_message()} (see --help)", EXIT_USER)

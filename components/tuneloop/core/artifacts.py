@@ -34,7 +34,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from tuneloop.core import cache, fencing
-from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.errors import Corrupt, Unavailable, UserError
 from tuneloop.core.store import (
     Conflict,
     Store,
@@ -284,7 +284,7 @@ class Draft:
 
         Raises:
             Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is
-            created.
+            created; or the store refused the manifest for another that is not there.
         """
         store = self._store
         if store.root is None:
@@ -293,8 +293,9 @@ class Draft:
             files = theirs | self._upload(store)
         else:
             files = hash_files(self.path)
-            for name in files:
-                fsync_path(self.path / name)
+            folders = [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]
+            for each in [*(self.path / name for name in files), *folders]:  # bytes and names, before the manifest's
+                fsync_path(each)
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
         manifest = Manifest(root=self.attempt, files=files, place=place, **about)
@@ -302,12 +303,14 @@ class Draft:
         fencing.check_lease()
         try:
             store.create(MANIFEST, dump_checked_json(json.loads(manifest.model_dump_json()), MANIFEST))
-        except Conflict:
-            store.delete(self.attempt)
-            self.discard()
+        except Conflict as error:
             standing = find_manifest(self.url)
-            assert standing is not None
-            return standing
+            if standing is None:  # whoever was about to create it has not, or the store lags behind
+                raise Unavailable(f"store: {self.url}/{MANIFEST}: a write beside ours got in its way") from error
+            if standing.root != self.attempt:  # else it is ours, and only the store's answer was lost
+                store.delete(self.attempt)
+                self.discard()
+                return standing
         if store.root is None:
             store.delete(f"{self.attempt}/{PARTS}")
             self.discard()

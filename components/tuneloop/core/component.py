@@ -136,10 +136,8 @@ class Component:
         params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
         stage = self._open(params, inputs, out)
-        standing = self._standing(stage)
-        if standing is None:
-            with handle_signals(stage):
-                standing = self._run(stage, inputs)
+        with handle_signals(stage):
+            standing = self._standing(stage) or self._run(stage, inputs)
         if self.after and stage.leader:
             self.after(stage, standing)
         if stage.later and stage.leader:

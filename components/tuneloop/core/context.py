@@ -1,6 +1,7 @@
 """What a stage's function is given: where to write, what to report, when to stop, how to go on after a stop."""
 
 import dataclasses
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -138,10 +139,13 @@ class Stage:
         if self.world_size > 1:
             write(draft.path)
             self._bring(draft)
+        else:
+            draft.discard()
 
         def commit(standing: Manifest) -> None:
             try:
                 if self.world_size == 1:
+                    draft.path.mkdir(parents=True)
                     write(draft.path)
                 if standing.root == self.attempt:
                     draft.commit(stage=self.name, inputs={standing.kind: f"{self.out_url}@{standing.digest}"}, **about)
@@ -187,5 +191,6 @@ def handle_signals(stage: Stage) -> Iterator[None]:
             yield
         except BaseException:
             if stage.leader:
-                Draft(stage.out_url, attempt=stage.attempt).discard()
+                for path in stage.out.parent.glob(f"*{stage.attempt}*"):  # beside an object store's: resume points
+                    shutil.rmtree(path, ignore_errors=True)
             raise

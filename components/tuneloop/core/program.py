@@ -47,7 +47,7 @@ def _run(work: Callable[[], None]) -> int:
             wait_before_ending()
         return code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _say(*describe_error(Unavailable(f"disk full ({error.filename}); free space, then run it again")))
         if _lost_peer(error):
             lost = Unavailable(f"another process of this stage has ended ({error})")

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, ObjectFile, is
 
 RANGE, READERS = 8 << 20, 16
 """Bytes of one ranged read, and how many of these travel at a time: up to 128 MiB of memory."""
+STAGED = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
+"""Names of files that are being written, or that somebody who was killed has left."""
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
@@ -177,7 +180,7 @@ class Store:
                     raise Conflict(f"{self.url}/{key} was changed by another writer")
                 tag = {k: v for k in ("e_tag", "version") if (v := now.meta.get(k)) is not None}
                 obstore.put(self._objects, key, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
-            except (exceptions.NotFoundError, exceptions.PreconditionError) as error:
+            except (exceptions.NotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 raise Conflict(f"{self.url}/{key} was changed by another writer") from error
 
     def upload(self, key: str, path: Path) -> None:

@@ -135,15 +135,15 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
                     parts.append(workflow.outputs["next"])
                     kept = dict(lines)
     if damaged:
-        _report_damage(path, damaged)
+        _report_once(f"{path}: {damaged} damaged lines are skipped")
     told = json.loads(b"[%b]" % b",".join(b"{%b}" % body[len(KIND) :] for body in lines.values()))
     return workflow, {about["id"]: Node(**about) for about in told}, parts
 
 
 @functools.cache
-def _report_damage(path: Path, count: int) -> None:
-    """Say once what is skipped: it is history only."""
-    print_diagnostic(f"{path}: {count} damaged lines are skipped", 0)
+def _report_once(line: str) -> None:
+    """Say once what is missing: it is history only."""
+    print_diagnostic(line, 0)
 
 
 class Journal:
@@ -157,7 +157,10 @@ class Journal:
     def write(self, record: Node | Workflow) -> None:
         kind = "node" if isinstance(record, Node) else "workflow"
         body = json.dumps({"kind": kind, **asdict(record)})[:-1].encode()
-        os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        try:
+            os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+        except OSError as error:  # no reason to end stages
+            _report_once(f"nodes.jsonl: {error.strerror}; what `status` says of this run is behind")
 
     def close(self) -> None:
         os.close(self._file)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tuneloop.core.artifacts import MANIFEST, find_manifest, parse_manifest
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import Store
+from tuneloop.core.store import STAGED, Store
 from tuneloop.runs.run_record import Run
 from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed
 
@@ -76,6 +76,8 @@ def _root(store: Store, key: str) -> str | None:
 def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
     """Return the directory that `key` belongs to, and why it is dead; None for a file that is somebody's."""
     parts = key.split("/")
+    if STAGED.fullmatch(parts[-1]):
+        return key, "write that did not end"
     for depth in range(1, len(parts)):
         above = "/".join(parts[:depth]) + "/"
         if above not in roots:

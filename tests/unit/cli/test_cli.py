@@ -16,6 +16,7 @@ from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
 from tuneloop.cli import checks, run_cli
+from tuneloop.cli.exits import run_command
 from tuneloop.cli.live import Display
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import dump_checked_json
@@ -63,6 +64,16 @@ def refused(result: Result, *says: str) -> None:
     assert result.err.count("\n") == 1 and result.err.startswith("error: "), result.err
     for text in says:
         assert text in result.err
+
+
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel's own full device."""
+    assert run_command(lambda: Path("/dev/full").write_bytes(b"x") and None) == 75
+    assert capsys.readouterr().err == (
+        "unavailable: disk full ([Errno 28] No space left on device); free space, then run it again\n"
+    )
+    with pytest.raises(FileNotFoundError):
+        run_command(lambda: Path("/nowhere/x").write_bytes(b"x") and None)
 
 
 def program(*words: str, **more: object) -> "subprocess.Popen[str]":

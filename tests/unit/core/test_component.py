@@ -43,7 +43,7 @@ def toy(stage: Stage, source: OptionalInput, *,
     if label == "crash": raise RuntimeError("boom")
     if label == "retry": raise Retryable("the endpoint is gone")
     if label.startswith("lacks "): raise ModuleNotFoundError("No module", name=label.removeprefix("lacks "))
-    if label == "full": raise OSError(28, "No space left on device", "/scratch")
+    if label in ("28", "122"): raise OSError(int(label), os.strerror(int(label)), "/scratch")
     (stage.out / "x").write_text(text * times)
     stage.facts["start"] = start
     return {"size": len(text) * times, "mean_reward": 0.5}
@@ -176,7 +176,7 @@ def test_an_extra_that_is_not_installed_is_named(toy: Path, tmp_path: Path) -> N
     assert done.stderr == "error: package: 'torch': is not installed; pip install 'tuneloop[train]'\n"
 
 
-@pytest.mark.parametrize(("label", "code"), [("crash", 1), ("lacks mine", 1), ("retry", 75), ("full", 75)])
+@pytest.mark.parametrize(("label", "code"), [("crash", 1), ("lacks mine", 1), ("retry", 75), ("28", 75), ("122", 75)])
 def test_failures_keep_their_kind_and_leave_nothing(toy: Path, tmp_path: Path, label: str, code: int) -> None:
     done = run(toy, "--thing", f"{tmp_path}/a", "--label", label)
     assert done.returncode == code, done.stderr

@@ -261,6 +261,15 @@ def test_retries_of_a_whole_graph(tmp_path: Path) -> None:
     assert (nodes["t(0)"].phase, nodes["t(1)"].phase, nodes["t"].phase) == ("Failed", "Succeeded", "Succeeded")
 
 
+def test_a_run_goes_on_where_its_journal_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel's own full device; it hung."""
+    (tmp_path / "nodes.jsonl").symlink_to("/dev/full")
+    journal._report_once.cache_clear()
+    outcome = run(tmp_path, shell("ok", "true"), dag(task("t", "ok")))
+    assert outcome.phase == "Succeeded"
+    assert capfd.readouterr().err.count("nodes.jsonl: No space left on device") == 1
+
+
 def test_exit_handlers_see_how_it_ended(tmp_path: Path) -> None:
     bye = shell("bye", "printf '%s' '{{workflow.status}}' > /tmp/out/y", outputs=("y",))
     outcome = run(tmp_path, shell("bad", "exit 3"), bye, dag(task("t", "bad")), onExit="bye")

@@ -53,6 +53,19 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
     assert [Artifact(f"{run.url}/{entry.key}").path.is_dir() for entry in run.entries] == [True] * 13
 
 
+def test_writes_that_did_not_end_go(run: Run) -> None:
+    """As a kill leaves them where the store is a directory, also beside a manifest."""
+    delete_leftovers(run, find_leftovers(run, idle=-1))
+    left = ["sft/.manifest.json.12-0123abcd", "weights/weight_v000001/.config.json.7-ffffffff"]
+    for key in (*left, "weights/.latest.lock"):
+        Path(run.directory, key).parent.mkdir(parents=True, exist_ok=True)
+        Path(run.directory, key).write_bytes(b"12")
+    assert [(item.key, item.why, item.size) for item in find_leftovers(run, idle=-1)] == [
+        (key, "write that did not end", 2) for key in left
+    ]
+    assert find_leftovers(run, idle=3600) == []
+
+
 def test_what_was_written_lately_is_left(run: Run) -> None:
     assert find_leftovers(run, idle=3600) == []
 
