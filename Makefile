@@ -3,8 +3,9 @@ PYTHON ?= python3
 UV_VERSION := 0.13.8
 UV := .tools/bin/uv
 BIN := .venv/bin
-# Files side by side, with a thread each, and those that take long first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests/local tests/golden tests/unit -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+# As many files side by side, with a thread each, and those that take long first.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest tests/local tests/golden tests/unit -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 # All stages are forks of one process that has imported their libraries.
 WARM := -p tests.warm
 INSTALLED := .venv/.installed

@@ -32,8 +32,10 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from tuneloop.weights import codec, delta, materialize_version, publish_version
+from tuneloop.weights import codec, delta
 from tuneloop.weights.layout import Bytes, Checkpoint
+from tuneloop.weights.materialize import materialize_version
+from tuneloop.weights.publish import publish_version
 
 HIDDEN, INNER, VOCABULARY, KEYS = 896, 4864, 151_936, 128
 

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from tuneloop import weights
 from tuneloop.core.artifacts import Artifact
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.weights.publish import publish_version
 
 ARGS = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28, "dtype": "bfloat16"}
 
@@ -74,7 +74,7 @@ def follow(root: str, url: str, trained: Trained, version: int) -> dict[str, flo
     """Publish the next version and wait until it is served."""
     trained.step()
     clock = time.perf_counter()
-    done = weights.publish_version(root, version, trained.model)
+    done = publish_version(root, version, trained.model)
     took, published = time.perf_counter() - clock, time.time()
     while ask(url, "/version")["pulled"].get("version") != version:
         time.sleep(0.01)
@@ -105,7 +105,7 @@ def main() -> None:
         model = Path(shutil.copytree(Artifact(f"{work}/policy").path / "model", f"{work}/model"))
         trained, root = Trained(model, flags.lr), f"{work}/weights"
         trained.save()
-        weights.publish_version(root, 0, model)
+        publish_version(root, 0, model)
         process, url = serve(root, flags.poll_interval)
         try:
             taken = [follow(root, url, trained, version) for version in range(1, flags.versions + 1)]

@@ -8,7 +8,9 @@ import pytest
 
 from tests.local.test_pull import follow, publish, served, step
 from tests.policies import commit_policy
-from tuneloop import weights
+from tuneloop.weights.inspect import delete_unused_versions, list_versions, verify_version
+from tuneloop.weights.materialize import materialize_version
+from tuneloop.weights.pointer import PointerRewind
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -28,12 +30,8 @@ def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
     finally:
         running.process.kill()
         running.process.wait()
-    late = weights.materialize_version(root, None, tmp_path / "late")
+    late = materialize_version(root, None, tmp_path / "late")
     assert (late.full, late.deltas, late.source) == (0, [1, 2], policies[2].manifest.digest)
-    with pytest.raises(weights.PointerRewind):
+    with pytest.raises(PointerRewind):
         publish(root, policies[1])
-    assert (
-        weights.verify_version(root)
-        and weights.list_versions(root)[2].latest
-        and weights.delete_unused_versions(root) == []
-    )
+    assert verify_version(root) and list_versions(root)[2].latest and delete_unused_versions(root) == []

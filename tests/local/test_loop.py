@@ -12,11 +12,11 @@ import pytest
 
 from tests.local.loops import SMALL, command, digests, finish
 from tests.waiting import LIMIT_S, free_port, until
-from tuneloop import weights
 from tuneloop.core.artifacts import Artifact
 from tuneloop.local import journal
 from tuneloop.local.pod_length import RECORDS
 from tuneloop.stages.sft import sft
+from tuneloop.weights.inspect import list_versions
 
 pytestmark = pytest.mark.local
 
@@ -97,7 +97,7 @@ def test_loop_with_real_vllm(tmp_path: Path, model: str, pull: bool) -> None:
         if pull:
             pulled = made.notes["pulled"]
             assert (pulled["version"], pulled["identical"]) == (iteration, pulled["tensors"])
-    assert [v.version for v in weights.list_versions(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
+    assert [v.version for v in list_versions(f"{tmp_path}/v/weights")] == ([0, 1, 2, 3] if pull else [])
     assert ("Weight versions" in (tmp_path / "v" / "report.html").read_text()) == pull
     assert "mean reward" in printed and "cpu" in printed.lower()
 

@@ -25,7 +25,6 @@ from tests.local.test_vllm import ARGS, GREEDY, REQUESTS, SHORT, Running, begin,
 from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
 from tests.warm import python
-from tuneloop import weights
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.rollouts import Request
@@ -37,6 +36,8 @@ from tuneloop.inference.engines.endpoint import open_engine
 from tuneloop.inference.generate import prove_weights
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Run
+from tuneloop.weights.inspect import list_versions
+from tuneloop.weights.publish import Published, publish_version
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 
@@ -78,8 +79,8 @@ def step(before: Artifact, url: Path, version: int) -> Artifact:
     return Artifact(str(url))
 
 
-def publish(root: Path | str, policy: Artifact) -> weights.Published:
-    return weights.publish_version(
+def publish(root: Path | str, policy: Artifact) -> Published:
+    return publish_version(
         str(root), policy.manifest.facts["version"], policy.path / "model", source=policy.manifest.digest
     )
 
@@ -128,7 +129,7 @@ def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_
     """Version 0 is never fetched; a replica that was started with another model says so in one line, and serves not."""
     root, models = tmp_path / "weights", [policy.path / "model" for policy in chain[:2]]
     about = [{"source": policy.manifest.digest} for policy in chain[:2]]
-    weights.publish_version(str(root), 0, models[0], held=True, **about[0])  # type: ignore[arg-type]
+    publish_version(str(root), 0, models[0], held=True, **about[0])  # type: ignore[arg-type]
     assert not list(root.rglob("*.safetensors"))
     line = [
         python(),
@@ -148,7 +149,7 @@ def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_
     running = follow(root, "--base", str(models[0]))
     try:
         served(running, 0, chain[0].manifest.digest)
-        weights.publish_version(str(root), 1, models[1], base=models[0], **about[1])  # type: ignore[arg-type]
+        publish_version(str(root), 1, models[1], base=models[0], **about[1])  # type: ignore[arg-type]
         assert served(running, 1, chain[1].manifest.digest)["pulled"]["deltas"] == [1]
         held = running.ask("POST", "/verify")[1]
         assert held["identical"] == held["tensors"] == len(load_file(models[1] / "model.safetensors"))
@@ -225,7 +226,7 @@ def test_sleep_needs_a_device_that_can(follower: tuple[Running, Path]) -> None:
 
 def test_a_step_that_changes_nothing_is_a_version(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     running, root = follower
-    published = weights.publish_version(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
+    published = publish_version(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
     assert (published.sent_bytes, published.density) == (0, 0)
     served(running, 11, chain[10].manifest.digest)
 
@@ -314,7 +315,7 @@ def test_a_fleet_loses_one_and_gets_another(
 ) -> None:
     """A replica that joins late replays the chain; one that is killed loses no request."""
     running, root = follower
-    latest = weights.list_versions(str(root))[-1].version
+    latest = list_versions(str(root))[-1].version
     policy = step(chain[10], tmp_path / "next", latest + 1)
     late = follow(root)
     assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]

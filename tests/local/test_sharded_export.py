@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from tests.making import tiny_model
 from tests.waiting import LIMIT_S
 from tests.warm import python
-from tuneloop import weights
 from tuneloop.core.artifacts import hash_files
 from tuneloop.training.fsdp import export as sharded_export
 from tuneloop.training.fsdp.policy import open_model
@@ -22,6 +21,7 @@ from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import Optimization
+from tuneloop.weights.publish import publish_version
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 ADAM = Optimization(1e-2, "constant", 0, 0, 0.01, 0.9, 0.95, 1.0)
@@ -43,8 +43,8 @@ def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
         published = []
         for export in (ours, theirs):
             root = str(tmp_path / how / f"weights-{export.name}")
-            weights.publish_version(root, 0, tmp_path / how / "source")
-            published.append(weights.publish_version(root, 1, export))
+            publish_version(root, 0, tmp_path / how / "source")
+            published.append(publish_version(root, 1, export))
         assert published[0].ref == published[1].ref
 
 

@@ -12,12 +12,18 @@ import pytest
 import uvicorn
 
 from tests.browser import Page, needs_chromium, open_browser
+from tests.policies import commit_policy
+from tests.rollouts import commit_scored_rollouts
 from tests.unit import toy
 from tests.unit.ui.test_app import EVIL, commit_rollouts, make_run
 from tests.waiting import LIMIT_S, until
+from tuneloop.cli.show import write_report
 from tuneloop.core.artifacts import MANIFEST
+from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
+from tuneloop.runs.run_record import Run
 from tuneloop.ui.app import build_app
+from tuneloop.ui.samples import MOST
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 HIGH_CONTRAST = """
@@ -54,6 +60,7 @@ UNNAMED = """
 """What people work with or look at that has no name for a screen reader."""
 DUPLICATES = "(() => { const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);"
 DUPLICATES += " return ids.filter((id, i) => ids.indexOf(id) !== i); })()"
+SEARCH = "document.getElementById('search')"
 WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -179,6 +186,43 @@ def test_what_is_chosen_is_in_the_link(site: str, page: Page) -> None:
     assert page.evaluate("document.getElementById('search').value") == "answer 7"
 
 
+def test_tokens_are_coloured_when_they_come_near(tmp_path: Path, page: Page) -> None:
+    """The text of all is there at once, also of characters that are split over tokens."""
+    policy = commit_policy(tmp_path / "run/base-model")
+    texts = [f"ab{'äö€ 漢字 word ' * 60}{number}" for number in range(40)]
+    words = load_tokenizer(policy.path / "model")
+    ids = [words.encode(text)[:MOST] for text in texts]
+    commit_scored_rollouts(tmp_path / "run", 1, texts, ids, policy)
+    with serve(tmp_path) as site:
+        page.open(f"{site}/runs/run/samples/1", "40 of 40")
+        said = page.evaluate("[...document.querySelectorAll('.samples > li')].map((each) => each.textContent)")
+        read = [words.decode(each[2:]).rstrip("\ufffd") for each in ids]
+        assert all(len(text) > 100 and text in shown for text, shown in zip(read, said, strict=True))
+        counted = "document.querySelectorAll('.samples > li:{}-child .token').length"
+        assert page.evaluate(counted.format("first")) == MOST - 1, "all but the one that is a tool's"
+        assert page.evaluate(counted.format("last")) == 0
+        page.evaluate("document.querySelector('.samples > li:last-child').scrollIntoView()")
+        until(lambda: page.evaluate(counted.format("last")) == MOST - 1)
+        assert read[-1] in page.evaluate("document.querySelector('.samples > li:last-child').textContent")
+
+
+def test_what_is_typed_fast_is_asked_for_once_an_answer_is_there(site: str, page: Page) -> None:
+    """Of what was typed while an answer was under way only the last is asked for, and nothing typed is lost."""
+    page.open(f"{site}/runs/tokens/samples/2", "120 of 120")
+    page.evaluate("performance.clearResourceTimings()")
+    typing = "e.value = text; e.dispatchEvent(new Event('input'))"
+    page.evaluate(f"((e) => {{ for (const text of ['a', 'an', 'answer 7']) {{ {typing}; }} }})({SEARCH})")
+    page.wait("4 of 120")
+    asked = "performance.getEntriesByType('resource').map((each) => new URL(each.name).search)"
+    assert page.evaluate(asked) == ["?search=a", "?search=answer+7"]
+    assert page.evaluate(f"{SEARCH}.value") == "answer 7"
+    composing = "new InputEvent('input', {isComposing: true})"
+    page.evaluate(f"((e) => {{ e.value = 'に'; e.dispatchEvent({composing}); }})({SEARCH})")
+    assert page.evaluate("location.search") == "?search=answer+7", "half a word of several keys is not asked for"
+    page.evaluate(f"{SEARCH}.dispatchEvent(new CompositionEvent('compositionend'))")
+    page.wait("0 of 120")
+
+
 def test_the_keyboard_is_enough(site: str, page: Page) -> None:
     page.open(f"{site}/", "finished")
     page.press("/")
@@ -201,6 +245,9 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path, page: 
     journal.write(Workflow("toy", started=1.0, parameters={"iterations": "9"}))
     journal.write(Node("b", "toy.rollout", "rollout", "rollout", "Pod", "Running", progress="3/9", started=4.0))
     with serve(tmp_path) as site, lock_workdir(tmp_path / "live"):  # as its executor would
+        page.open(f"{site}/", "live")
+        make_run(tmp_path, "begun-since", 1)
+        page.wait("begun-since")
         page.open(f"{site}/runs/live", "2 of at most 9")
         assert "runs" in page.wait("3/9")
         assert "has not begun" in page.wait("export"), "what the workflow has still to do"
@@ -212,7 +259,10 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path, page: 
 
 
 def test_a_large_run_is_shown_at_once(tmp_path: Path, page: Page) -> None:
-    """1,000 iterations, and an iteration of 100,000 rollouts; what a page has is bounded, whatever the run has."""
+    """1,000 iterations, and an iteration of 100,000 rollouts; what a page has is bounded, whatever the run has.
+
+    So is its report, which opens without a network and says first how the run went.
+    """
     make_run(tmp_path, "large", 1000, whole=False)
     commit_rollouts(tmp_path / "large", 100_000, group=1024, iteration=1001)
     counted = "document.querySelectorAll('*').length"
@@ -225,3 +275,14 @@ def test_a_large_run_is_shown_at_once(tmp_path: Path, page: Page) -> None:
         page.open(f"{site}/runs/large/samples/1001?search=answer 24999&sort=-advantage", "4 of 100000 completions")
         page.open(f"{site}/runs/large/samples/1001?page=2000", "page 2000 of 2000")
         assert "answer 24999" in page.wait("completion 100000")
+    report = write_report(Run.open("large", str(tmp_path)))
+    assert report.stat().st_size < 1_000_000
+    page.ask("Network.enable")
+    page.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
+    try:
+        page.open(report.as_uri(), "The run went .*: mean reward 0.500 → 0.600")
+        assert page.evaluate("document.querySelector('.verdict').getBoundingClientRect().bottom") < 300
+        assert "902 rows before these are left out" in page.wait("Where every version came from")
+        assert page.evaluate("performance.getEntriesByType('resource').length") == 0
+    finally:
+        page.ask("Network.disable")

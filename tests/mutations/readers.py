@@ -26,7 +26,8 @@ from tuneloop.local import journal
 from tuneloop.runs.retention import find_leftovers
 from tuneloop.runs.run_record import Run
 from tuneloop.ui import samples
-from tuneloop.weights import delete_unused_versions, materialize_version
+from tuneloop.weights.inspect import delete_unused_versions
+from tuneloop.weights.materialize import materialize_version
 
 LIMIT_S = 120.0
 """A reader that takes longer hangs: undisturbed, each takes less than a second."""

@@ -25,8 +25,9 @@ from tuneloop.core.store import Store
 from tuneloop.formats.rollouts import write_rollouts
 from tuneloop.runs.audit import compute_root
 from tuneloop.runs.run_record import Run
-from tuneloop.weights import live, publish_version
+from tuneloop.weights import live
 from tuneloop.weights.publication import Weights, publish_checkpoint
+from tuneloop.weights.publish import publish_version
 
 ROOT = Path(__file__).parents[2]
 RUN = "toy"

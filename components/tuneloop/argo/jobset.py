@@ -244,8 +244,7 @@ def pod_spec(
 
 
 def _plain(model: Any) -> dict[str, Any]:
-    made: dict[str, Any] = model.model_dump(by_alias=True, exclude_none=True)
-    return made
+    return model.model_dump(by_alias=True, exclude_none=True)
 
 
 def dump_manifest(manifest: dict[str, Any]) -> str:

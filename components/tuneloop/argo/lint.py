@@ -164,8 +164,7 @@ def _expressions(spec: Mapping[str, Any]) -> Iterator[UserError]:
             yield from _expression(value, at)
             output = at.endswith(".valueFrom.expression") and ".outputs." in at
             if output and (match := _WORKFLOW.search(TAG.sub("", value))):
-                remedy = f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'"
-                yield UserError(at, match[0], remedy)
+                yield UserError(at, match[0], f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'")
         for tag in TAG.findall(value):
             if tag.strip().startswith("="):
                 yield from _expression(tag.strip()[1:], at)

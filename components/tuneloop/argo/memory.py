@@ -37,8 +37,7 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
     Raises:
         UserError: the configuration of the model cannot be read.
     """
-    templates = workflow["spec"].get("templates", [])
-    found = ((template, parse_applied_object(template)) for template in templates)
+    found = ((template, parse_applied_object(template)) for template in workflow["spec"].get("templates", []))
     resources = ((template, job, container_of(template, job).get("resources", {})) for template, job in found)
     unlimited = [(t, j) for t, j, of in resources if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}]
     if not unlimited:
@@ -56,9 +55,8 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
         parts = [part for stage in run for part in memory_estimate.estimate_memory_parts(stage, model, context)]
         if parts:
             small = share.request if share and GROUP_LABEL in labels_of(job or template) else ""
-            amount = memory_estimate.compute_memory_request(run, parts)
             limited = all(memory_estimate.is_memory_estimate_complete(stage, model, context) for stage in run)
-            _ask(container_of(template, job), amount, limited, small)
+            _ask(container_of(template, job), memory_estimate.compute_memory_request(run, parts), limited, small)
         if job:
             template["resource"]["manifest"] = dump_manifest(job)
 

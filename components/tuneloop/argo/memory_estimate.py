@@ -68,8 +68,7 @@ def model_of(stages: list[Stage]) -> Model | str:
     name = base.flags.get("model", TINY[0])
     if name in TINY:
         vocab = int(base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default)
-        shape = {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}
-        return shape_of(name, shape, None)
+        return shape_of(name, {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}, None)
     directory = Path(name)
     if not (directory / "config.json").is_file():
         return f"{name}: not estimated, there is no directory here with a config.json"

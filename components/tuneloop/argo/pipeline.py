@@ -99,8 +99,7 @@ class Tasks:
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
-        given = {**inputs, component.output: f"{RUN}/{name}"}
-        arguments = {to_kebab_case(k): value for k, value in given.items()}
+        arguments = {to_kebab_case(k): value for k, value in {**inputs, component.output: f"{RUN}/{name}"}.items()}
         task = self._templates[component.template](name=name, arguments=arguments)
         parents = {value.task.name: value.task for value in inputs.values()}
         implied = {each for parent in parents for each in self._before[parent]}

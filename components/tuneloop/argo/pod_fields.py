@@ -135,9 +135,8 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
     """Return what a small step of ours has, one that asks the API server for something as a service account."""
-    small = cluster.adjust_role("cpu", **SMALL)
     rights = {"service_account_name": account, "automount_service_account_token": True}
-    return {**rights, **pod_fields("base", "cpu", small), **retry_fields(RETRY_STEP)}
+    return {**rights, **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)), **retry_fields(RETRY_STEP)}
 
 
 def retried_pod_fields(

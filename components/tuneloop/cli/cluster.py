@@ -141,8 +141,7 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
 
     def command() -> int | None:
         words = ["--help"] if asks else [path, "--server", read_server_address(), *arguments]
-        found: int | None = program(words, prog_name=f"python {path}", standalone_mode=False)
-        return found
+        return program(words, prog_name=f"python {path}", standalone_mode=False)
 
     return run_command(command)
 

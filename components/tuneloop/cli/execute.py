@@ -209,9 +209,8 @@ def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> 
             on_log=display.log,
         )
     run.refresh()
-    at = write_report(run)
     ended = "succeeded" if outcome.phase == "Succeeded" else f"{outcome.phase.lower()}: {outcome.message}"
-    summary = summarize_run(run, report=at, mlflow=tracker.said)
+    summary = summarize_run(run, report=write_report(run), mlflow=tracker.said)
     typer.echo(f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summary}")
     if outcome.phase != "Succeeded":
         typer.echo(describe_failure(run, outcome), err=True)

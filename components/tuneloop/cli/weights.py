@@ -15,7 +15,7 @@ from tuneloop.core.errors import UserError
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
-    from tuneloop.weights import Listed
+    from tuneloop.weights.inspect import Listed
 
 app = typer.Typer(no_args_is_help=True, help="The checkpoints of a run, and published weight versions.")
 NAME = Annotated[str, typer.Argument(metavar="RUN|URL", help="A run's name, or the URL of a weights root (with a /).")]
@@ -62,7 +62,7 @@ def materialize_weights(
     store: STORE = "runs",
 ) -> None:
     """Make a local model directory hold a published version, byte for byte. Only what it lacks is fetched."""
-    from tuneloop.weights import materialize_version
+    from tuneloop.weights.materialize import materialize_version
 
     done = materialize_version(_root(name, store), version, directory, base=base)
     how = f"full version {done.full}" if done.full is not None else f"from version {done.previous}"
@@ -81,7 +81,7 @@ def diff_weights(
     store: STORE = "runs",
 ) -> None:
     """Say which tensors differ between two published versions, and in how many of their elements."""
-    from tuneloop.weights import diff_versions
+    from tuneloop.weights.inspect import diff_versions
 
     found = diff_versions(_root(name, store), first, second, role=role, base=base)
     told = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
@@ -100,7 +100,7 @@ def delete_unused_weights(
     store: STORE = "runs",
 ) -> None:
     """Drop published versions that nothing needs: neither kept nor pinned, nor the base of one that is."""
-    from tuneloop.weights import delete_unused_versions
+    from tuneloop.weights.inspect import delete_unused_versions
 
     found = delete_unused_versions(_root(name, store), keep, pin or (), delete=delete)
     numbers = ", ".join(map(str, found)) or "none"
@@ -125,7 +125,7 @@ def _root(name: str, store: str) -> str:
 
 
 def _listed(root: str) -> "list[Listed]":
-    from tuneloop.weights import list_versions
+    from tuneloop.weights.inspect import list_versions
 
     if found := list_versions(root):
         return found
@@ -153,7 +153,8 @@ def _show_published(root: str) -> None:
 
 def _verify_published(root: str, version: int | None, base: Path | None) -> int:
     """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
-    from tuneloop.weights import verify_version, versions
+    from tuneloop.weights import versions
+    from tuneloop.weights.inspect import verify_version
 
     first, chain = dict[str, int](), versions.Chain(root)
     for chosen in [v.version for v in _listed(root)] if version is None else [version]:

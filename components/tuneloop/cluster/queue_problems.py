@@ -170,9 +170,8 @@ def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[s
         counted = ((count, compute_pod_requests({"container": one})) for count, one in pods)
         return _sum({name: count * amount for name, amount in of.items()} for count, of in counted)
     ours = [*template.get("sidecars", ()), *template.get("initContainers", ())]  # they run as long as the pod
-    containers = [template.get("container") or template.get("script") or {}, *ours, *beside]
     asked = []
-    for container in containers:
+    for container in (template.get("container") or template.get("script") or {}, *ours, *beside):
         resources = container.get("resources") or {}
         asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
     return _sum({k: parse_resource_quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)

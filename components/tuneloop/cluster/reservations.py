@@ -38,8 +38,6 @@ API = ("resource.k8s.io", "v1")
 KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
 SEATS = "tuneloop.dev/seats"
 """Annotation of a claim: the runs that sit on it, a JSON list."""
-ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
-"""Selects the workflows that are under way, exit handler included."""
 
 Object = dict[str, Any]
 Owner = tuple[str, str]
@@ -123,8 +121,7 @@ def is_claim_terminating(claim: Mapping[str, Any]) -> bool:
 
 def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
     """List the runs that reserve a claim, in the order in which they came."""
-    found: list[str] = json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
-    return found
+    return json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
 
 
 def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
@@ -175,7 +172,7 @@ def _wanted(share: Share) -> dict[str, Any]:
 def _active(cluster: Connection, without: str = "") -> Active:
     """Return run → its workflows that are under way."""
     found: dict[str, list[Owner]] = defaultdict(list)
-    for workflow in cluster.list(*WORKFLOWS, selector=ACTIVE):
+    for workflow in cluster.list(*WORKFLOWS, selector=run_workflows.ACTIVE):
         about = workflow["metadata"]
         if about["name"] != without and run_workflows.get_workflow_phase(workflow) not in run_workflows.DONE:
             found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))

@@ -37,8 +37,7 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     elsewhere = [name for name in ("pipeline", "store") if name in differing]
     if elsewhere or (differing and begun):
         what = ", ".join(elsewhere or differing[:5])
-        remedy = f"exists with another {what}; submit it as it was, or choose another name"
-        raise UserError("--run", run, remedy)
+        raise UserError("--run", run, f"exists with another {what}; submit it as it was, or choose another name")
 
 
 def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:

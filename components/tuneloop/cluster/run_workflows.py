@@ -17,6 +17,9 @@ DONE = ("Succeeded", "Failed", "Error")
 CONTINUES = "tuneloop.dev/continues"
 """Annotation: the workflow of the same run that this one follows."""
 
+ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
+"""Selects the workflows that are under way, exit handler included."""
+
 
 def prepare_workflow(
     workflow: Mapping[str, Any], *, run: str, store: str, namespace: str = NAMESPACE, priority: str | None = None
@@ -103,6 +106,13 @@ def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
+def list_active_runs(cluster: Connection, store: str) -> set[str]:
+    """List the runs below `store`, a normalized URL, whose workflows have not ended, also before their first commit."""
+    found = cluster.list(*WORKFLOWS, selector=ACTIVE)
+    given = ((w["metadata"]["labels"][RUN_LABEL], w["spec"].get("arguments", {}).get("parameters", ())) for w in found)
+    return {run for run, parameters in given if {"name": "store", "value": store} in parameters}
+
+
 def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
     """Return the phase of a workflow; ``Pending`` before the controller has seen it."""
     return str(workflow.get("status", {}).get("phase") or "Pending")
@@ -119,8 +129,7 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
 
 def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the annotations of a workflow; empty where it has none."""
-    found: Mapping[str, str] = workflow["metadata"].get("annotations") or {}
-    return found
+    return workflow["metadata"].get("annotations") or {}
 
 
 def get_workflow_number(run: str, name: str) -> int:

@@ -149,8 +149,7 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     start = {"name": "start", "template": "start", "depends": task["name"]}
     start["arguments"] = {"parameters": [{"name": "prompts", "value": ref}]}
     main = {"name": "main", "dag": {"tasks": [task, start]}}
-    labels = spec["podMetadata"]["labels"]
-    labels.pop(RUN_LABEL)
+    spec["podMetadata"]["labels"].pop(RUN_LABEL)
     spec.pop("onExit", None)  # it holds no seat
     spec.pop("ttlStrategy", None)  # the newest are kept
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}

@@ -25,14 +25,7 @@ from tuneloop.cluster.run_workflows import (
 )
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
-from tuneloop.kube.connection import (
-    OWNER,
-    WORKFLOWS,
-    Connection,
-    ignore_refusals,
-    retry_until_available,
-    wait_until,
-)
+from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
 from tuneloop.sharing.lease import release_leases
 from tuneloop.workflow.manifest import mounts_token
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET

@@ -30,8 +30,7 @@ class Pipeline:
 
     @property
     def Config(self) -> type[BaseModel]:
-        config: type[BaseModel] = self.module.Config
-        return config
+        return self.module.Config
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
         """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
@@ -53,8 +52,7 @@ class Pipeline:
 
     def build(self, config: BaseModel) -> dict[str, Any]:
         """Build the Argo Workflow of `config`, as the mapping that its YAML holds."""
-        workflow: dict[str, Any] = self.module.build_argo(config).to_dict()
-        return workflow
+        return self.module.build_argo(config).to_dict()
 
     def _explain(self, error: ValidationError) -> UserError:
         first = error.errors()[0]

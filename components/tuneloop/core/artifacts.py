@@ -109,11 +109,8 @@ def _compute_digest(manifest: Mapping[str, Any]) -> str:
 
 def file_digest(path: Path) -> str:
     """Compute the xxh3-128 of a file's bytes, in hexadecimal."""
-    state = xxhash.xxh3_128()
     with open_for_reading(path) as file:
-        while block := file.read(1 << 22):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def hash_file(path: Path) -> File:

@@ -48,8 +48,7 @@ def _refusals(cache: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        remedy = f"{error.strerror}; name a directory that can be written"
-        raise UserError(DIRECTORY, str(cache), remedy) from error
+        raise UserError(DIRECTORY, str(cache), f"{error.strerror}; name a directory that can be written") from error
 
 
 def take_file(

@@ -353,8 +353,7 @@ def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, bool], dict
         else:
             assert hints[name] in (Input, OptionalInput), f"{function.__name__}({name}): Input, or keyword-only"
             inputs[name] = hints[name] is Input or hints[name] == Input
-    model = create_model(f"{function.__name__}_params", __base__=Params, **fields)
-    return inputs, options, model
+    return inputs, options, create_model(f"{function.__name__}_params", __base__=Params, **fields)
 
 
 def _digest_only(value: Any) -> Any:

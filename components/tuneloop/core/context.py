@@ -82,8 +82,7 @@ class Stage:
 
     def seed(self, purpose: str, *index: int | str) -> int:
         """Derive the seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
-        iteration = getattr(self.params, "iteration", 0)
-        return derive_seed(getattr(self.params, "seed", 0), purpose, iteration, *index)
+        return derive_seed(getattr(self.params, "seed", 0), purpose, getattr(self.params, "iteration", 0), *index)
 
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``. No times in here: the file is part of the digest."""
@@ -156,18 +155,15 @@ class Stage:
 
     def latest_resume(self) -> Artifact | None:
         """Find the newest resume point that an earlier attempt of this very stage committed."""
-        for name in reversed(self.resume_points()):
-            if self._is_own(artifact := Artifact(f"{self.out_url}/resume/{name}")):
-                return artifact
-        return None
+        points = (Artifact(f"{self.out_url}/resume/{name}") for name in reversed(self.resume_points()))
+        return next(filter(self._is_own, points), None)
 
     def _is_own(self, point: Artifact) -> bool:
         return {"params": point.manifest.params, "inputs": point.manifest.inputs} == self._identity()
 
     def resume_points(self) -> list[str]:
         """List the names of the resume points below the output, oldest first."""
-        keys = Store(self.out_url).keys("resume")
-        return sorted(key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}"))
+        return sorted(key.split("/")[1] for key in Store(self.out_url).keys("resume") if key.endswith(f"/{MANIFEST}"))
 
     def _bring(self, draft: Draft) -> None:
         """Bring what every machine has written to where the leader finds it, before it commits."""

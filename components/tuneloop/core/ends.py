@@ -20,13 +20,7 @@ OUT_OF_MEMORY = "OOMKilled"
 NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
 TERMINATED = 128 + signal.SIGTERM
-KILLED = tuple(
-    128 + n
-    for n in (
-        *(signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
-        *(signal.SIGKILL, signal.SIGSEGV),
-    )
-)
+KILLED = tuple(128 + signal.Signals[f"SIG{name}"] for name in ("ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "SEGV"))
 RETRIED_CODES = sorted((NO_EXIT_CODE, EXIT_RETRY, TERMINATED, *KILLED))
 """Exit codes after which a stage is started again."""
 DELETED = "pod deleted"
@@ -126,10 +120,7 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         return MEMORY
     if code in KILLED and "exit code" not in message and message:  # such as that the node is low on memory
         return EVICTED
-    known = {
-        **{0: SUCCEEDED, EXIT_USER: MISTAKE, EXIT_GAVE_UP: GAVE_UP},
-        **{TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED},
-    }
+    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, EXIT_GAVE_UP: GAVE_UP, TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
     return known.get(code, KILL if code in KILLED else BUG)
 
 

@@ -58,8 +58,7 @@ def check_variant_args(
     known = dict(list(inspect.signature(function).parameters.items())[first:])
     for each, value in given.items():
         if each not in known:
-            remedy = f"unknown; {name} takes {', '.join(known) or 'no arguments'}"
-            raise UserError(f"{prefix}{each}", value, remedy)
+            raise UserError(f"{prefix}{each}", value, f"unknown; {name} takes {', '.join(known) or 'no arguments'}")
     return known
 
 

@@ -48,8 +48,7 @@ def _run(work: Callable[[], None]) -> int:
         return code
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            full = Unavailable(f"disk full ({error.filename}); free space, then run it again")
-            return _say(*describe_error(full))
+            return _say(*describe_error(Unavailable(f"disk full ({error.filename}); free space, then run it again")))
         if _lost_peer(error):
             lost = Unavailable(f"another process of this stage has ended ({error})")
             return _say(*describe_error(lost), replace=False)  # that one says why

@@ -70,7 +70,7 @@ def local_path(url: str) -> Path | None:
     return Path(unquote(urlparse(url).path)) if url.startswith("file://") else None
 
 
-def open_for_reading(path: Path) -> BinaryIO:
+def open_for_reading(path: Path) -> io.BufferedReader:
     """Open `path` for reading.
 
     Raises:

@@ -32,5 +32,4 @@ def _example(rng: random.Random, steps: int, tests: int) -> Example:
     calls = [f"f({x})" for x in rng.sample(range(-20, 20), min(tests, 40))]
     known = {"f": eval(f"lambda x: {value}", {})}
     cases = [{"call": call, "returns": eval(call, known)} for call in calls]
-    program = f"def f(x): return {value}"
-    return Example(f"Write f(x), step by step: {said}.\n", program, metadata={"tests": cases})
+    return Example(f"Write f(x), step by step: {said}.\n", f"def f(x): return {value}", metadata={"tests": cases})

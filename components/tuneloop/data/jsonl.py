@@ -170,7 +170,6 @@ def read_parquet(file: BinaryIO) -> Rows:
 
     def read(place: int) -> Row:
         k = bisect.bisect_right(ends, place)
-        found: Row = mapped.get_batch(k).slice(place - (ends[k - 1] if k else 0), 1).to_pylist()[0]
-        return found
+        return mapped.get_batch(k).slice(place - (ends[k - 1] if k else 0), 1).to_pylist()[0]
 
     return Rows(len(ends) and ends[-1], read)

@@ -122,8 +122,7 @@ def encode_reply(
     """
     if not chat:
         return encode_text(tokenizer, text)
-    said = {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}
-    turns = [{"role": "user", "content": "a"}, said]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}]
     try:
         before = _apply_template(tokenizer, turns)
         turns.append({"role": role, "content": text})
@@ -151,8 +150,7 @@ def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decode `ids` to text for people and verifiers, without special tokens; never encode it again."""
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:

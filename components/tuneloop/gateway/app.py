@@ -20,8 +20,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
-from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Session, Wanted, read_settings
-from tuneloop.gateway.worker import HEADER, SESSION, VERSION
+from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Meter, Session, Wanted, check_quota, read_settings
+from tuneloop.gateway.worker import HEADER, SESSION, TOKENS, VERSION
 from tuneloop.inference.refusals import Refused, create_app
 
 WAIT = 25.0
@@ -64,11 +64,12 @@ class Gateway:
     """Sessions of callers: who may have which, and where their requests go."""
 
     def __init__(self, backend: Backend, access: Access, store: str, config: Path | None = None) -> None:
-        read_settings(config)  # what is wrong with it is said at the start
         self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
+        self.settings = read_settings(config)  # what is wrong with it is said at the start
         limits = httpx2.Limits(max_connections=None)
         self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
         self.held, self.closing = 0, False
+        self.bytes, self.tokens = Meter(), Meter()  # by caller, and by session
         self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
@@ -78,13 +79,13 @@ class Gateway:
         self.closing = True
         self.backend.drain()
 
-    def caller(self, headers: Any) -> Caller:
+    async def caller(self, headers: Any) -> Caller:
         """Return who sent a request.
 
         Raises:
             Refused: 401.
         """
-        if (caller := self.access.caller(token_of(headers))) is None:
+        if (caller := await self.access.caller(token_of(headers))) is None:
             raise Refused(401, "the token is not valid here; get another one, meant for this gateway")
         return caller
 
@@ -108,7 +109,8 @@ class Gateway:
                 if standing.wanted != wanted:
                     raise Refused(409, f"key {key!r} made {standing.id} from another body; use another key")
                 return standing, False
-            quota = read_settings(self.config).quota(wanted.namespace)
+            self.settings = read_settings(self.config)
+            quota = self.settings.quota(wanted.namespace)
             quota.check(wanted, self.backend.sessions(wanted.namespace))
             store = quota.store or self.store
             self.backend.create(name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}")
@@ -179,10 +181,14 @@ class Gateway:
         """Forward a request to the worker of a session, and return its answer.
 
         Raises:
-            Refused: as `reach`; 503, it does not answer.
+            Refused: as `reach`; 429, its namespace has no tokens left; 503, it does not answer.
         """
-        session = await self.reach(caller, id)
-        kept = {name: headers[name] for name in ("content-type", "accept") if name in headers}
+        session, namespace = await self.reach(caller, id), id.partition(".")[0]
+        own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
+        used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))
+        more = path.endswith(("/forward_backward", "/asample"))  # the worker says how many
+        check_quota(f"namespace {namespace!r}", "tokens_per_day", used, more, most)
+        kept = {TOKENS: f"{most - used + own}", **{n: headers[n] for n in ("content-type", "accept") if n in headers}}
         try:
             answer = await self.http.request(
                 method, f"http://{session.address}{path}", content=body, headers={**kept, HEADER: session.key}
@@ -194,6 +200,7 @@ class Gateway:
         if answer.status_code == 401 or answer.headers.get(SESSION) != id:  # somebody else has its address by now
             self._found.pop(id, None)
             raise Refused(503, f"session {id}: its worker is not where it was; try again")
+        self.tokens[id] = int(answer.headers.get(TOKENS, 0))
         return answer
 
     async def watch(self, caller: Caller, id: str) -> AsyncIterator[bytes]:
@@ -219,9 +226,10 @@ class Gateway:
             await asyncio.sleep(LOOK)
 
 
-def _known(request: Request) -> Caller:  # no coroutine: FastAPI runs it on a thread, for the API server may be slow
+async def _known(request: Request) -> Caller:
     gateway: Gateway = request.app.state.gateway
-    return gateway.caller(request.headers)
+    request.state.caller = caller = await gateway.caller(request.headers)  # for `TimedProtocol`
+    return caller
 
 
 Known = Annotated[Caller, Depends(_known)]
@@ -231,13 +239,16 @@ def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
     """Return a dependency that reads the body of a caller who is known."""
 
     async def read(request: Request, caller: Known) -> AsyncIterator[bytes]:
-        gateway, sent = request.app.state.gateway, bytearray()
+        gateway, sent, user = request.app.state.gateway, bytearray(), caller.user
+        most = gateway.settings.quota(caller.namespace).bytes_per_day
         try:
             try:
                 async with asyncio.timeout(BODY_S):
                     async for part in request.stream():  # what its length says is not to be relied upon
                         sent += part
                         gateway.held += len(part)
+                        check_quota(f"{user!r}", "bytes_per_day", gateway.bytes.count(user), len(part), most)
+                        gateway.bytes.count(user, len(part))
                         if len(sent) > limit:
                             raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
                         if gateway.held > HELD:

@@ -126,7 +126,6 @@ def _session(job: Any, pod: Any) -> Session:
     annotations: Mapping[str, str] = job.metadata.annotations
     env = {each.name: each.value for each in job.spec.template.spec.containers[0].env}
     phase, reason = _phase(job, pod)
-    address = f"{pod.status.pod_ip}:{PORT}" if phase == "running" and pod.status.pod_ip else None
     return Session(
         name=job.metadata.name,
         wanted=Wanted.model_validate_json(annotations[WANTED]),
@@ -135,7 +134,7 @@ def _session(job: Any, pod: Any) -> Session:
         phase=phase,
         artifacts=annotations[ARTIFACTS],
         key=env[KEY],
-        address=address,
+        address=f"{pod.status.pod_ip}:{PORT}" if phase == "running" and pod.status.pod_ip else None,
         reason=reason,
     )
 

@@ -23,6 +23,7 @@ from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Entry, Gone, Ledger
 from tuneloop.gateway.resident import Resident, Sampler, Snapshot
+from tuneloop.gateway.sessions import Meter, check_quota
 from tuneloop.inference.engines import Sampling
 from tuneloop.training import checkpoint
 
@@ -52,6 +53,7 @@ class Session:
         self.models: dict[str, Resident] = {}
         self.names: dict[str, str] = {}
         self.samplers: dict[str, Snapshot | None] = {}
+        self.meter, self.token_limit = Meter(), float("inf")
         self._unnamed: list[str] = []
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
@@ -96,6 +98,7 @@ class Session:
 
         def work() -> messages.Losses:
             model = self._model(request.model_id)
+            self._use_tokens(sum(len(datum.tokens) for datum in request.data))
             found = model.forward_backward(request.data, request.loss_fn, request.config, request.forward_only)
             return messages.Losses(*found)
 
@@ -280,10 +283,17 @@ class Session:
             raise UserError("prompt", length, "one of several has less room; they are done one by one")
         sampling = Sampling(params.temperature, length, stops if params.stop is None else tuple(map(int, params.stop)))
         requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
+        at_most = length * sum(asked.num_samples for asked, _ in wanted)
+        self._use_tokens(sum(len(ids) for _, ids in wanted) + at_most)
         groups = self._sampler().sample(snapshot, requests, sampling)
+        self.meter.count("", sum(len(each.ids) for group in groups for each in group) - at_most)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
         made = ([{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g] for g in groups)
         return [messages.Samples(sequences, prompt, snapshot.version) for sequences, prompt in zip(made, scored)]
+
+    def _use_tokens(self, more: int) -> None:
+        check_quota(f"session {self.id!r}", "tokens_per_day", self.meter.count(""), more, self.token_limit)
+        self.meter.count("", more)
 
     def _model(self, model: str) -> Resident:
         if model not in self.models:

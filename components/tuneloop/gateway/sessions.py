@@ -1,6 +1,8 @@
 """Sessions as the gateway sees them, and how many a namespace may have."""
 
 import hashlib
+import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -93,25 +95,43 @@ class Backend(Protocol):
 
 
 class Quota(BaseModel, frozen=True, extra="forbid"):
-    """What a namespace may have at a time."""
+    """What a namespace may have at a time, and use on one day (UTC)."""
 
     sessions: int = Field(4, ge=0)
     accelerators: int = Field(0, ge=0)
+    bytes_per_day: int = Field(10**11, ge=0, description="of bodies, for each caller whose token is the namespace's")
+    tokens_per_day: int = Field(10**9, ge=0, description="that its sessions train on, read and sample")
     store: str = Field("", description="URL that artifacts lie below; empty: --store")
 
     def check(self, wanted: Wanted, others: list[Session]) -> None:
-        """Refuse one more where it does not fit.
-
-        Raises:
-            Refused: 429.
-        """
+        """Refuse one more where it does not fit, as `check_quota`."""
         alive = [session for session in others if session.phase in (*ALIVE, "ending")]
-        have = {"sessions": len(alive), "accelerators": sum(session.wanted.accelerators for session in alive)}
-        for what, more in (("sessions", 1), ("accelerators", wanted.accelerators)):
-            limit = getattr(self, what)
-            if more and have[what] + more > limit:
-                held = f"namespace {wanted.namespace!r} has {have[what]} of {limit} {what}, and {more} more asked"
-                raise Refused(429, f"quota: {held}; end a session, or ask for a larger quota")
+        have, who = sum(session.wanted.accelerators for session in alive), f"namespace {wanted.namespace!r}"
+        check_quota(who, "sessions", len(alive), 1, self.sessions)
+        check_quota(who, "accelerators", have, wanted.accelerators, self.accelerators)
+
+
+def check_quota(who: str, what: str, used: int, more: int, limit: float) -> None:
+    """Refuse `more` of `what` with 429 where it does not fit."""
+    if more and used + more > limit:
+        remedy = "wait for tomorrow (UTC)" if what.endswith("_per_day") else "end a session"
+        told = f"{who} has {used} of {limit:.0f} {what}, and {more:d} more asked"
+        raise Refused(429, f"quota: {told}; {remedy}, or ask for a larger quota")
+
+
+class Meter(Counter[str]):
+    """What each of several has used today (UTC)."""
+
+    day = 0
+
+    def count(self, name: str, more: int = 0) -> int:
+        """Count `more` that `name` has used, and return all."""
+        if self.day != (today := int(time.time() // 86400)):
+            self.day = today
+            self.clear()
+        if more:  # else nothing is written: other threads only look
+            self[name] += more
+        return self[name]
 
 
 class WorkerPod(BaseModel, frozen=True, extra="forbid"):

@@ -89,8 +89,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
     """Encode a ``ForwardBackwardOutput``: float32 ``[positions]`` of each datum."""
     offsets = np.cumsum([0, *(part.nbytes for part in logprobs)], dtype="<i8")
     message = _messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
-    tensor = record.fields["logprobs"]
+    tensor = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs)).fields["logprobs"]
     tensor.data, tensor.offsets, tensor.dtype = b"".join(map(np.ndarray.tobytes, logprobs)), offsets.tobytes(), FLOAT32
     return bytes(message.SerializeToString())
 

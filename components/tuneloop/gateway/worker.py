@@ -34,11 +34,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import Body, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 
 from tuneloop.core import fencing
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
+from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
@@ -55,6 +56,8 @@ KEY = "TUNELOOP_SESSION_KEY"
 HEADER = "X-Session-Key"
 SESSION = "X-Session"
 """Whose worker answers; in every answer."""
+TOKENS = "X-Tokens"
+"""Of a request: the tokens that the session may use today; of an answer: those that it has used."""
 VERSION = "X-Weight-Version"
 HEALTH = "/health"
 POLL = 30.0
@@ -146,7 +149,7 @@ class Worker:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
         self.session.ledger.future(request_id)  # given out now
         if error := future.exception():
-            mine = not isinstance(error, UserError | Gone)
+            mine = not isinstance(error, UserError | Refused)
             if mine:
                 log.error("%s failed", request_id, exc_info=error)
             message = (f"{type(error).__name__}: {error}" if mine else str(error)).encode(errors="replace").decode()
@@ -207,22 +210,25 @@ class Worker:
             ids.append(self.session.refuse(body, model, number, refusal))
 
     def _guarded(self, app: Any) -> Any:
-        """Return `app` for who knows the key, with the header `SESSION` in all that it answers, be it an error."""
+        """Return `app` for who knows the key; all answers, be they errors, have the headers `SESSION` and `TOKENS`."""
 
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
             async def marked(message: Any) -> None:
                 if message["type"] == "http.response.start":
-                    header = SESSION.lower().encode(), self.session.id.encode()
-                    message = {**message, "headers": [*message["headers"], header]}
+                    marks = {SESSION: self.session.id, TOKENS: str(self.session.meter.count(""))}
+                    MutableHeaders(raw=message["headers"]).update(marks)
                 await send(message)
 
-            answer = app
             if scope["type"] == "http" and scope["path"] != HEALTH:
-                if not hmac.compare_digest(Headers(scope=scope).get(HEADER, "").encode(), self.key.encode()):
-                    answer = JSONResponse({"error": f"{HEADER}: is not this session's"}, 401)
-                elif not scope["path"].endswith("/session_heartbeat"):  # which comes as long as a notebook is open
+                headers = Headers(scope=scope)
+                if not hmac.compare_digest(headers.get(HEADER, "").encode(), self.key.encode()):
+                    refusal = JSONResponse({"error": f"{HEADER}: is not this session's"}, 401)
+                    return await refusal(scope, receive, marked)
+                scope.setdefault("state", {})["caller"] = self.session.id  # for `TimedProtocol`
+                self.session.token_limit = float(headers.get(TOKENS, "inf"))
+                if not scope["path"].endswith("/session_heartbeat"):  # which comes as long as a notebook is open
                     self.heard = time.monotonic()
-            await answer(scope, receive, marked)
+            await app(scope, receive, marked)
 
         return guarded
 
@@ -355,8 +361,7 @@ def _result(result: Any, proto: bool) -> Response:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.gateway.worker", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tuneloop.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
     parser.add_argument("--artifacts", required=True, metavar="URL", help="the session's name space of artifacts")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])

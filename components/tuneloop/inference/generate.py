@@ -92,8 +92,7 @@ class Prompts:
         self._file = pq.ParquetFile(prompts.part(file))
         for column in COLUMNS:
             if column not in self._file.schema_arrow.names:
-                remedy = f"has no column {column}; run data_prep again"
-                raise UserError("--prompts", f"{prompts.url}/{file}", remedy)
+                raise UserError("--prompts", f"{prompts.url}/{file}", f"has no column {column}; run data_prep again")
         if not len(self):
             raise UserError("--prompts", f"{prompts.url}/{file}", "has no rows; give data_prep more data")
 
@@ -234,8 +233,7 @@ def read_canary(policy: Artifact) -> dict[str, Any]:
     """
     if "canary.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "has no canary.json; make it with base_model, sft or policy_update")
-    canary: dict[str, Any] = json.loads(policy.part("canary.json").read_text())
-    return canary
+    return json.loads(policy.part("canary.json").read_text())
 
 
 def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:

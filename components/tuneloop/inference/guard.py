@@ -2,10 +2,11 @@
 
 import asyncio
 import hmac
+import resource
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-import h11
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -14,8 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tuneloop.core.server_token import VARIABLE, read_tokens
 
 HEADERS_S = 20.0
-"""Seconds within which the headers of a request are to be there, from the opening of its connection or from the first
-byte that follows another request."""
+"""Seconds after its opening within which a request with a token is to be there."""
+STRANGERS = 1024
+"""Connections without one; of fewer descriptors than twice as many, half."""
 
 
 class TokenGuard:
@@ -38,34 +40,34 @@ class TokenGuard:
                 raise HTTPException(413, f"the body has more than {self.max_bytes} bytes; send less at a time")
             return message
 
-        tokens = () if scope["path"] in self.open_paths else read_tokens()
-        if tokens and not any(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
-            told = f"no token of this run: send Authorization: Bearer TOKEN, from the file that {VARIABLE} names"
-            return await JSONResponse({"error": told}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        if scope["path"] not in self.open_paths:
+            tokens = read_tokens()
+            if tokens and not any(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
+                told = f"no token of this run: send Authorization: Bearer TOKEN, from the file that {VARIABLE} names"
+                headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}  # what is left of a body is not read
+                return await JSONResponse({"error": told}, 401, headers)(scope, receive, send)
+            scope.setdefault("state", {})["caller"] = "of the run"
         await self.app(scope, receive_part, send)
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP, closing a connection whose request has not all its headers after `HEADERS_S`."""
+    """uvicorn's HTTP, closing connections without a token: after `HEADERS_S`, and the oldest of more than `STRANGERS`
+    (who has a token sends it at once). Peers are not told apart by their addresses: behind a proxy all have one."""
 
-    _closing: asyncio.TimerHandle | None = None
+    strangers: ClassVar[OrderedDict["TimedProtocol", asyncio.TimerHandle]] = OrderedDict()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._closing = self.loop.call_later(HEADERS_S, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:  # the headers are there
-            self._stop_clock()
-        elif self._closing is None:
-            self._closing = self.loop.call_later(HEADERS_S, self.transport.close)
+        self.strangers[self] = self.loop.call_later(HEADERS_S, self._judge)
+        while len(self.strangers) > min(STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+            next(iter(self.strangers))._judge()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_clock()
+        if clock := self.strangers.pop(self, None):
+            clock.cancel()
         super().connection_lost(exc)
 
-    def _stop_clock(self) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-            self._closing = None
+    def _judge(self) -> None:
+        self.strangers.pop(self).cancel()
+        if self.scope is None or "caller" not in self.scope["state"]:
+            self.transport.abort()  # to close it would be to wait until its peer has taken all that it was sent

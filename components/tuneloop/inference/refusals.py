@@ -33,7 +33,7 @@ def create_app(mistake: int) -> FastAPI:
         if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
             error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"} if status == 401 else {}  # its body is unread
         return JSONResponse({"error": str(error).encode(errors="replace").decode()}, status, headers)
 
     for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):

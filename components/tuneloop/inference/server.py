@@ -17,6 +17,7 @@ or the engine has failed.
 import argparse
 import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -80,8 +81,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     loop = EngineLoop(Vllm(options.engine_args))
     follower = None
     if options.weights:
-        how = options.poll_interval, options.pause, options.base
-        follower = Follower(loop, options.weights, directory, *how)
+        follower = Follower(loop, options.weights, directory, options.poll_interval, options.pause, options.base)
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
         policy.part("model")  # proved before seconds go into starting vLLM
@@ -98,16 +98,14 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
             time.sleep(0.05)
     import uvicorn
 
-    attempts = Store(options.attempts) if options.attempts else None
-    app = HttpApi(loop, follower, attempts).app()
+    app = HttpApi(loop, follower, Store(options.attempts) if options.attempts else None).app()
     http: Any = {"http": TimedProtocol, "ws": "none"}
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S, **http)
     host, port = listener.getsockname()[:2]
     if not (read_tokens() or host.startswith("127.")):
         print_diagnostic(f"serve: note: asks nobody for a token, as {VARIABLE} names no file that is there", 0)
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S, **http))
     loop.failed = lambda: setattr(server, "should_exit", True)  # whoever started this process starts another one
     serve_until_signalled(server, listener)
     if follower:
@@ -137,6 +135,8 @@ def _open_policy(ref: str) -> Artifact:
 
 def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None) -> None:
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))  # a container's is often 1,024
     draining = threading.Event()
 
     def drain_and_end() -> None:

@@ -29,12 +29,7 @@ class NotThere(UserError):
 
 
 class RunApi:
-    """Reads and starts runs.
-
-    Args:
-
-    All methods raise `Retryable` where the API does not answer, and `UserError` where it refuses.
-    """
+    """Reads and starts runs. All raise `Retryable` where the API does not answer, `UserError` where it refuses."""
 
     def __init__(self, address: str) -> None:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"

@@ -102,8 +102,7 @@ def convert_to_workflow(documents: list[dict[str, Any]]) -> dict[str, Any]:
             requests = {resource: amount for resource, amount in named.items() if amount}
             labels = kubernetes.get(name, {}).get("podMetadata", {}).get("labels", {})
             pod = {"image": container["image"], "resources": {"requests": requests}}
-            metadata = {"labels": labels}
-            templates.append({"name": name.removeprefix("exec-"), "metadata": metadata, "container": pod})
+            templates.append({"name": name.removeprefix("exec-"), "metadata": {"labels": labels}, "container": pod})
     return {"spec": {"templates": templates}}
 
 
@@ -180,8 +179,7 @@ def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Ch
 
 def count_tasks(spec: Mapping[str, Any]) -> int:
     """Count the tasks of all graphs of a compiled pipeline."""
-    graphs = (spec["root"], *spec["components"].values())
-    return sum(len(graph.get("dag", {}).get("tasks", {})) for graph in graphs)
+    return sum(len(graph.get("dag", {}).get("tasks", {})) for graph in (spec["root"], *spec["components"].values()))
 
 
 def predict_workflow_size(spec: Mapping[str, Any]) -> int:

@@ -30,7 +30,7 @@ from tuneloop.kfp.io import Task
 from tuneloop.kfp.position import Position, find_position, read_iteration, read_reward
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import CONTINUED, TARGET, encode_parameter
-from tuneloop.local.iterations import Iterations
+from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
                     made = api.start_next_run(run_id)
                     print(f"after iteration {trained.last} the run goes on as {made}", file=sys.stderr)
                 task.finish()
-        except ServerEnded as error:
+        except StageEnded as error:
             return error.code
         return 0
 
@@ -112,13 +112,6 @@ def get_output_name(value: str) -> str:
     return f"last_{value}"
 
 
-class ServerEnded(Exception):
-    """The rollout server ended before it was ready; the task ends with this exit code."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-
 @contextlib.contextmanager
 def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
     """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint.
@@ -128,7 +121,7 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
         pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
 
     Raises:
-        ServerEnded, Interrupted, Unavailable: it did not become ready.
+        StageEnded, Interrupted, Unavailable: it did not become ready.
     """
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
@@ -166,7 +159,7 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
             raise Unavailable(f"the rollout server was not ready in {BOOT_S:g} s")
         time.sleep(1)
     # It has said why; one that was killed is started again.
-    raise ServerEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
+    raise StageEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
 
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:

@@ -39,8 +39,7 @@ def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> 
 def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
     """Write an HTML page with one line chart per quantity of ``metrics.jsonl`` over the optimizer steps."""
     data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
-    rows = [json.loads(line) for line in data.splitlines()]
-    task.write(name, render_charts(rows, "step"))
+    task.write(name, render_charts([json.loads(line) for line in data.splitlines()], "step"))
 
 
 def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
@@ -63,8 +62,7 @@ def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
 
 def render_markdown_table(head: Sequence[str], rows: Any) -> str:
     """Render a Markdown table; a cell is cut after `WIDTH` characters."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
 PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {

@@ -19,7 +19,7 @@ from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.api import match_name
 from tuneloop.kfp.client import EXPERIMENT, compiled_package, translate_api_errors
-from tuneloop.kfp.template import REQUIRED, define_uncached_step
+from tuneloop.kfp.template import define_uncached_step
 from tuneloop.runs.records import check_schedule_name
 
 DATA_PREP = "tuneloop.stages.data_prep:data_prep"
@@ -101,10 +101,9 @@ def convert_cron(cron: str) -> str:
 
 def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
     """Return the pipeline of a tick."""
-    signature: dict[str, tuple[Any, Any]] = {k: (dict if k == "data" else str, REQUIRED) for k in ABOUT}
-    signature["done"] = (dsl.OutputPath(str), REQUIRED)
+    kinds = {**{name: dict if name == "data" else str for name in ABOUT}, "done": dsl.OutputPath(str)}
     summary = "Start a run where the data is new."
-    step = define_uncached_step("check_data", summary, signature, ABOUT, config.cluster, config.kfp)
+    step = define_uncached_step("check_data", summary, kinds, ABOUT, config.cluster, config.kfp)
 
     def check_data():  # type: ignore[no-untyped-def]  # kfp takes an annotation for an output
         """Look for new data, and start the pipeline if there is any."""

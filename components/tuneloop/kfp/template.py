@@ -88,28 +88,24 @@ def report_step(*, cluster: Cluster, kfp: Kfp) -> Step:
     """`tuneloop.kfp.report` as a step: the page of a run, and its rewards."""
     kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
     about = {"run": "name of the run", "store": "URL of the store"}
-    summary, signature = "Report on a run, however it ended.", {name: (kind, REQUIRED) for name, kind in kinds.items()}
-    return define_uncached_step("report", summary, signature, about, cluster, kfp)
+    return define_uncached_step("report", "Report on a run, however it ended.", kinds, about, cluster, kfp)
 
 
 def register_step(*, cluster: Cluster, kfp: Kfp) -> Step:
     """`tuneloop.kfp.register` as a step: the exported model in a model registry."""
     kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
     about = {"registry": "address of the registry", "model_name": "of the registered model"}
-    signature = {name: (kind, REQUIRED) for name, kind in kinds.items()}
-    return define_uncached_step("register", "Register the exported model.", signature, about, cluster, kfp)
+    return define_uncached_step("register", "Register the exported model.", kinds, about, cluster, kfp)
 
 
 def define_uncached_step(
-    name: str,
-    summary: str,
-    signature: Mapping[str, tuple[Any, Any]],
-    about: Mapping[str, str],
-    cluster: Cluster,
-    kfp: Kfp,
+    name: str, summary: str, kinds: Mapping[str, Any], about: Mapping[str, str], cluster: Cluster, kfp: Kfp
 ) -> Step:
-    """Return a program of ours as a step whose task never comes from KFP's cache: it reads what is there by now."""
-    image = cluster.images.format(image="base")
+    """Return a program of ours as a step whose task never comes from KFP's cache: it reads what is there by now.
+
+    It needs an argument of each of `kinds`.
+    """
+    image, signature = cluster.images.format(image="base"), {name: (kind, REQUIRED) for name, kind in kinds.items()}
     made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
     return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
 

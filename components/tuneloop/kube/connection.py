@@ -126,8 +126,7 @@ class Connection:
 
     def get(self, group: str, version: str, plural: str, name: str) -> dict[str, Any]:
         """Return a custom object of the namespace."""
-        found: dict[str, Any] = self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
-        return found
+        return self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
 
     def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
         """Return a custom object of the namespace; None where there is none."""
@@ -137,8 +136,7 @@ class Connection:
 
     def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Create a custom object in the namespace."""
-        made: dict[str, Any] = self.custom.create_namespaced_custom_object(group, version, self.namespace, plural, body)
-        return made
+        return self.custom.create_namespaced_custom_object(group, version, self.namespace, plural, body)
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""
@@ -156,8 +154,7 @@ class Connection:
 
     def list_pods(self, selector: str, **options: Any) -> Sequence[Any]:
         """List the pods of the namespace that have these labels."""
-        found: Sequence[Any] = self.core.list_namespaced_pod(self.namespace, label_selector=selector, **options).items
-        return found
+        return self.core.list_namespaced_pod(self.namespace, label_selector=selector, **options).items
 
 
 def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -> Connection:

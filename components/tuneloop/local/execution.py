@@ -149,8 +149,7 @@ class Execution:
 
     def pod_environment(self, container: Mapping[str, Any], node: Node, files: PodFilesystem) -> dict[str, str]:
         """Return a pod's environment: the machine's, then the container's."""
-        progress = self.workdir / "nodes" / node.id / "progress"
-        env = {**self._env, "ARGO_PROGRESS_FILE": str(progress)}
+        env = {**self._env, "ARGO_PROGRESS_FILE": str(self.workdir / "nodes" / node.id / "progress")}
         values = (node.id, "local", node.id, socket.gethostname(), "local", self.get_address(node), "127.0.0.1")
         fields = dict(zip(manifest.FIELD_PATHS, values))
         for item in container.get("env", []):

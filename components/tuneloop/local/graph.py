@@ -57,8 +57,7 @@ def run_template(execution: Execution, call: Call) -> Result:
             return _omit_ended(execution, template, node, result)
 
         if retried:
-            strategy = substitute_tags(template["retryStrategy"], scope)
-            result = Attempts(execution, strategy, node, call, attempt).run()
+            result = Attempts(execution, substitute_tags(template["retryStrategy"], scope), node, call, attempt).run()
         else:
             result = attempt(node, {})
     except ExpressionError as error:

@@ -32,7 +32,7 @@ DEFAULT_SEED = 67280421310721
 
 
 class StageEnded(Exception):
-    """A stage did not commit; the pod ends with its exit code."""
+    """A stage did not commit, or a server ended before it was ready; the pod ends with its exit code."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -114,12 +114,9 @@ class ProcessServer:
 
     def _listen(self) -> None:
         """Hear what the server says until it ends."""
-        with self._channel.makefile() as lines:
-            try:
-                for line in lines:
-                    self._hear(json.loads(line))
-            except OSError:
-                pass
+        with self._channel.makefile() as lines, contextlib.suppress(OSError):
+            for line in lines:
+                self._hear(json.loads(line))
         code = f" with exit code {self._server.wait()}" if self._server else ""
         self.failure = self.failure or f"it ended{code}"
         self.settled.set()

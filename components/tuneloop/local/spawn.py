@@ -65,8 +65,7 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
 def end_all() -> None:
     """Send SIGKILL to everything that descends from this process."""
     while True:
-        victims = _descendants(os.getpid())
-        for pid in victims:
+        for pid in _descendants(os.getpid()):
             _quietly(os.kill, pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, 0)[0]:

@@ -68,9 +68,8 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
             isinstance(model, Model) and parts and memory_estimate.is_memory_estimate_complete(stage, model, context)
         )
         known = "" if complete else " or more" if parts else " (not estimated)"
-        needed = f"{stage.memory}{known}"
         count = f"{pods[stage.name]} in {together}" if stage.name in shared else str(pods[stage.name])
-        table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, needed)
+        table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, f"{stage.memory}{known}")
         if parts:
             sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {format_size(count)}" for text, count in parts))
             sums[-1] += f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
@@ -85,13 +84,11 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     if {*loop.values()} != {*LOOP} or overlapped or spread:  # one pod would run the stages in turn
         return Group(tree, table, Text("\n".join(lines)))
     grains = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = ("grain of the loop", "overhead an iteration", "accelerator idle", "")
-    for heading in headings:
+    for heading in ("grain of the loop", "overhead an iteration", "accelerator idle", ""):
         grains.add_column(heading, no_wrap=True)
-    part = _parameter(workflow, "per-workflow")
     looped = ((stage, stage.component) for stage in stages if stage.name in loop)  # who only calls a server idles, too
     idle = [stage.name for stage, made in looped if made and find_role(made, stage.flags, ["endpoint"]) == "cpu"]
-    for row in compare_iterations_per_pod(grain, part, loop, idle, seconds):
+    for row in compare_iterations_per_pod(grain, _parameter(workflow, "per-workflow"), loop, idle, seconds):
         grains.add_row(*row)
     told = "as measured in the run given" if seconds else "--measured RUN says what auto is by the seconds of a run"
     note = f"overhead: Argo's {REQUEUE:g} s between two pods; work: {told}\n{LOST}"
@@ -102,7 +99,20 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     """Count template → pods that it can become at most, without retries; in the order of the graph."""
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     counts: Counter[str] = Counter()
-    _count(workflow, templates, workflow["spec"]["entrypoint"], 1, (), counts)
+
+    def count(name: str, times: int, above: tuple[str, ...]) -> None:
+        tasks = list_calls(templates[name])
+        if not tasks:
+            counts[name] += times
+            return
+        again = next((task for task in tasks if task.get("template") == name), {})
+        rounds = _parameter(workflow, "iterations") if again else 1
+        for task in tasks:
+            if task["template"] not in (*above, name):
+                ahead = "when" in again and task.get("when") == again["when"]  # of the next round: the last has none
+                count(task["template"], times * (rounds - ahead), (*above, name))
+
+    count(workflow["spec"]["entrypoint"], 1, ())
     later = -(-_parameter(workflow, "iterations") // _parameter(workflow, "per-workflow")) - 1
     for name in counts:  # each workflow of a long run has a server, and each but the last starts the next
         if "tuneloop.cluster.continue_run" in templates[name].get("container", {}).get("command", ()):
@@ -150,26 +160,6 @@ def describe_checkpoint(stage: Stage, model: Model | str) -> str:
         return f"{text}, with both {format_size(served + trained * 12)}"
     mean = format_size(served + trained * 12 / every)
     return f"{text} each {every} iterations: {mean} an iteration; a new process replays at most {every - 1} updates"
-
-
-def _count(
-    workflow: Mapping[str, Any],
-    templates: Mapping[str, Any],
-    name: str,
-    times: int,
-    above: tuple[str, ...],
-    counts: Counter[str],
-) -> None:
-    tasks = list_calls(templates[name])
-    if not tasks:
-        counts[name] += times
-        return
-    again = next((task for task in tasks if task.get("template") == name), {})
-    rounds = _parameter(workflow, "iterations") if again else 1
-    for task in tasks:
-        if task["template"] not in (*above, name):
-            ahead = "when" in again and task.get("when") == again["when"]  # of the next round: the last has none
-            _count(workflow, templates, task["template"], times * (rounds - ahead), (*above, name), counts)
 
 
 def _parameter(workflow: Mapping[str, Any], name: str) -> int:

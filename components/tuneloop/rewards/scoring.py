@@ -111,8 +111,7 @@ def find_reward(name: str) -> Reward:
     try:
         plugin = plugins.load_variant("rewards", name)
     except ImportError as error:
-        remedy = f"needs {error.name or error}; pip install 'tuneloop[rewards]'"
-        raise UserError("rewards", name, remedy) from error
+        raise UserError("rewards", name, f"needs {error.name or error}; pip install 'tuneloop[rewards]'") from error
     function = plugin if callable(plugin) else getattr(plugin, "score", None)
     if not callable(function):
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")

@@ -85,7 +85,10 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def _draw(series: Series, color: str, locate_point: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
-    at = [locate_point(x, y) for x, y in series.finite_points]
+    points = series.finite_points
+    size = max(2 * len(points) // WIDTH, 1)  # of many points the least and the greatest of each two pixels are drawn
+    parts = (sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size))
+    at = [locate_point(x, y) for part in parts for x, y in sorted({part[0], part[-1]})]
     if series.line and len(at) > 1:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         yield f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>'

@@ -80,8 +80,7 @@ def read_record(name: str, store: str) -> Record | None:
     """Read the record of the run `name`, if it was started on this machine."""
     check_name(name)
     place = get_run_directory(name, store)
-    data = Store(str(place)).get("run.json")
-    told = load_checked_json(data, f"{name}/run.json", str(place.parent), "restore it")
+    told = load_checked_json(Store(str(place)).get("run.json"), f"{name}/run.json", str(place.parent), "restore it")
     try:
         return Record.model_validate(told) if told else None
     except ValidationError as error:

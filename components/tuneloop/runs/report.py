@@ -14,9 +14,10 @@ from tuneloop.runs import summary
 from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.charts import STYLE, Series, render_chart
 from tuneloop.runs.delivery import list_deliveries
-from tuneloop.runs.run_record import Curve, Entry, Run
+from tuneloop.runs.run_record import Curve, Run
 
-SAMPLES = 12
+SAMPLES, ROWS, CHARACTERS = 12, 100, 2000
+"""Most prompts, rows of a table and characters of a cell: 1,000 iterations, or long completions, fit into 1 MB."""
 LABELS = {"step": "optimizer step"}
 FIRST = ("mean_reward", "kl", "entropy", "loss", "mean_length")
 """Quantities whose curves come first, in this order; any other quantity that a stage recorded follows."""
@@ -29,10 +30,10 @@ def render_page(run: Run) -> str:
 
 
 def _render_body(run: Run) -> str:
-    curves = run.curves()
+    alarms = find_alarms(curves := run.curves())
     parts = [
-        f"<h1>{escape(run.name)}</h1>",
-        "".join(f'<p class="alarm" role="alert">{escape(alarm)}</p>' for alarm in find_alarms(curves)),
+        f'<h1>{escape(run.name)}</h1><p class="verdict">{escape(summary.judge_run(run, curves, alarms))}</p>',
+        "".join(f'<p class="alarm" role="alert">{escape(alarm)}</p>' for alarm in alarms),
         _facts(run),
         f'<div class="figures">{"".join([*_draw_curves(curves), _draw_phases(run)])}</div>',
         _samples(run),
@@ -49,16 +50,14 @@ def _render_body(run: Run) -> str:
 
 def _facts(run: Run) -> str:
     work = summary.format_duration(sum(entry.seconds for entry in run.entries))
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else ""
     facts = {
         "pipeline": run.record.pipeline if run.record else "not known here: the run was started elsewhere",
         "state": "as its artifacts tell; its executor is elsewhere" if run.phase == "elsewhere" else run.phase,
         "failed": "; ".join(f"{task}: {message}" for task, message in run.read_failures().items()),
-        "mean reward": summary.reward_line(run),
         "iterations": summary.iterations_line(run),
         "ran on": ", ".join(summary.list_devices(run.entries)),
         "work": f"{work} in stages" if run.entries else "no stage has committed anything yet",
-        "started": created,
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.record.created)) if run.record else "",
         "artifacts": run.url.removeprefix("file://"),
     }
     return _table((), ([name, value] for name, value in facts.items() if value), kind="facts")
@@ -123,9 +122,7 @@ def _provenance(run: Run) -> str:
             entry.key,
             _short(entry.manifest.digest),
             "; ".join(_origin(run, name, ref) for name, ref in sorted(entry.manifest.inputs.items())),
-            str(entry.manifest.provenance.get("device", "not stated")),
-            str(entry.manifest.provenance.get("world_size", "")),
-            str(entry.manifest.provenance.get("code", "")),
+            *(str(entry.manifest.provenance.get(name, "not stated")) for name in ("device", "world_size", "code")),
             summary.format_size(sum(f.size for f in entry.manifest.files.values())),
             f"{entry.seconds:.1f}",
         ]
@@ -137,26 +134,19 @@ def _provenance(run: Run) -> str:
 
 def _efficiency(run: Run) -> str:
     """Show how well the stages that train used their devices: over all runs of a stage, medians and the most memory."""
-    by_stage: dict[str, list[Entry]] = {}
-    for entry in run.entries:
-        if "efficiency" in entry.manifest.notes and "tokens_per_s" in entry.manifest.timings:
-            by_stage.setdefault(entry.manifest.stage, []).append(entry)
-    rows = []
-    for stage, entries in by_stage.items():
-        figures = [entry.manifest.notes["efficiency"] for entry in entries]
-        speed = median(entry.manifest.timings["tokens_per_s"] for entry in entries)
+    made, rows = [entry.manifest for entry in run.entries], []
+    made = [each for each in made if "efficiency" in each.notes and "tokens_per_s" in each.timings]
+    for stage in dict.fromkeys(each.stage for each in made):
+        entries = [each for each in made if each.stage == stage]
+        figures = [entry.notes["efficiency"] for entry in entries]
+        speed, flops = (median(e.timings["tokens_per_s"] for e in entries), median(f["flops_per_s"] for f in figures))
         mfu = [each["mfu"] for each in figures if each["mfu"] is not None]
         waits = [each["communication_s"] / each["step_s"] for each in figures if "step_s" in each]
-        rows.append(
-            [
-                f"{stage}, {len(entries)} times" if len(entries) > 1 else stage,
-                f"{speed:.4g}",
-                f"{median(each['flops_per_s'] for each in figures) / 1e12:.3g}",
-                f"{median(mfu):.1%}" if mfu else "the device's peak is not known",
-                summary.format_size(max(each["peak_memory_bytes"] for each in figures)),
-                f"{median(waits):.1%} of a step" if waits else "one process, or not measured",
-            ]
-        )
+        times = f"{stage}, {len(entries)} times" if len(entries) > 1 else stage
+        memory = summary.format_size(max(each["peak_memory_bytes"] for each in figures))
+        used = f"{median(mfu):.1%}" if mfu else "the device's peak is not known"
+        waited = f"{median(waits):.1%} of a step" if waits else "one process, or not measured"
+        rows.append([times, f"{speed:.4g}", f"{flops / 1e12:.3g}", used, memory, waited])
     head = ("stage", "tokens/s", "TFLOP/s", "MFU", "peak memory of a rank", "in collectives")
     return _section("Efficiency", head, rows)
 
@@ -211,8 +201,10 @@ def _section(title: str, head: Iterable[str], rows: list[list[str]], kind: str =
 def _table(head: Iterable[str], rows: Iterable[list[str]], kind: str) -> str:
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     top = f"<thead><tr>{names}</tr></thead>" if names else ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'
+    cut = [[c if len(c) <= CHARACTERS else f"{c[:CHARACTERS]} … (cut)" for c in row] for row in rows]
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cut[-ROWS:])
+    left = f"<p>{len(cut) - ROWS} rows before these are left out; tuneloop ui shows all.</p>" if len(cut) > ROWS else ""
+    return f'{left}<table class="{kind}">{top}<tbody>{body}</tbody></table>'
 
 
 def _mark(row: Mapping[str, Any]) -> str:

@@ -365,8 +365,7 @@ class Run:
         for name in entry.manifest.files:
             if name.endswith(".parquet") and (data := self.read(entry, name)):
                 file = pyarrow.parquet.ParquetFile(io.BytesIO(data))  # read_table would import pandas
-                rows: list[dict[str, Any]] = file.read([c for c in file.schema_arrow.names if c in columns]).to_pylist()
-                return rows
+                return file.read([c for c in file.schema_arrow.names if c in columns]).to_pylist()
         return []
 
     def judged(self, entry: Entry) -> int:

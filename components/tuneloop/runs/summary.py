@@ -1,9 +1,10 @@
 """A run in words."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import variance
 
-from tuneloop.runs.run_record import Entry, Run, Score
+from tuneloop.runs.run_record import Curve, Entry, Run, Score
 
 
 def format_duration(seconds: float) -> str:
@@ -44,9 +45,9 @@ def format_facts(facts: Mapping[str, str]) -> str:
     return "\n".join(f"  {name:<12} {text.replace('file://', '')}" for name, text in facts.items() if text)
 
 
-def reward_line(run: Run) -> str:
-    """Say what the reward was before and after, and how it was measured."""
-    scores = run.evaluations() or run.training_rewards()
+def reward_line(run: Run, scores: Sequence[Score] = ()) -> str:
+    """Say what the reward was before and after, and how it was measured; by default on held-out prompts, if any."""
+    scores = scores or run.evaluations() or run.training_rewards()
     if not scores:
         return ""
     first, last = scores[0], scores[-1]
@@ -54,6 +55,23 @@ def reward_line(run: Run) -> str:
         return f"{first.value:.3f} ({describe_score(run, first)}, policy version {first.version})"
     about = f"{describe_score(run, last)}; policy version {first.version} → {last.version}"
     return f"{first.value:.3f} → {last.value:.3f} ({about})"
+
+
+def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
+    """Say in a sentence with its number whether a run went well; two standard errors of the reward may be chance."""
+    scores = next((each for each in (run.evaluations(), run.training_rewards()) if len(each) > 1), [])
+    if scores:
+        samples = [run.samples(score.entry, ("score",)) for score in (scores[0], scores[-1])]
+        known = [[row["score"] for row in rows if row.get("score") is not None] for rows in samples]
+        noise = 2 * sum(variance(values) / len(values) for values in known if len(values) > 1) ** 0.5
+        gain, said = scores[-1].value - scores[0].value, f"mean reward {reward_line(run, scores)}"
+    elif loss := next((curve.y for curve in curves if curve.name == "loss"), []):
+        noise, gain, said = 0.0, loss[0] - loss[-1], f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
+    else:
+        return "Whether the run goes well cannot be said: nothing was measured twice."
+    well = "well" if gain > noise else "badly" if not gain >= -noise else "without a change that is more than chance"
+    ended = {"failed": "failed, having gone", "interrupted": "was interrupted, having gone", "running": "is going"}
+    return f"The run {ended.get(run.phase, 'went')} {well}{' (see the alarms)' if alarms else ''}: {said}."
 
 
 def describe_score(run: Run, score: Score) -> str:

@@ -67,8 +67,7 @@ def mirror_run(run: Run, *, follow: bool = False, going_on: Callable[[], bool] |
         made.sync()
         return made.close()
     except MlflowException as error:
-        text = " ".join(str(error).split())
-        raise UserError("MLFLOW_TRACKING_URI", format_tracking_uri(), text) from error
+        raise UserError("MLFLOW_TRACKING_URI", format_tracking_uri(), " ".join(str(error).split())) from error
 
 
 def format_tracking_uri() -> str:

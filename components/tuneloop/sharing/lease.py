@@ -51,8 +51,7 @@ class Lease:
             if seen is None:
                 api.create_namespaced_custom_object(*place, made, _request_timeout=10)
             elif document.idle:
-                about = {k: seen["metadata"][k] for k in ("uid", "resourceVersion")}
-                body = {"preconditions": about}
+                body = {"preconditions": {k: seen["metadata"][k] for k in ("uid", "resourceVersion")}}
                 api.delete_namespaced_custom_object(*place, self.name, body=body, _request_timeout=10)
             else:
                 api.replace_namespaced_custom_object(*place, self.name, made, _request_timeout=10)
@@ -73,8 +72,7 @@ class Lease:
 
 def read_groups(cluster: Connection) -> dict[str, Document]:
     """Read the document of each group of the namespace, by the group's name."""
-    found = cluster.list(*LEASES, selector=LABEL)
-    return {lease["metadata"]["labels"][LABEL]: parse_lease(lease) for lease in found}
+    return {lease["metadata"]["labels"][LABEL]: parse_lease(lease) for lease in cluster.list(*LEASES, selector=LABEL)}
 
 
 def release_leases(cluster: Connection, run: str) -> None:

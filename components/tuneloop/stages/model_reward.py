@@ -41,8 +41,7 @@ def model_reward(
     sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
-        longest = max(map(len, sequences)) + 1
-        model = Scorer(scorer.part("model"), ranks, max_length=longest, **options.model_options)
+        model = Scorer(scorer.part("model"), ranks, max_length=max(map(len, sequences)) + 1, **options.model_options)
     if max(max(ids) for ids in sequences) >= model.vocab_size:
         raise UserError("--scorer", scorer.url, "has a smaller vocabulary; train it from a model with this tokenizer")
     with stage.timed("score"):

@@ -292,8 +292,7 @@ def take_steps(
     """
     losses = []
     with stage.timed("train"):
-        parts = mini_batches(stage, samples, updates)
-        batches = [part for part in parts if any(sample.used for sample in part)]
+        batches = [part for part in mini_batches(stage, samples, updates) if any(sample.used for sample in part)]
         for number, batch in enumerate(batches, start=1):
             with trainer.watched() if watch and number == len(batches) else nullcontext():
                 losses.append(learner.step(trainer, batch))

@@ -129,11 +129,8 @@ class Learner:
         for micro, batch in self.trainer.accumulate(prepared.batches):
             found = sum_logprobs(self.trainer, batch)
             known = [self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")]
-            judged = Judged(
-                found - found.new_tensor(known),
-                batch.counts.to(found.device),
-                found.new_tensor(divergence),
-            )
+            counts = batch.counts.to(found.device)
+            judged = Judged(found - found.new_tensor(known), counts, found.new_tensor(divergence))
             loss = self.objective.loss(judged).sum() / len(chosen)
             loss.backward()
             for name, values in {"loss": loss.detach(), **self.objective.measures(judged)}.items():

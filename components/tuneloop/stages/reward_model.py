@@ -94,8 +94,7 @@ def compute_accuracy(stage: Stage, scorer: "Scorer", pairs: Pairs, limit: int) -
     with scorer.frozen():
         for micro in scorer.plan([sum(len(document.ids) for document in pair) for pair in pairs], limit):
             checkpoint.check_stop(stage, scorer)
-            documents = [document for i in micro for document in pairs[i]]
-            chosen, rejected = scorer.scores(documents).view(-1, 2).unbind(1)
+            chosen, rejected = scorer.scores([document for i in micro for document in pairs[i]]).view(-1, 2).unbind(1)
             right += float((chosen > rejected).sum())
     return scorer.ranks.sum([right])[0] / len(pairs)
 

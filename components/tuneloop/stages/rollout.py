@@ -1,9 +1,9 @@
 """Sample completions from the policy, with the log-probabilities that training needs."""
 
 import itertools
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.seeds import derive_seed, permute_index
@@ -12,23 +12,11 @@ from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 
 
-def _uncut(off: float) -> AfterValidator:
-    def check(value: float) -> float:
-        if value != off:
-            raise ValueError(
-                f"must stay {off}: log-probabilities of a cut distribution bias the policy's importance ratios; "
-                "use temperature instead"
-            )
-        return value
-
-    return AfterValidator(check)
-
-
 class RolloutOptions(SamplingOptions):
-    """What is sampled."""
+    """What is sampled: never from a cut distribution, whose log-probabilities would bias the importance ratios."""
 
     flags: ClassVar[tuple[str, ...]] = (
-        *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature", "top_p", "top_k"),
+        *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature"),
         *generate.SHARED_FLAGS,
     )
 
@@ -36,8 +24,6 @@ class RolloutOptions(SamplingOptions):
     prompts_per_iteration: int = Field(16, ge=1, description="prompts in a batch")
     n: int = Field(8, ge=1, le=100, description="completions a prompt")
     temperature: float = Field(1.0, ge=0.01, description="of the sampled distribution")
-    top_p: Annotated[float, _uncut(1.0)] = Field(1.0, description="must stay 1")
-    top_k: Annotated[int, _uncut(-1)] = Field(-1, description="must stay -1")
 
 
 @generate.sampling_stage("rollouts", "sampler", completions=int, mean_length=float)

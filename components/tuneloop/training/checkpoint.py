@@ -64,8 +64,7 @@ def trainer_state(policy: Artifact) -> dict[str, Any] | None:
     """Read ``trainer/state.json``, or the facts in its place; None where nothing has been trained yet."""
     if "trainer/state.json" not in policy.manifest.files:
         return policy.manifest.facts.get(STATE_FACT)
-    state: dict[str, Any] = json.loads(policy.part("trainer/state.json").read_text())
-    return state
+    return json.loads(policy.part("trainer/state.json").read_text())
 
 
 def find_state(policy: Artifact) -> Artifact | None:

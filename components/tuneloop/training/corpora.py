@@ -64,8 +64,7 @@ def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) ->
 
 def digest_tokenizer(policy: Artifact) -> str:
     """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds."""
-    files = {name: file.sha256 for name, file in find_tokenizer_files(policy).items()}
-    return hash_canonical_json(files)
+    return hash_canonical_json({name: file.sha256 for name, file in find_tokenizer_files(policy).items()})
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:

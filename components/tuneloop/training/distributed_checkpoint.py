@@ -54,5 +54,4 @@ def load_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     """Fill `tensors` in place, from whatever number of ranks wrote them; called by all ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group is what no_dist says
-        reader = HuggingFaceStorageReader(str(directory))
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=not dist.is_initialized())

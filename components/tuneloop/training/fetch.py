@@ -85,8 +85,7 @@ def rewrite_chats(path: Path) -> None:
     new = path.with_name(f".{path.name}")
     with pq.ParquetWriter(new, schema) as out:
         for batch in table.iter_batches(1024):
-            rows = [_row(row) for row in batch.to_pylist()]
-            out.write_table(pa.Table.from_pylist(rows, schema))
+            out.write_table(pa.Table.from_pylist([_row(row) for row in batch.to_pylist()], schema))
     new.replace(path)
 
 

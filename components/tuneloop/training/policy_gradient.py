@@ -38,8 +38,7 @@ class Objective:
             for micro, batch in zip(plan, policy.collate_ahead(documents, plan)):
                 checkpoint.check_stop(self.stage, policy)
                 values, _ = policy.logprobs(batch, self.temperature)
-                parts = values.split(batch.counts.tolist())
-                found |= {i: part.tolist() for i, part in zip(micro, parts)}
+                found |= {i: part.tolist() for i, part in zip(micro, values.split(batch.counts.tolist()))}
         for i, logprobs in policy.ranks.merge(found).items():
             setattr(samples[i], name, to_float32(logprobs))
 
@@ -90,10 +89,9 @@ class Objective:
 
         logprobs, entropy = trainer.logprobs(batch, self.temperature)
         counts = batch.counts.to(device)
-        several = any(sample.old for sample in samples)
         tokens = Tokens(
             logprobs,
-            old=column("old") if several else logprobs.detach(),
+            old=column("old") if any(sample.old for sample in samples) else logprobs.detach(),
             advantages=column("advantages"),
             sequence=torch.arange(len(samples), device=device).repeat_interleave(counts),
             engine=column("engine"),

@@ -138,12 +138,10 @@ def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -
     score = row["score"] if row["outcome"] in ("score", "escape") else None  # an escape has one if it is punished
     if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
         raise UserError(f"score of {name}", score, "must be a finite number where outcome is score; run reward again")
+    targets = array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes())
     return Sample(
         name,
-        Document(
-            array("i", ids.astype(np.int32).tobytes()),
-            array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes()),
-        ),
+        Document(array("i", ids.astype(np.int32).tobytes()), targets),
         group,
         score,
         length=int(mask.sum()),

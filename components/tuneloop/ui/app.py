@@ -18,7 +18,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from tuneloop.cluster.run_workflows import list_active_runs
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.records import list_runs, read_record
 from tuneloop.runs.run_record import Run
@@ -40,13 +42,29 @@ def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str
 
     It answers requests for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding).
     """
+    hosted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     locks, known = dict[str, threading.Lock](), dict[str, Run]()
+
+    def list_active() -> set[str]:
+        return list_active_runs(cluster, normalize_url(store)) if cluster else set()
+
+    def answer_runs(_: Request) -> Response:
+        return _answer({"store": store, "runs": sorted({*list_runs(store), *list_active()})})
+
+    def read_on(run: Run | None, name: str, *, whole: bool) -> Run:
+        """Return a run as it is now: the one that was known, unless it was deleted or another has its name."""
+        if run and run.record == read_record(name, store):
+            # all of 1,000 iterations take 60 ms: much for a key of a search
+            run.refresh(whole=None if whole else False)
+        if run and run.entries:
+            return run
+        return Run(name, store) if name in list_active() else Run.open(name, store)
 
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:
         def answer(request: Request) -> Response:
             name = request.path_params["name"]
             with locks.setdefault(name, threading.Lock()):  # what is known of a run is read on by one at a time
-                known[name] = run = _read_on(known.pop(name, None), name, store)
+                known[name] = run = read_on(known.pop(name, None), name, whole=path == "/now")
                 return _answer(tell(run, request))
 
         return Route(f"/api/runs/{{name}}{path}", answer)
@@ -54,22 +72,17 @@ def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str
     return Starlette(
         routes=[
             *(Route(path, lambda _, name=name: FileResponse(STATIC / name, headers=HEADERS)) for path, name in FILES),
-            Route("/api/runs", lambda _: _answer({"store": store, "runs": list_runs(store)})),
+            Route(
+                "/api/runs", lambda _: _answer({"store": store, "runs": sorted({*list_runs(store), *list_active()})})
+            ),
             route_run("", lambda run, _: describe.describe_run(run)),
             route_run("/now", lambda run, _: describe.describe_state(run, cluster)),
             route_run("/weights", lambda run, _: describe.describe_weights(run)),
             route_run("/samples/{at:path}", lambda run, r: samples.read_page(run, r.path_params["at"], r.query_params)),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts), Middleware(GZipMiddleware)],
+        middleware=[hosted, Middleware(GZipMiddleware, compresslevel=1)],
         exception_handlers=dict.fromkeys((UserError, Retryable, HTTPException, Exception), _refuse),
     )
-
-
-def _read_on(run: Run | None, name: str, store: str) -> Run:
-    """Return a run as it is now: the one that was known, unless it was deleted or another has its name."""
-    if run and run.record == read_record(name, store):
-        run.refresh()
-    return run if run and run.entries else Run.open(name, store)
 
 
 def _answer(value: Any, status: int = 200) -> Response:

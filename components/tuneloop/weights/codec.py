@@ -61,8 +61,7 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
         before.update(a.data)
         after.update(b.data)
         changed += sink.add(a, b)
-    payload = sink.finish() if changed else None
-    return Delta(payload, changed, before.hexdigest(), after.hexdigest())
+    return Delta(sink.finish() if changed else None, changed, before.hexdigest(), after.hexdigest())
 
 
 def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:
@@ -245,8 +244,7 @@ class _Overwrite:
         return len(positions)
 
     def finish(self) -> bytes:
-        count = sum(map(len, self.values))
-        head = np.frombuffer(struct.pack("<I", count), np.uint8)
+        head = np.frombuffer(struct.pack("<I", sum(map(len, self.values))), np.uint8)
         return _compress(np.concatenate([head, *self.positions, *self.values]))
 
 

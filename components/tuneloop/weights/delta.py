@@ -60,10 +60,9 @@ def write_delta(
     def encode(name: str) -> codec.Delta:
         return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
 
-    digest = "0" * 32
     widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
     # offsets are not known yet
-    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, digest), **widest}))
+    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, "0" * 32), **widest}))
     done = Written([], {}, {}, 0, 0, 0, True)
     header: dict[str, Any] = {"__metadata__": {}}
     at = 0
@@ -173,8 +172,7 @@ def _buffer(size: int) -> Bytes:
     """Return memory that the thread's next tensor takes over: fresh pages would take four times as long to fill."""
     if not hasattr(_local, "buffer") or len(_local.buffer) < size:
         _local.buffer = np.empty(size, np.uint8)
-    buffer: Bytes = _local.buffer[:size]
-    return buffer
+    return _local.buffer[:size]
 
 
 def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:

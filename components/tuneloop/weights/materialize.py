@@ -217,9 +217,8 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
     for file in visible_files(directory):
         if file.relative_to(directory).as_posix() not in index.files:
             file.unlink()
-    marker = Marker(version=plan.target.version, index=plan.target.digest, boot=_boot())
     staged = directory / f"{MARKER}.new"
-    staged.write_text(marker.model_dump_json())
+    staged.write_text(Marker(version=plan.target.version, index=plan.target.digest, boot=_boot()).model_dump_json())
     os.replace(staged, directory / MARKER)
 
 

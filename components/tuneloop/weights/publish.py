@@ -165,7 +165,6 @@ class _Attempt:
             same = before.files.get(key)
             if file.header or (same and (file.size, file.digest) == (same.size, same.digest)):
                 files[key] = file.model_copy(update={"stored": None})
-        stored = sum(f.size for f in files.values() if f.stored)
         self.delta = Index(
             metadata=Metadata(
                 version=f"{self.version:06d}",
@@ -179,7 +178,7 @@ class _Attempt:
                 files=files,
                 checksums=done.new,
                 base_index=standing.digest,
-                stored_bytes=done.size + stored,
+                stored_bytes=done.size + sum(f.size for f in files.values() if f.stored),
                 elements=done.elements,
                 changed=done.changed,
                 restore_cost=before.restore_cost + done.size / self.new.size + APPLY_COST,
@@ -263,8 +262,7 @@ class _Attempt:
     def stand_by(self) -> Published:
         """Make sure that the version which exists is ours, and that the pointer says so."""
         assert self.full is not None
-        standing = self.chain.entry(self.version)
-        if not standing.index.same_state(self.full):
+        if not self.chain.entry(self.version).index.same_state(self.full):
             remedy = f"{self.chain.store.url}/{self.place} holds other weights; publish under a new number"
             raise PointerConflict("weights version", self.version, remedy)
         self.sent = 0

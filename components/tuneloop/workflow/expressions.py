@@ -18,17 +18,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tuneloop.workflow.expression_values import (
-    ExpressionError,
-    apply_operator,
-    format_json,
-    format_value,
-    get_member,
-    parse_string_literal,
-    require_number,
-    to_float,
-    to_int,
-)
+from tuneloop.workflow import expression_values as values
+from tuneloop.workflow.expression_values import ExpressionError
 
 TAG = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 Scope = Mapping[str, Any]
@@ -74,7 +65,7 @@ def evaluate_boolean(expression: str, scope: Scope) -> bool:
     """Evaluate an expression that must be a boolean, as in ``retryStrategy.expression`` and hooks."""
     value = evaluate_expression(expression, scope)
     if not isinstance(value, bool):
-        raise ExpressionError(f"{expression!r} is {format_value(value)}, not true or false")
+        raise ExpressionError(f"{expression!r} is {values.format_value(value)}, not true or false")
     return value
 
 
@@ -88,7 +79,7 @@ def evaluate_when(when: str) -> bool:
         hint = "quote both sides if a value may hold spaces, hyphens or nothing"
         raise ExpressionError(f"invalid 'when' expression {when!r}: {error} ({hint})") from None
     if not isinstance(value, bool):
-        raise ExpressionError(f"'when' expression {when!r} is {format_value(value)}, not true or false")
+        raise ExpressionError(f"'when' expression {when!r} is {values.format_value(value)}, not true or false")
     return value
 
 
@@ -97,7 +88,7 @@ def _resolve(tag: str, scope: Scope) -> str:
         value = evaluate_expression(tag.lstrip()[1:].strip(), scope)
         if value is None:
             raise ExpressionError(f"{{{{{tag}}}}} has no value (nil)")
-        return format_value(value)
+        return values.format_value(value)
     value = scope.get(tag.strip())
     if not isinstance(value, str):
         raise ExpressionError(f"failed to resolve {{{{{tag.strip()}}}}}")
@@ -181,7 +172,7 @@ def _read_words(source: str) -> Iterator[str]:
     for match in _TOKEN.finditer(source.rstrip()):
         kind, word = str(match.lastgroup), " ".join(match[str(match.lastgroup)].split(" "))
         if kind == "string":
-            yield f"({parse_string_literal(word)!r})"  # Python would join two that follow one another
+            yield f"({values.parse_string_literal(word)!r})"  # Python would join two that follow one another
         elif kind == "member":
             yield f"[{word[1:].strip()!r}]"
         elif kind == "number" or word in _PYTHON:
@@ -206,7 +197,7 @@ def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
                 raise ExpressionError(f"unknown name {name!r}")
             return name if env is None else env[name]
         case ast.Subscript(value=owner, slice=key) if env is not None:
-            return get_member(value(owner), value(key))
+            return values.get_member(value(owner), value(key))
         case ast.List(elts=items) if env is not None:
             return [value(item) for item in items]
         case ast.Tuple(elts=items) if env is None:
@@ -216,7 +207,7 @@ def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
             try:
                 return FUNCTIONS[name](*given)
             except (TypeError, ValueError) as error:
-                raise ExpressionError(f"{name}({', '.join(map(format_json, given))}): {error}") from None
+                raise ExpressionError(f"{name}({', '.join(map(values.format_json, given))}): {error}") from None
         case ast.IfExp(test=test, body=yes, orelse=no):
             return value(yes if _require_boolean(value(test), "?") else no)
         case ast.BoolOp(op=op, values=parts):
@@ -225,29 +216,27 @@ def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
         case ast.UnaryOp(op=ast.Invert(), operand=inner):
             return not _require_boolean(value(inner), "!")
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -require_number(value(inner), "-")
+            return -values.require_number(value(inner), "-")
         case ast.UnaryOp(op=ast.UAdd(), operand=inner):
-            return require_number(value(inner), "+")
-        case ast.BinOp(left=left, op=sign, right=right):
-            return apply_operator(type(sign), value(left), value(right))
-        case ast.Compare(left=left, ops=[sign], comparators=[right]):
-            return apply_operator(type(sign), value(left), value(right))
+            return values.require_number(value(inner), "+")
+        case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]):
+            return values.apply_operator(type(sign), value(left), value(right))
     raise ExpressionError(f"unexpected {ast.unparse(node)!r}")
 
 
 def _require_boolean(value: Any, op: str) -> bool:
     if not isinstance(value, bool):
-        raise ExpressionError(f"{op!r} needs true or false, got {format_value(value)}")
+        raise ExpressionError(f"{op!r} needs true or false, got {values.format_value(value)}")
     return value
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "asInt": to_int,
-    "int": to_int,
-    "asFloat": to_float,
-    "float": to_float,
-    "string": format_value,
-    "toJson": format_json,
+    "asInt": values.to_int,
+    "int": values.to_int,
+    "asFloat": values.to_float,
+    "float": values.to_float,
+    "string": values.format_value,
+    "toJson": values.format_json,
     "len": len,
 }
 """The functions an expression may call: Argo's own names and expr-lang's."""

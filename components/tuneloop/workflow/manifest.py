@@ -155,14 +155,12 @@ def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[
 
 def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the object that a resource template applies; empty for any other template."""
-    found: dict[str, Any] = yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
-    return found
+    return yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
 
 
 def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the labels of any object, or of a template's pod."""
-    given: Mapping[str, str] = (found.get("metadata") or {}).get("labels") or {}
-    return given
+    return (found.get("metadata") or {}).get("labels") or {}
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:

@@ -114,8 +114,7 @@ def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
 def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the container that works: the template's, or that of the JobSet `job` it applies; empty without one."""
     if job.get("kind") == "JobSet":
-        found: dict[str, Any] = group_of(job)["template"]["spec"]["containers"][0]
-        return found
+        return group_of(job)["template"]["spec"]["containers"][0]
     return template.get("container") or template.get("script") or {}
 
 
@@ -123,5 +122,4 @@ def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec of the one Job of our JobSets; empty for any other object."""
     if job.get("kind") != "JobSet":
         return {}
-    found: dict[str, Any] = job["spec"]["replicatedJobs"][0]["template"]["spec"]
-    return found
+    return job["spec"]["replicatedJobs"][0]["template"]["spec"]

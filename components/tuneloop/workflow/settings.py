@@ -198,8 +198,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         return self
 
     def resources(self, role: ResourceRole) -> Resources:
-        found: Resources = getattr(self, role)
-        return found
+        return getattr(self, role)
 
     def count_gpus(self, role: ResourceRole) -> int:
         """Return the GPUs of a pod of a role."""

@@ -1,6 +1,7 @@
 """A session, or `tuneloop gateway --local`, is told to end while there is work: that is done, fetched and saved."""
 
 import concurrent.futures
+import contextlib
 import re
 import signal
 import subprocess
@@ -34,19 +35,26 @@ DATUM = {
 }
 
 
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(tmp_path / "store")]
-    flags = ["--port", "0", "--token-file", str(tmp_path / "token")]
+@contextlib.contextmanager
+def serve(home: Path, *more: str) -> Iterator[SimpleNamespace]:
+    """A gateway for sessions on this machine, and a client of its."""
+    command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(home / "store")]
+    flags = ["--port", "0", "--token-file", str(home / "token"), *more]
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
         try:
             url = re.search(r"http://\S+", process.stderr.readline())[0]
             process.stderr.readline()
-            headers = {"Authorization": f"Bearer {(tmp_path / 'token').read_text().strip()}"}
+            headers = {"Authorization": f"Bearer {(home / 'token').read_text().strip()}"}
             with httpx2.Client(base_url=url, headers=headers, timeout=LIMIT_S) as http:
-                yield SimpleNamespace(http=http, process=process, home=tmp_path)
+                yield SimpleNamespace(http=http, process=process, home=home)
         finally:
             process.kill()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    with serve(tmp_path) as served:
+        yield served
 
 
 def ask(gateway: SimpleNamespace, what: str, **body: object) -> str:

@@ -26,7 +26,7 @@ class Digits(Vllm):
     """An engine of 64 tokens that says one of them for each prompt, after `DURATION_S` seconds."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
-        self.args, self.context, self.version, self.digest = args, 64, 0, "xxh3-128:00"
+        self.args, self.context, self.version, self.digest = dict(args), 64, 0, "xxh3-128:00"
         self.engine = None
         self.duration_s = float(os.environ.get("DURATION_S", 0))
         self.running: dict[str, float] = {}
@@ -81,5 +81,6 @@ def ask(address: str, method: str, path: str, body: Any = None, **headers: str) 
 
 if __name__ == "__main__":
     guard.HEADERS_S = float(os.environ.get("HEADERS_S", guard.HEADERS_S))
+    guard.STRANGERS = int(os.environ.get("STRANGERS", guard.STRANGERS))
     server.Vllm = Digits  # type: ignore[misc]
     os._exit(server.main(sys.argv[1:]))

@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
-from tuneloop import weights
 from tuneloop.inference.engines._follow import Follower, prove_tensors
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.weights.publish import publish_version
 
 
 def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model"
-    weights.publish_version(str(tmp_path / "weights"), 1, model)
+    publish_version(str(tmp_path / "weights"), 1, model)
     (tmp_path / "taken").write_text("a file where the directory should be")
     follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", 0.01, "wait", None)
     follower.start()

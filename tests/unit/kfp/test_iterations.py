@@ -12,8 +12,8 @@ from tests.waiting import free_port
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Interrupted
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.kfp import iterations
-from tuneloop.kfp.iterations import ServerEnded, run_server
-from tuneloop.local.iterations import Iterations
+from tuneloop.kfp.iterations import run_server
+from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.workflow.pod_loop import PodLoop
 
 
@@ -25,7 +25,7 @@ def pod() -> Iterations:
 def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(tmp_path: Path, pod: Iterations) -> None:
     server = {"port": free_port(), "engine_args": {}, "pull": False}
     with (
-        pytest.raises(ServerEnded) as ended,
+        pytest.raises(StageEnded) as ended,
         run_server(server, str(tmp_path), {"policy": f"{tmp_path}/nowhere"}, pod),
     ):
         pytest.fail("there is no such policy")
@@ -34,7 +34,7 @@ def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(tmp_path: Path
 
 def test_a_server_that_was_killed_is_started_again(pod: Iterations) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
-    with pytest.raises(ServerEnded) as ended:
+    with pytest.raises(StageEnded) as ended:
         iterations._await_ready(process, f"http://127.0.0.1:{free_port()}/health", pod)
     assert ended.value.code == EXIT_RETRY
 

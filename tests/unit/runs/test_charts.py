@@ -28,3 +28,15 @@ def test_points_that_are_not_joined_and_a_chart_of_nothing() -> None:
     drawn = render_chart("t", [Series("evaluate", [(0, 0.1), (9, 0.2)], line=False)], "iteration")
     assert "<polyline" not in drawn and len(re.findall("<circle", drawn)) == 2
     assert render_chart("t", [Series("s", [(1, math.inf)])], "step") == ""
+
+
+def test_of_many_points_the_least_and_the_greatest_are_drawn() -> None:
+    """A spike that lasts one of 100,000 iterations is seen; the chart is no larger than a screen needs."""
+    heights = [0.5] * 100_000
+    heights[70_001], heights[20_003] = 1.0, 0.0
+    chart = render_chart("reward", [Series("a", [*enumerate(heights)])], "iteration")
+    (line,) = re.findall(r'points="(.*?)"', chart)
+    across, down = zip(*(map(float, point.split(",")) for point in line.split()))
+    assert max(down) == float(re.findall(r'<path d="M56 ([\d.]+)H', chart)[0]), "0 lies on the lowest line"
+    assert min(down) == 30.0 and len(down) <= 500
+    assert [*across] == sorted(across)

@@ -13,7 +13,7 @@ from tuneloop.core.artifacts import MANIFEST
 from tuneloop.core.errors import Corrupt
 from tuneloop.runs.retention import find_leftovers
 from tuneloop.runs.run_record import Run
-from tuneloop.weights import materialize_version
+from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.versions import INDEX
 
 COUNT = 150

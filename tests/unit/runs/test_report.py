@@ -1,12 +1,17 @@
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.unit import toy
 from tuneloop.core.artifacts import Draft
+from tuneloop.local.journal import Journal, Workflow
 from tuneloop.runs import report
+from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 
 
@@ -90,7 +95,72 @@ def test_provenance_says_which_rollouts_made_which_version(page: Page, run: Run)
         f" {digest['iterations/2/reward']} (rollouts iterations/2/rollout {digest['iterations/2/rollout']})"
     )
     assert page.cells[at + 3].startswith("cpu ("), "what it ran on is said"
-    assert "0.500 → 1.000 (greedy, held-out prompts, 4 completions; policy version 1 → 3)" in page.cells
+
+
+def find_verdict(text: str) -> str:
+    return html.unescape(re.findall(r'<p class="verdict">(.*?)</p>', text)[0])
+
+
+def commit_evaluation(run: Path, name: str, scores: list[float], completion: str = "x", started: float = 0.0) -> None:
+    """Commit an evaluation of as many prompts as there are scores."""
+    rows = [
+        {"id": f"p{i}", "prompt": "?", "completion": completion, "answer": "", "score": s} for i, s in enumerate(scores)
+    ]
+    draft = Draft(f"{run}/{name}")
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.parquet.ParquetWriter(draft.path / "samples.parquet", table.schema) as file:
+        file.write_table(table)
+    results, outcomes = {"mean_reward": sum(scores) / len(scores)}, {"score": len(scores)}
+    about = {"facts": {"outcomes": outcomes, "version": 1}, "provenance": {"started": started}}
+    draft.commit(stage="evaluate", role="evaluator", results=results, **about)
+
+
+def test_the_first_sentence_says_how_the_run_went(text: str) -> None:
+    said = "The run went without a change that is more than chance: mean reward 0.500 → 1.000 "
+    assert find_verdict(text) == f"{said}(greedy, held-out prompts, 4 completions; policy version 1 → 3).", "of 4 each"
+    assert text.index('verdict">') < text.index("<table")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "times", "well"),
+    [
+        ([0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], 16, "well"),
+        ([1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], 16, "badly"),
+        ([0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], 2, "without a change that is more than chance"),
+    ],
+)
+def test_a_run_went_well_if_its_reward_rose_by_more_than_chance(
+    tmp_path: Path, before: list[float], after: list[float], times: int, well: str
+) -> None:
+    commit_evaluation(tmp_path / "r", "before", times * before, started=1.0)
+    commit_evaluation(tmp_path / "r", "after", times * after, started=2.0)
+    told = f"mean reward {sum(before) / 4:.3f} → {sum(after) / 4:.3f} "
+    assert find_verdict(report.render_page(Run.open("r", str(tmp_path)))).startswith(f"The run went {well}: {told}")
+
+
+def test_without_rewards_a_run_is_judged_by_its_loss(tmp_path: Path) -> None:
+    toy.sft(out=f"{tmp_path}/s/sft")
+    assert find_verdict(report.render_page(Run.open("s", str(tmp_path)))) == "The run went well: loss 3 → 1."
+
+
+def test_a_run_that_failed_says_so_first_and_how_far_it_had_come(tmp_path: Path) -> None:
+    record = Record(run="r", pipeline="toy", path="toy.py", config={}, store=f"file://{tmp_path}")
+    run = Run.create(record, "spec: {}")
+    Journal(tmp_path / "r").write(Workflow("toy", phase="Failed", started=1.0, finished=9.0))
+    assert find_verdict(report.render_page(run)).endswith("cannot be said: nothing was measured twice.")
+    commit_evaluation(tmp_path / "r", "before", [0.0] * 8, started=1.0)
+    commit_evaluation(tmp_path / "r", "after", [1.0] * 8, started=2.0)
+    text = report.render_page(Run.open("r", str(tmp_path)))
+    assert find_verdict(text).startswith("The run failed, having gone well: mean reward 0.000 → 1.000")
+
+
+def test_long_completions_are_cut(tmp_path: Path) -> None:
+    """Each of 12 prompts has two, in which every character takes five bytes."""
+    commit_evaluation(tmp_path / "r", "before", [0.0] * 20, "&" * 60_000, started=1.0)
+    commit_evaluation(tmp_path / "r", "after", [1.0] * 20, "&" * 60_000, started=2.0)
+    text = report.render_page(Run.open("r", str(tmp_path)))
+    assert Page(text).cells.count(f"{'&' * report.CHARACTERS} … (cut)") == 2 * report.SAMPLES
+    assert len(text.encode()) < 1e6
 
 
 def test_the_same_run_gives_the_same_page(run: Run, text: str) -> None:
@@ -118,7 +188,8 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
     sft(out=f"{tmp_path}/d/sft")
     text = report.render_page(Run.open("d", str(tmp_path)))
-    assert re.search(r"<title>[^<]*: 1 → 1</title>", text) and "nan " not in text
+    assert re.search(r"<title>[^<]*: 1 → 1</title>", text)
+    assert find_verdict(text) == "The run went badly: loss nan → 1." and "nan " not in text.partition("<table")[2]
 
 
 def test_what_stages_that_train_made_of_their_devices(tmp_path: Path) -> None:

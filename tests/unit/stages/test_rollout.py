@@ -187,8 +187,6 @@ def test_no_proof_no_batch(tmp_path: Path, policy: Artifact, prompts: Artifact, 
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"top_p": 0.9}, r"rollout\.top_p: 0\.9: .*must stay 1\.0: log-probabilities of a cut distribution"),
-        ({"top_k": 50}, r"rollout\.top_k: 50: .*must stay -1"),
         ({"temperature": 0.0}, r"rollout\.temperature"),
         ({"n": 0}, r"rollout\.n"),
         ({"max_tokens": 2000}, r"prompts row p\d: \d+: tokens of prompt and 2000 .* context of 1024; .*max_tokens"),

@@ -17,6 +17,7 @@ from tests.unit.cluster.api import serving
 from tuneloop.cli.ui import LOOPBACK
 from tuneloop.cluster.watch import NODE_NAME
 from tuneloop.core.artifacts import MANIFEST, Artifact
+from tuneloop.core.store import normalize_url
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs.records import Record
@@ -138,6 +139,18 @@ def test_a_run_on_a_cluster_says_what_its_pods_wait_for(tmp_path: Path) -> None:
     (stage,) = now["stages"]
     assert (now["phase"], stage["stage"], stage["phase"]) == ("running", "rollout", "Pending")
     assert stage["message"] == "queue tuneloop: insufficient unused quota for cpu, 2 more needed"
+
+
+def test_a_run_on_a_cluster_is_listed_before_its_first_commit(tmp_path: Path) -> None:
+    with serving() as (server, cluster), TestClient(build_app(str(tmp_path), cluster)) as client:
+        for run, store in (("new", normalize_url(str(tmp_path))), ("elsewhere", "s3://other")):
+            metadata = {"name": run, "labels": {RUN_LABEL: run}, "creationTimestamp": "2026-01-01T00:00:00Z"}
+            spec = {"arguments": {"parameters": [{"name": "run", "value": run}, {"name": "store", "value": store}]}}
+            server.objects["workflows", run] = {"metadata": metadata, "spec": spec}
+        assert client.get("/api/runs").json()["runs"] == ["new"]
+        assert client.get("/api/runs/new/now").json()["phase"] == "pending"
+        assert client.get("/api/runs/new").json()["artifacts"] == []
+        assert client.get("/api/runs/elsewhere/now").status_code == 404
 
 
 def test_a_store_in_s3_is_shown_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +278,18 @@ def test_what_cannot_be_shown_says_why(
     manifest.write_text(manifest.read_text().replace('"loss": 1.0', '"loss": 0.5'))
     answer = client.get(path)
     assert (answer.status_code, message in answer.json()["error"]) == (status, True), answer.text
+
+
+def test_what_has_changed_since_a_run_was_read_is_seen(client: TestClient, tmp_path: Path) -> None:
+    """A new iteration by every page; a change of an old one by the question with which every page begins."""
+    make_run(tmp_path, "r", 4, whole=False)
+    assert client.get("/api/runs/r").json()["artifacts"][-1]["iteration"] == 4
+    toy.make(f"{tmp_path}/r", 5, whole=False)
+    assert client.get("/api/runs/r/samples/5").status_code == 200
+    manifest = tmp_path / "r/iterations/1/reward" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"mean_reward": ', '"mean_reward": 1'))
+    answer = client.get("/api/runs/r/now")
+    assert (answer.status_code, "was changed since it was written" in answer.json()["error"]) == (404, True)
 
 
 def test_a_page_of_this_machine_answers_for_no_other_host(tmp_path: Path) -> None:

@@ -23,14 +23,10 @@ from safetensors.numpy import save_file
 from tests.unit.weights.exports import content, model, save, update
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import (
-    delete_unused_versions,
-    layout,
-    list_versions,
-    materialize_version,
-    publish_version,
-    verify_version,
-)
+from tuneloop.weights import layout
+from tuneloop.weights.inspect import delete_unused_versions, list_versions, verify_version
+from tuneloop.weights.materialize import materialize_version
+from tuneloop.weights.publish import publish_version
 
 
 def foreign_read(root: Path, version: int) -> dict[str, bytes]:
@@ -239,5 +235,8 @@ def test_no_model_no_service(tmp_path: Path) -> None:
 
 
 def test_import_needs_no_torch() -> None:
-    code = "import sys, tuneloop.weights; sys.exit(bool({'torch', 'safetensors', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys; from tuneloop.weights import inspect, materialize, pointer, publish;"
+        "sys.exit(bool({'torch', 'safetensors', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,20 +25,11 @@ from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import (
-    PointerConflict,
-    PointerRewind,
-    delete_unused_versions,
-    diff_versions,
-    layout,
-    list_versions,
-    live,
-    materialize_version,
-    pointer,
-    publish_version,
-    verify_version,
-)
-from tuneloop.weights.materialize import read_tensors
+from tuneloop.weights import layout, live, pointer
+from tuneloop.weights.inspect import delete_unused_versions, diff_versions, list_versions, verify_version
+from tuneloop.weights.materialize import materialize_version, read_tensors
+from tuneloop.weights.pointer import PointerConflict, PointerRewind
+from tuneloop.weights.publish import publish_version
 from tuneloop.weights.versions import Chain
 
 Case = tuple[str, int, int]

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from tests.unit.weights import exports
-from tuneloop import weights
 from tuneloop.core.artifacts import Artifact, Manifest
 from tuneloop.core.component import OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Corrupt
 from tuneloop.kfp import stage as kfp_stage
 from tuneloop.weights import publication
+from tuneloop.weights.inspect import delete_unused_versions, list_versions
+from tuneloop.weights.materialize import materialize_version
+from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publication import Weights, read_publications
 
 
@@ -50,9 +52,9 @@ def chain(root: Path, count: int, **params: Any) -> list[Artifact]:
 def test_every_version_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     root = str(tmp_path / "w")
     policies = chain(tmp_path, 4, weights=root)
-    assert [(v.version, v.base_version) for v in weights.list_versions(root)] == [(0, None), (1, 0), (2, 1), (3, 2)]
+    assert [(v.version, v.base_version) for v in list_versions(root)] == [(0, None), (1, 0), (2, 1), (3, 2)]
     for version, policy in enumerate(policies):
-        done = weights.materialize_version(root, version, tmp_path / f"m{version}")
+        done = materialize_version(root, version, tmp_path / f"m{version}")
         assert done.source == policy.manifest.digest
         assert exports.content(tmp_path / f"m{version}") == exports.content(policy.path / "model")
     records = read_publications(root)
@@ -65,7 +67,7 @@ def test_a_base_that_was_collected_comes_from_the_chain(tmp_path: Path) -> None:
     for name in newest.manifest.files:
         (newest.path / name).unlink()
     toy(out=f"{tmp_path}/2", policy=newest.ref, weights=root)
-    assert [(v.version, v.base_version) for v in weights.list_versions(root)] == [(0, None), (1, 0), (2, 1)]
+    assert [(v.version, v.base_version) for v in list_versions(root)] == [(0, None), (1, 0), (2, 1)]
 
 
 def test_without_a_root_nothing_is_published(tmp_path: Path) -> None:
@@ -84,22 +86,22 @@ def test_a_crash_between_commit_and_publication_is_made_up_for(tmp_path: Path, m
         crashing.setattr(publication, "publish_checkpoint", die)
         with pytest.raises(exports.Crash):
             toy(out=f"{tmp_path}/2", policy=second.ref, weights=root)
-    assert weights.list_versions(root)[-1].version == 1, "committed, and the old version is served"
+    assert list_versions(root)[-1].version == 1, "committed, and the old version is served"
     toy(out=f"{tmp_path}/2", policy=second.ref, weights=root)
-    assert weights.list_versions(root)[-1].version == 2
-    listed = weights.list_versions(root)
+    assert list_versions(root)[-1].version == 2
+    listed = list_versions(root)
     toy(out=f"{tmp_path}/1", policy=first.ref, weights=root)
-    assert weights.list_versions(root) == listed, "run again, an overtaken stage changes nothing"
+    assert list_versions(root) == listed, "run again, an overtaken stage changes nothing"
 
 
 def test_two_runs_do_not_share_a_root(tmp_path: Path) -> None:
     root = str(tmp_path / "w")
     chain(tmp_path / "a", 3, weights=root)
-    with pytest.raises(weights.PointerConflict, match="use another root"):
+    with pytest.raises(PointerConflict, match="use another root"):
         chain(tmp_path / "b", 2, weights=root, seed=1)  # version 0 is the same in both
-    weights.delete_unused_versions(root)
+    delete_unused_versions(root)
     (tmp_path / "w" / "weight_v000001" / "model.safetensors.index.json").unlink()
-    with pytest.raises(weights.PointerRewind, match="a root of its own"):
+    with pytest.raises(PointerRewind, match="a root of its own"):
         toy(out=f"{tmp_path}/c", policy=Artifact(f"{tmp_path}/a/0").ref, weights=root, seed=2)
 
 
@@ -137,7 +139,7 @@ def test_an_update_at_the_rate_of_rl_sends_a_tenth_of_the_model_at_most(tmp_path
     policy_update(out=f"{tmp_path}/1", policy=base.ref, rewards=rewards.ref, **about)
     sent = read_publications(root)[1]
     assert sent["encoding"] == "gap8-xor" and 0 < sent["sent_bytes"] <= sent["full_bytes"] / 10
-    weights.materialize_version(root, 1, tmp_path / "held")
+    materialize_version(root, 1, tmp_path / "held")
     assert exports.content(tmp_path / "held") == exports.content(Artifact(f"{tmp_path}/1").path / "model")
 
 
@@ -152,6 +154,6 @@ def test_a_task_of_kfp_publishes_too(tmp_path: Path) -> None:
         },
     }
     assert kfp_stage.main([f"{__name__}:toy", "--executor-input", json.dumps(given)]) == 0
-    (listed,) = weights.list_versions(weights_url)
+    (listed,) = list_versions(weights_url)
     assert listed.version == 0 and listed.latest
     assert read_publications(weights_url)[0]["full"]

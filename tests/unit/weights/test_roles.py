@@ -16,8 +16,9 @@ from tests.unit.weights.exports import Model, save, update
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import diff_versions, publish_version
+from tuneloop.weights.inspect import diff_versions
 from tuneloop.weights.layout import Checkpoint
+from tuneloop.weights.publish import publish_version
 from tuneloop.weights.roles import classify_tensors
 from tuneloop.weights.versions import Chain
 

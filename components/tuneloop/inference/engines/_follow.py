@@ -22,8 +22,8 @@ from tuneloop.inference.engines._loop import EngineLoop, Mode
 from tuneloop.inference.engines._readback import Readback, read_back
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.refusals import Refused
-from tuneloop.weights import Materialized, live, materialize_version, pointer
-from tuneloop.weights.materialize import MARKER
+from tuneloop.weights import live, pointer
+from tuneloop.weights.materialize import MARKER, Materialized, materialize_version
 from tuneloop.weights.publication import read_publication
 from tuneloop.weights.versions import Chain
 

@@ -114,8 +114,7 @@ class Transformers:
 
         tokens = torch.tensor([ids], device=self.device)
         with torch.inference_mode():
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            logprobs = logits[0, :-1].float().log_softmax(-1)
+            logprobs = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -196,8 +195,7 @@ class Transformers:
             use_cache=True,
             **{name: value for name, value in optional.items() if name in self.accepts},
         )
-        logits: Tensor = out.logits[:, -1].float()
-        return logits
+        return out.logits[:, -1].float()
 
 
 def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,8 +102,7 @@ def open_fleet(url: str) -> Fleet:
     if not address or name not in known:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
         raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(sorted({*URLS, *known} - {*URLS.values()}))}")
-    opened: Fleet = plugins.load_variant("fleet", name, "open_fleet")(url)
-    return opened
+    return plugins.load_variant("fleet", name, "open_fleet")(url)
 
 
 def port_of(url: str) -> int | None:

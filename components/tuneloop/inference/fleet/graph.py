@@ -258,8 +258,7 @@ def _probe(cluster: connection.Connection, service: str, port: int) -> tuple[int
     """Ask for a Service's HTTP status, or for what is said in its place: from a pod by name, else through the API."""
     if cluster.context == connection.IN_CLUSTER:
         try:
-            url = f"http://{service}.{cluster.namespace}:{port}/health"
-            return send_request("GET", url, timeout_s=10)[0], ""
+            return send_request("GET", f"http://{service}.{cluster.namespace}:{port}/health", timeout_s=10)[0], ""
         except Unanswered as error:
             return 0, str(error)
     proxy = cluster.core.connect_get_namespaced_service_proxy_with_path

@@ -225,8 +225,7 @@ class Bed:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    found: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ const OVER = ["succeeded", "failed", "error", "damaged"];
 export async function showRuns() {
   const { store, runs } = await ask("/runs");
   const chosen = new Set(query().getAll("run"));
-  const rows = new Map(runs.map((name) => [name, makeRow(name, chosen, compare)]));
+  const rows = new Map();
   const filter = h("input", {
     type: "search",
     id: "q",
@@ -21,11 +21,10 @@ export async function showRuns() {
     },
   });
   const button = h("button", { type: "submit" }, "Compare");
-  const body = table(
-    ["compare", "run", "pipeline", "state", "iterations", "reward", "mean reward", "now", "started"],
-    [...rows.values()],
-    { "aria-label": "Runs" },
-  );
+  const heads = ["compare", "run", "pipeline", "state", "iterations", "reward", "mean reward", "now", "started"];
+  const body = table(heads, [], { "aria-label": "Runs" });
+  const form = h("form", { action: "/compare" }, body, button);
+  const none = h("p", null, "No run has been started here.");
 
   function select() {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -37,6 +36,15 @@ export async function showRuns() {
     const count = boxes.filter((box) => box.checked).length;
     button.disabled = count < 2;
     for (const box of boxes) box.disabled = !box.checked && count >= MOST;
+  }
+  function add(names) {
+    for (const name of names.filter((each) => !rows.has(each))) {
+      rows.set(name, makeRow(name, chosen, compare));
+      body.querySelector("tbody").append(rows.get(name));
+    }
+    form.hidden = !rows.size;
+    none.hidden = rows.size > 0;
+    compare();
   }
   async function read(name) {
     const now = await ask(link(name, "now")).catch(({ status, message }) => ({
@@ -56,18 +64,20 @@ export async function showRuns() {
       { role: "search", onsubmit: (event) => event.preventDefault() },
       h("label", null, "Filter by name, pipeline or state ", filter),
     ),
-    runs.length ? h("form", { action: "/compare" }, body, button) : h("p", null, "No run has been started here."),
+    form,
+    none,
   );
-  compare();
-  let open = runs;
-  for (;;) {
-    const [going, began] = [[], performance.now()];
-    await eachOf(open, async (name) => {
-      if (await read(name)) going.push(name);
-    });
-    if (!going.length) return;
-    open = going;
+  add(runs);
+  const over = new Set();
+  for (let names = runs; ; ) {
+    const began = performance.now();
+    await eachOf(
+      names.filter((name) => !over.has(name)),
+      async (name) => (await read(name)) || over.add(name),
+    );
     await new Promise((resume) => setTimeout(resume, Math.max(LOOK_MS, 10 * (performance.now() - began))));
+    names = await ask("/runs").then((now) => now.runs, () => names); // of a server that is away all stays as it was
+    add(names);
   }
 }
 

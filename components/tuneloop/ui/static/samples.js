@@ -15,27 +15,41 @@ const MEANS = {
   version: "Each version of the weights has a colour; most completions are of one.",
   mask: "Marked tokens are learnt from; the others came from a tool or the environment.",
 };
-let asked = 0; // of several answers that are under way only the last is shown
+const BLOCK = 200;
+const AT_ONCE = 1600;
+/** What colours a block of tokens when it comes near the window: thousands of elements take longer than all else. */
+const colourers = new WeakMap();
+const near = new IntersectionObserver(
+  (seen) => {
+    for (const { isIntersecting, target } of seen)
+      if (isIntersecting) {
+        near.unobserve(target);
+        target.replaceWith(...colourers.get(target)());
+      }
+  },
+  { rootMargin: "100% 0px" },
+);
 
 export async function showSamples(name, at) {
-  let shown = {};
+  let shown = {},
+    asking = false;
   await draw();
 
+  /** Shows what the address asks for; of what is chosen while an answer is under way only the last is asked for. */
   async function draw() {
-    const mine = ++asked;
-    const wanted = query();
-    const colour = COLOURS[wanted.get("colour")] ? wanted.get("colour") : "logprob";
-    wanted.delete("colour"); // it changes nothing that is asked for
-    const [id, place] = [wanted.get("id"), wanted.get("with")];
-    if (shown.address !== `${wanted}`) {
-      const refuse = (error) => ({ error: error.message });
-      const page = await ask(`${link(name, "samples", at)}?${wanted}`);
-      const there = place && link(name, "samples", place);
-      const other = id && there && (await ask(`${there}?id=${encodeURIComponent(id)}`).catch(refuse));
-      if (mine !== asked) return;
-      shown = { address: `${wanted}`, page, other };
+    if (asking) return;
+    asking = true;
+    try {
+      while (shown.address !== address()) shown = await load(address());
+    } finally {
+      asking = false;
     }
     const { page, other } = shown;
+    const wanted = query();
+    const colour = COLOURS[wanted.get("colour")] ? wanted.get("colour") : "logprob";
+    const id = wanted.get("id");
+    near.disconnect();
+    let left = AT_ONCE;
     const pages = Math.max(1, Math.ceil(page.found / page.size));
     const current = Math.min(Number(wanted.get("page")) || 1, pages);
     show(
@@ -52,7 +66,11 @@ export async function showSamples(name, at) {
       h(
         "ol",
         { class: "samples", start: 1 },
-        page.rows.map((row) => showRow(page, row, colour, choose)),
+        page.rows.map((row) => {
+          const now = Math.max(0, left);
+          left -= row.completion_ids?.length ?? 0;
+          return showRow(page, row, colour, choose, now);
+        }),
       ),
       pages > 1 &&
         h(
@@ -71,6 +89,24 @@ export async function showSamples(name, at) {
         words,
       );
     }
+  }
+
+  /** What is asked for, as it stands in the address: not the colour. */
+  function address() {
+    const wanted = query();
+    wanted.delete("colour");
+    return `${wanted}`;
+  }
+
+  async function load(wanted) {
+    const [id, place] = ["id", "with"].map((key) => query().get(key));
+    const refuse = (error) => ({ error: error.message });
+    const there = id && place && `${link(name, "samples", place)}?id=${encodeURIComponent(id)}`;
+    const [page, other] = await Promise.all([
+      ask(`${link(name, "samples", at)}?${wanted}`),
+      there && ask(there).catch(refuse),
+    ]);
+    return { address: wanted, page, other };
   }
 
   function choose(changes) {
@@ -95,16 +131,13 @@ function moveLinks(name, at, { iteration, evaluations }) {
 }
 
 function controls(page, colour, wanted, choose) {
-  let timer = 0;
+  const find = (event) => event.isComposing || choose({ search: search.value });
   const search = h("input", {
     type: "search",
     id: "search",
     value: wanted.get("search") ?? "",
-    oninput: () => {
-      clearTimeout(timer);
-      asked++; // what is under way would put the older text back
-      timer = setTimeout(() => choose({ search: search.value }), 150);
-    },
+    oninput: find,
+    oncompositionend: find, // until then a word of several keys is not yet one
   });
   const pick = (id, words, options, value) => {
     const select = h(
@@ -136,7 +169,8 @@ function controls(page, colour, wanted, choose) {
   );
 }
 
-function showRow(page, row, colour, choose) {
+/** Shows a completion, its first `atOnce` tokens in colour, the others when they are near. */
+function showRow(page, row, colour, choose, atOnce) {
   const words = [
     row.score === null || row.score === undefined ? row.outcome || "not scored yet" : `reward ${number(row.score)}`,
     row.advantage !== null && `advantage ${row.advantage > 0 ? "+" : ""}${number(row.advantage, 3)}`,
@@ -150,7 +184,7 @@ function showRow(page, row, colour, choose) {
       { type: "button", onclick: () => choose({ [key]: row[key] }) },
       `${key === "id" ? "prompt" : key} ${row[key]}`,
     );
-  const said = row.completion_ids ? showTokens(page, row, colour) : [row.completion];
+  const said = row.completion_ids ? showTokens(page, row, colour, atOnce) : [row.completion];
   const cut = row.completion_ids && row.length > row.completion_ids.length;
   return h(
     "li",
@@ -182,25 +216,40 @@ function showRow(page, row, colour, choose) {
 }
 
 /** Shows tokens in their colour, those that were not sampled folded: replies of tools and environments. */
-function showTokens(page, row, colour) {
+function showTokens(page, row, colour, atOnce) {
+  const ids = row.completion_ids;
   const parts = [];
-  const decoder = new TextDecoder("utf-8", { ignoreBOM: true }); // a character may be split over tokens
-  row.completion_ids.forEach((id, i) => {
-    const sampled = row.loss_mask[i];
-    if (!parts.length || parts.at(-1).sampled !== sampled) parts.push({ sampled, marks: [] });
-    const about = sampled ? `${number(row.logprobs[i])} nats, version ${row.policy_versions[i]}` : "not sampled";
-    const mark = h("span", { title: about }, read(page, id, decoder));
-    paint(mark, colour, {
-      logprob: row.logprobs[i],
-      advantage: row.advantage,
-      version: row.policy_versions[i],
-      sampled,
-    });
-    parts.at(-1).marks.push(mark);
-  });
-  return parts.map(({ sampled, marks }) =>
-    sampled ? marks : h("details", { class: "reply" }, h("summary", null, `reply of ${marks.length} tokens`), marks),
+  for (let from = 0; from < ids.length; ) {
+    const sampled = row.loss_mask[from];
+    let to = from + 1;
+    // a block begins with a character, so that each can be read by itself
+    while (to < ids.length && row.loss_mask[to] === sampled && (to - from < BLOCK || goesOn(page, ids[to]))) to++;
+    if (!parts.length || parts.at(-1).sampled !== sampled) parts.push({ sampled, length: 0, blocks: [] });
+    parts.at(-1).length += to - from;
+    parts.at(-1).blocks.push(showBlock(page, row, colour, from, to, from < atOnce));
+    from = to;
+  }
+  return parts.map(({ sampled, length, blocks }) =>
+    sampled ? blocks : h("details", { class: "reply" }, h("summary", null, `reply of ${length} tokens`), blocks),
   );
+}
+
+/** Shows tokens in colour, or as plain text until they come near. */
+function showBlock(page, row, colour, from, to, now) {
+  const texts = readTokens(page, row.completion_ids.slice(from, to));
+  const mark = (said, n) => {
+    const [i, sampled] = [from + n, row.loss_mask[from]];
+    const about = sampled ? `${number(row.logprobs[i])} nats, version ${row.policy_versions[i]}` : "not sampled";
+    const made = h("span", { title: about }, said);
+    const [logprob, version] = [row.logprobs[i], row.policy_versions[i]];
+    paint(made, colour, { logprob, advantage: row.advantage, version, sampled });
+    return made;
+  };
+  if (now) return texts.map(mark);
+  const plain = h("span", null, texts.join(""));
+  colourers.set(plain, () => texts.map(mark));
+  near.observe(plain);
+  return plain;
 }
 
 function paint(mark, colour, { logprob, advantage, version, sampled }) {
@@ -221,14 +270,42 @@ function paint(mark, colour, { logprob, advantage, version, sampled }) {
   mark.className = `token ${hue}`;
 }
 
-/** Reads the text of a token: of byte-level tokenizers each character stands for a byte. */
-function read({ pieces, decoder: kind }, id, decoder) {
-  const piece = pieces[id];
+/** Reads the texts of tokens; a character may be split over several, and is then the text of the last. */
+function readTokens(page, ids) {
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  let split = false; // whether the decoder may hold the beginning of a character
+  const texts = ids.map((id) => {
+    const piece = readPiece(page, id);
+    if (typeof piece !== "string") {
+      split = true;
+      return decoder.decode(piece, { stream: true });
+    }
+    const before = split ? decoder.decode() : "";
+    split = false;
+    return before + piece;
+  });
+  if (split) texts[texts.length - 1] += decoder.decode();
+  return texts;
+}
+
+/** Reads a token by itself: its text, or bytes where these are no ASCII and so perhaps a part of a character. */
+function readPiece(page, id) {
+  page.texts ??= new Map();
+  if (!page.texts.has(id)) page.texts.set(id, decodePiece(page.pieces[id], page.decoder, id));
+  return page.texts.get(id);
+}
+
+/** Decodes a piece of a vocabulary: of byte-level tokenizers each character stands for a byte. */
+function decodePiece(piece, kind, id) {
   if (piece === null || piece === undefined) return `⟨${id}⟩`;
   if (kind !== "bytes") return piece.replaceAll("▁", " ");
   const codes = [...piece].map((each) => BYTES.get(each));
-  return codes.includes(undefined) ? piece : decoder.decode(Uint8Array.from(codes), { stream: true });
+  if (codes.includes(undefined)) return piece;
+  return codes.every((code) => code < 128) ? String.fromCharCode(...codes) : Uint8Array.from(codes);
 }
+
+/** Whether a token begins amid a character of UTF-8. */
+const goesOn = (page, id) => (readPiece(page, id)[0] & 0xc0) === 0x80;
 
 /** GPT-2's alphabet: bytes that print are themselves, the others follow from 256 on. */
 const BYTES = (() => {
