@@ -50,9 +50,7 @@ def submit_run(
     fleet: Annotated[
         Path | None, typer.Option("--fleet", help="Manifest of a Dynamo graph: brought up first, goes with the run.")
     ] = None,
-    fork: Annotated[
-        tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Begin where that run stood after it.")
-    ] = None,
+    fork: Annotated[tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Begin at its end.")] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:

@@ -119,9 +119,8 @@ def fork_run(
     workflow = forking.begin_workflow(found, settings, run, iteration)
     check_local_run(config := settings.model_dump(mode="json"), workflow, run.store_url)
     forking.record_fork(new, workflow, run, settings)
-    about = {"pipeline": found.name, "path": str(found.path), "config": config, "store": run.store_url}
-    made = run_record.Run.create(records.Record(run=new, **about), dump_workflow(workflow))
-    return _carry_out(made, None, track, warm)
+    fresh = records.Record(run=new, pipeline=found.name, path=str(found.path), config=config, store=run.store_url)
+    return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow)), None, track, warm)
 
 
 def stop_run(

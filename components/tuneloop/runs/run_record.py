@@ -37,7 +37,6 @@ from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, re
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
 METRICS = "metrics.jsonl"
 FORK = "fork.json"
-"""Of a fork (`tuneloop.runs.forking`): where it came from."""
 SETTLED = 2
 """An iteration that so many have followed is whole: each starts from the policy of the one before."""
 MANY = 64
@@ -167,7 +166,7 @@ class Run:
 
     @functools.cached_property
     def origin(self) -> dict[str, Any] | None:
-        """Where a fork came from: ``run``, ``iteration`` and ``values``, references by name; None for another run."""
+        """Where a fork came from (`tuneloop.runs.forking`): ``run``, ``iteration`` and the references ``values``."""
         return load_checked_json(Store(self.url).get(FORK), FORK, self.url, "restore it from a copy") or None
 
     def read_workflow(self) -> dict[str, Any]:

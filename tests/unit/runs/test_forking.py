@@ -218,7 +218,7 @@ def test_a_fork_on_a_cluster_is_resumed_where_it_stands(tmp_path: Path) -> None:
 
 def test_a_fork_whose_server_pulls_finds_its_first_version_published(tmp_path: Path) -> None:
     from tests.making import tiny_model
-    from tuneloop.weights import list_versions
+    from tuneloop.weights.inspect import list_versions
 
     make_grpo(f"{tmp_path}/x")
     place = tmp_path / "x/iterations/2/policy-update"
