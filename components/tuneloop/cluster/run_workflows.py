@@ -10,7 +10,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
-from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.manifest import parse_applied_object, started_at
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
@@ -130,15 +130,6 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
 def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the annotations of a workflow; empty where it has none."""
     return workflow["metadata"].get("annotations") or {}
-
-
-def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Return `workflow` from another template on, which gets `arguments`."""
-    spec = workflow["spec"]
-    given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
-    given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
-    arguments_of = {**spec.get("arguments", {}), "parameters": list(given.values())}
-    return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
 
 
 def get_workflow_number(run: str, name: str) -> int:

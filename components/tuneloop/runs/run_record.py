@@ -13,6 +13,7 @@ store if that is a directory, else ``./runs``::
 What readers open of every artifact is read from the run's index (`tuneloop.core.index`) as far as that has it.
 """
 
+import functools
 import io
 import json
 import re
@@ -35,6 +36,7 @@ from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, re
 
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
 METRICS = "metrics.jsonl"
+FORK = "fork.json"
 SETTLED = 2
 """An iteration that so many have followed is whole: each starts from the policy of the one before."""
 MANY = 64
@@ -161,6 +163,11 @@ class Run:
         engine = self.record.config.get("engine") if self.record else None
         own = engine.get("weights") if isinstance(engine, dict) else None
         return str(own or f"{self.url}/weights")
+
+    @functools.cached_property
+    def origin(self) -> dict[str, Any] | None:
+        """Where a fork came from (`tuneloop.runs.forking`): ``run``, ``iteration`` and the references ``values``."""
+        return load_checked_json(Store(self.url).get(FORK), FORK, self.url, "restore it from a copy") or None
 
     def read_workflow(self) -> dict[str, Any]:
         """Read the workflow that the run was started with. Raises Corrupt where it is another now."""

@@ -81,12 +81,13 @@ def describe_score(run: Run, score: Score) -> str:
 
 
 def iterations_line(run: Run) -> str:
-    """Say how many iterations ran, of how many that were asked for."""
+    """Say how many iterations ran, of how many that were asked for, and of a fork where it began."""
     state = run.state
     most = state.workflow.parameters.get("iterations") if state else None
     if not run.iteration and not most:
         return ""
-    return f"{run.iteration}" + (f" of at most {most}" if most else "")
+    began = f", forked from {run.origin['run']} after {run.origin['iteration']}" if run.origin else ""
+    return f"{run.iteration}" + (f" of at most {most}" if most else "") + began
 
 
 def list_devices(entries: Iterable[Entry]) -> list[str]:

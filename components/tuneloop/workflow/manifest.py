@@ -144,6 +144,15 @@ def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
 
 
+def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return `workflow` from another template on, which gets `arguments`."""
+    spec = workflow["spec"]
+    given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
+    given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
+    arguments_of = {**spec.get("arguments", {}), "parameters": list(given.values())}
+    return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
+
+
 def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the object that a resource template applies; empty for any other template."""
     return yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
