@@ -136,8 +136,7 @@ class Component:
         params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
         stage = self._open(params, inputs, out)
-        standing = self._standing(stage)
-        if standing is None:
+        if (standing := self._standing(stage)) is None:
             with handle_signals(stage):
                 standing = self._run(stage, inputs)
         if self.after and stage.leader:
@@ -233,8 +232,7 @@ class Component:
         )
 
     def _standing(self, stage: Stage) -> Manifest | None:
-        standing = find_manifest(stage.out_url)
-        if standing is None:
+        if (standing := find_manifest(stage.out_url)) is None:
             return None
         for what, ours, theirs in (
             ("stage", self.name, standing.stage),
