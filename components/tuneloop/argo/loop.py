@@ -106,9 +106,7 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
     with build_dag("loop", loop.inputs, outputs) as made:
         first = batch(name="batch", arguments=sampled)
-        first >> turn(
-            name="turn", arguments={**build_input_tags(loop.inputs), **{k: Output(first, k) for k in batched}}
-        )
+        first >> turn(name="turn", arguments=build_input_tags(loop.inputs) | {k: Output(first, k) for k in batched})
     return made
 
 

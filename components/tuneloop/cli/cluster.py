@@ -25,7 +25,6 @@ from tuneloop.cli.arguments import (
     SUBMITTED,
 )
 from tuneloop.cli.exits import run_command
-from tuneloop.cli.fleet import read_yaml_documents
 from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
@@ -61,14 +60,14 @@ def submit_run(
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import check_cluster
     from tuneloop.cluster.queue_problems import find_queue_warnings
-    from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.config.loading import dump_workflow, find_pipeline, read_yaml_documents
     from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
     from tuneloop.runs import forking
     from tuneloop.workflow.settings import RUN_LABEL
 
     graph, fleet_sets = None, list[str]()
     if fleet:  # rollouts are the graph's
-        graph = render_graph(read_yaml_documents(fleet), namespace=namespace, labels={RUN_LABEL: run})
+        graph = render_graph(read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run})
         fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
     settings: Any = (found := find_pipeline(pipeline)).configure(config, [*fleet_sets, *(sets or ())])
     origin = open_run(fork[0], store) if fork else None

@@ -255,8 +255,7 @@ class Run:
     @property
     def phase(self) -> str:
         """``created``, ``running``, ``interrupted``, ``succeeded``, ``failed``; ``elsewhere`` without local state."""
-        found = self.state
-        if found is None:
+        if (found := self.state) is None:
             return "created" if self.record else "elsewhere"
         if found.workflow.phase == "Running" or "next" in found.workflow.outputs:  # of several workflows not the last
             return "running" if found.alive else "interrupted"
@@ -308,8 +307,7 @@ class Run:
         """List the mean rewards on held-out prompts, oldest first."""
         scores = []
         for entry in self.with_role("evaluator"):
-            value = entry.manifest.results.get("mean_reward")
-            if value is not None:
+            if (value := entry.manifest.results.get("mean_reward")) is not None:
                 scores.append(Score(value, f"{_sampling(entry)}, held-out prompts", self.version_of(entry), entry))
         return scores
 

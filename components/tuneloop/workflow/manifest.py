@@ -164,8 +164,7 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:
-    container = template.get("container")
-    if container is None:
+    if (container := template.get("container")) is None:
         return
     at = f"templates.{template['name']}"
     for item in container.get("env", []):
@@ -202,8 +201,7 @@ def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
             yield from _unknown(item, fields[0], f"{path}.{name}")
         return
     for key, item in value.items():
-        known = fields.get(key)
-        if known is None:
+        if (known := fields.get(key)) is None:
             yield f"{path}.{key}"
         else:
             yield from _unknown(item, known, f"{path}.{key}")
@@ -261,8 +259,7 @@ def find_ancestors(name: str, waits: Mapping[str, Sequence[str]]) -> set[str]:
     ancestors: set[str] = set()
     queue = list(waits[name])
     while queue:
-        other = queue.pop()
-        if other not in ancestors:
+        if (other := queue.pop()) not in ancestors:
             ancestors.add(other)
             queue += waits[other]
     return ancestors
