@@ -146,6 +146,8 @@ def list_promotions(
         figures = ", ".join(f"{name} {told['figures'][name]:g} (≥ {least:g})" for name, least in told["least"].items())
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
         rows.append((told["name"], told["run"], str(told["version"]), when, told["who"], figures, told["ref"]))
+    if not rows and promoted is None:
+        return typer.echo(f"nothing was promoted in {store}")
     if not (chosen := [row for row in rows if promoted in (None, row[0])]):
         raise UserError("NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that")
     print_table(("name", "run", "version", "when", "who", "figures", "reference"), chosen, cut="reference")

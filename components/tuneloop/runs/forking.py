@@ -11,17 +11,17 @@ from typing import Any
 from tuneloop.argo.loop import CONTINUED
 from tuneloop.config.loading import Pipeline
 from tuneloop.config.pipeline import PipelineConfig
-from tuneloop.core.artifacts import DIGEST, Artifact, dump_canonical_json, dump_checked_json, split_ref
+from tuneloop.core.artifacts import DIGEST, Artifact, dump_canonical_json, dump_checked_json
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import parse_arguments
 from tuneloop.core.store import Store
 from tuneloop.runs.records import check_name
 from tuneloop.runs.replay import locate_artifact
 from tuneloop.runs.run_record import FORK, Run
-from tuneloop.training.old_checkpoints import pin_checkpoint
+from tuneloop.training.old_checkpoints import pin_artifact
 from tuneloop.weights.publish import publish_version
 from tuneloop.workflow.loop import step_of
-from tuneloop.workflow.manifest import find_ancestors, list_calls, parse_applied_object, started_at
+from tuneloop.workflow.manifest import begin_at_template, find_ancestors, list_calls, parse_applied_object
 from tuneloop.workflow.rendered_stages import container_of, read_stage
 
 
@@ -45,9 +45,7 @@ def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> 
     for name, wire in loop.carry.items() if iteration else ():
         entry = made[step_of(wire)]
         values[name] = f"{run.url}/{entry.key}@{entry.manifest.digest}"
-        if not Store(f"{run.url}/{entry.key}").parts(entry.manifest.root):
-            raise UserError("ITERATION", iteration, f"the files of {entry.key} were deleted (save_total_limit, gc)")
-    return started_at(workflow, CONTINUED, {"iteration": str(iteration + 1), **values})
+    return begin_at_template(workflow, CONTINUED, {"iteration": str(iteration + 1), **values})
 
 
 def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any) -> None:
@@ -62,13 +60,13 @@ def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any)
     data = dump_checked_json({"run": run.name, "iteration": int(given["iteration"]) - 1, "values": values}, FORK)
     if (standing := store.get(FORK)) != data and (standing or store.parts()):
         raise UserError("--name", name, "is the name of another run; choose one that is free")
+    for ref in values.values():
+        pin_artifact(Artifact(ref), f"fork-{name}")
+    store.put(FORK, data)
     if published := settings.published(store.url) if isinstance(settings, PipelineConfig) else {}:
         made = Artifact(values["policy"])
         about = {"source": made.manifest.digest, "encoding": settings.engine.encoding}
         publish_version(published["weights"], made.manifest.facts["version"], made.part("model"), **about)
-    store.put(FORK, data)
-    for value in values.values():
-        pin_checkpoint(split_ref(value)[0], f"fork-{name}")
 
 
 def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
@@ -83,7 +81,10 @@ def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
             flags = component.inputs, component.output, component.Params.model_fields
             given = parse_arguments(container_of(template, parse_applied_object(template))["args"], name, None, *flags)
             params = component.validate({k: given[k] for k in given.keys() & component.Params.model_fields.keys()})
-            asked, then = params.model_dump(mode="json", exclude=component.untracked), done.get(component.name, {})
-            for key in (key for key in asked if dump_canonical_json(asked[key]) != dump_canonical_json(then.get(key))):
-                remedy = f"{run.name} ran {name} with {then.get(key)!r}, and a fork does not repeat that: run it anew"
-                raise UserError(f"{name}.{key}", asked[key], remedy)
+            asked, then = params.model_dump(mode="json", exclude=component.untracked), done.get(component.name)
+            if then is None:
+                raise UserError("RUN", run.name, f"has no {name} any more, to compare settings with; run it anew")
+            for key in sorted(asked.keys() & then):
+                if dump_canonical_json(asked[key]) != dump_canonical_json(then[key]):
+                    remedy = f"{run.name} ran {name} with {then[key]!r}, and a fork does not repeat that: run it anew"
+                    raise UserError(f"{name}.{key}", asked[key], remedy)

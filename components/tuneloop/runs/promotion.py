@@ -3,19 +3,19 @@
 ``<store>/promoted.json`` lists all promotions, the newest last; it is only ever added to.
 """
 
-import getpass
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.core.artifacts import dump_checked_json, load_checked_json
+from tuneloop.core.artifacts import Artifact, dump_checked_json, load_checked_json
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Conflict, Store
 from tuneloop.runs.audit import audit_run
 from tuneloop.runs.questions import find_made
 from tuneloop.runs.records import check_name
 from tuneloop.runs.run_record import Run
-from tuneloop.training.old_checkpoints import pin_checkpoint
+from tuneloop.training.old_checkpoints import pin_artifact
 
 KEY = "promoted.json"
 
@@ -46,8 +46,8 @@ def promote_version(run: Run, version: int, name: str, least: Mapping[str, float
         if not results.get(metric, float("nan")) >= wanted:
             raise UserError("--min", f"{metric}={wanted:g}", f"is not reached by {judged[0].key}, which has {results}")
     told = {"name": name, "run": run.name, "version": version, "ref": ref, "least": dict(least), "figures": results}
-    told |= {"evaluation": evaluation, "who": getpass.getuser(), "time": time.time()}
-    pin_checkpoint(f"{run.url}/{entry.key}", f"promoted-{name}")
+    told |= {"evaluation": evaluation, "who": os.environ.get("USER", f"uid {os.getuid()}"), "time": time.time()}
+    pin_artifact(Artifact(ref), f"promoted-{name}")
     store = Store(run.store_url)
     while True:
         history, seen = read_history(store)

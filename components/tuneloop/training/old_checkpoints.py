@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Callable, Iterator
 
-from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
+from tuneloop.core.artifacts import Artifact, Manifest, find_manifest, split_ref
 from tuneloop.core.context import Stage
+from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 
 STATE = "state"
@@ -19,16 +20,22 @@ HISTORY = "metrics.jsonl"
 """Of a checkpoint that is deleted this stays, beside its manifest: the curves of a run are made of it."""
 
 
-def pin_checkpoint(url: str, who: str) -> None:
-    """Keep what is at a URL, if it is of a loop, from retention: `who` needs it. What is outside of loops stays."""
-    run, loop, key = url.rpartition("/iterations/")
-    if loop:
-        Store(run).put(f"{PINS}{loop}{key}/{who}", b"")
+def pin_artifact(made: Artifact, who: str) -> None:
+    """Keep an artifact, if it is of a loop, from retention: `who` needs it. What is outside of loops stays.
+
+    Raises UserError where its files were deleted already.
+    """
+    run, loop, key = made.url.rpartition("/iterations/")
+    if not loop:
+        return
+    Store(run).put(f"{PINS}{loop}{key}/{who}", b"")
+    there = {*Store(f"{made.url}/{made.manifest.root}").keys("")}  # looked at now: what is pinned stays
+    if there <= {HISTORY} and not made.manifest.files.keys() <= {HISTORY}:
+        raise UserError("artifact", made.url, "has lost its files to retention (save_total_limit, gc); take another")
 
 
-def list_pinned(url: str) -> set[str]:
-    """List the URLs of the checkpoints that are pinned of a run, by its URL or that of an artifact in its loop."""
-    run = url.rpartition("/iterations/")[0] or url
+def list_pinned(run: str) -> set[str]:
+    """List the URLs of the artifacts that are pinned of the run at a URL."""
     return {f"{run}/{key.removeprefix(f'{PINS}/').rpartition('/')[0]}" for key in Store(run).keys(PINS)}
 
 
@@ -58,12 +65,14 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
         return
     chain = _walk_back(stage.out_url, manifest)
     kept = [*itertools.islice(chain, keep)]
-    needed = list_pinned(stage.out_url)
+    needed = list_pinned(run := stage.out_url.rpartition("/iterations/")[0])
     kept += [(url, made) for url in needed if (made := find_manifest(url))]
     needed |= {needed for url, made in kept for needed in list_needed(url, made, find_manifest)}
     unneeded = (each for each in chain if each[0] not in needed)
     old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
     for url, made in reversed(old):  # so that where one is deleted, all before it are
+        if url in list_pinned(run):  # meanwhile
+            break
         Store(url).delete(STATE)
         for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
             Store(url).delete(f"{made.root}/{part}")

@@ -144,7 +144,7 @@ def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
 
 
-def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+def begin_at_template(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
     """Return `workflow` from another template on, which gets `arguments`."""
     spec = workflow["spec"]
     given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}

@@ -25,7 +25,7 @@ from tuneloop.runs.run_record import Run
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.old_checkpoints import delete_old_checkpoints
-from tuneloop.workflow.manifest import started_at
+from tuneloop.workflow.manifest import begin_at_template
 
 TOY = str(Path(__file__).parents[1] / "toy_pipeline.py")
 
@@ -128,7 +128,7 @@ def test_retention_leaves_what_a_fork_begins_from(tmp_path: Path) -> None:
     delete_old_checkpoints(stage, newest.manifest)
     kept = {i for i in range(1, 6) if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))}
     assert kept == {2, 4, 5}
-    with pytest.raises(UserError, match="ITERATION: 3: the files of iterations/3/policy-update were deleted"):
+    with pytest.raises(UserError, match=r"iterations/3/policy-update.*: has lost its files to retention"):
         fork(run, 3, name="late")
     go_on(tmp_path, "y", given(fork(run, 2)), 3)
     assert Run("y", str(tmp_path)).checkpoints
@@ -206,7 +206,7 @@ def test_a_fork_on_a_cluster_is_resumed_where_it_stands(tmp_path: Path) -> None:
     with serving() as (server, cluster):
         assert argo.create_workflow(cluster, first, "y") == "y"
         server.objects["workflows", "y"]["status"] = {"phase": "Succeeded"}
-        later = started_at(first, CONTINUED, {"iteration": "62", "policy": "s3://b/p"})
+        later = begin_at_template(first, CONTINUED, {"iteration": "62", "policy": "s3://b/p"})
         assert argo.create_numbered(cluster, later, "y", 2) == "y-2"
         server.objects["workflows", "y-2"]["status"] = {"phase": "Failed"}
         assert argo.create_workflow(cluster, plain, "y") == "y-3"
