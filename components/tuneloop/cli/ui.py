@@ -15,7 +15,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 def serve_ui(
     store: STORE = "runs",
     host: Annotated[str, typer.Option(help="Address to listen on. It asks nobody who they are.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one and says which.")] = 8090,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 8090,
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
     context: CONTEXT = None,
 ) -> None:

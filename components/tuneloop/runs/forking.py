@@ -37,7 +37,7 @@ def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> 
     _check_done(workflow, run)
     last = next(int(p["value"]) for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations")
     if iteration >= last:
-        raise UserError("iterations", last, f"the loop would end with iteration {iteration}: set it higher")
+        raise UserError("loop.iterations", last, f"the loop would end with iteration {iteration}: set it higher")
     values = dict.fromkeys((*loop.carry, *loop.constants), "")
     for step in loop.steps:
         inputs = made[step.name].manifest.inputs

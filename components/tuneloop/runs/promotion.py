@@ -43,8 +43,10 @@ def promote_version(run: Run, version: int, name: str, least: Mapping[str, float
     results = judged[0].manifest.scalars
     ref, evaluation = (f"{run.url}/{each.key}@{each.manifest.digest}" for each in (entry, *judged))
     for metric, wanted in least.items():
-        if not results.get(metric, float("nan")) >= wanted:
-            raise UserError("--min", f"{metric}={wanted:g}", f"is not reached by {judged[0].key}, which has {results}")
+        if metric not in results:
+            raise UserError("--min", metric, f"is not a figure of {judged[0].key}, which has {', '.join(results)}")
+        if not results[metric] >= wanted:
+            raise UserError("--min", f"{metric}={wanted:g}", f"is not reached by {judged[0].key}: {results[metric]:g}")
     told = {"name": name, "run": run.name, "version": version, "ref": ref, "least": dict(least), "figures": results}
     told |= {"evaluation": evaluation, "who": os.environ.get("USER", f"uid {os.getuid()}"), "time": time.time()}
     pin_artifact(Artifact(ref), f"promoted-{name}")

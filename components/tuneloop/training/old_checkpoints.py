@@ -28,9 +28,10 @@ def pin_artifact(made: Artifact, who: str) -> None:
     run, loop, key = made.url.rpartition("/iterations/")
     if not loop:
         return
-    Store(run).put(f"{PINS}{loop}{key}/{who}", b"")
+    Store(run).put(pin := f"{PINS}{loop}{key}/{who}", b"")
     there = {*Store(f"{made.url}/{made.manifest.root}").keys("")}  # looked at now: what is pinned stays
     if there <= {HISTORY} and not made.manifest.files.keys() <= {HISTORY}:
+        Store(run).delete(pin)
         raise UserError("artifact", made.url, "has lost its files to retention (save_total_limit, gc); take another")
 
 

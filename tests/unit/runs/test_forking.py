@@ -81,7 +81,7 @@ def test_a_fork_goes_on_with_the_digests_of_the_run_that_it_left(tmp_path: Path)
     [
         (3, [], "ITERATION: 3: x, in iteration 3 now, has not committed it"),
         (1, ["sft.skill=2"], "sft.skill: 2: x ran sft with 1, and a fork does not repeat that"),
-        (2, ["iterations=2"], "iterations: 2: the loop would end with iteration 2: set it higher"),
+        (2, ["iterations=2"], "loop.iterations: 2: the loop would end with iteration 2: set it higher"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, iteration: int, sets: list[str], says: str) -> None:
@@ -190,7 +190,7 @@ def test_a_rendered_fork_begins_at_the_next_iteration(
         (["nobody", "2"], "error: run: nobody: not found"),
         (["x", "2", "--set", "seed=7"], "error: data-prep.seed: 7: x ran data-prep with 0"),
         (["x", "2", "--set", "data.source_args.digits=3"], "error: data-prep.source_args"),
-        (["x", "2", "--set", "loop.iterations=2"], "error: iterations: 2: the loop would end with iteration 2"),
+        (["x", "2", "--set", "loop.iterations=2"], "error: loop.iterations: 2: the loop would end with iteration 2"),
     ):
         assert run_cli([*line, "--fork", *words]) == 2
         assert says in capsys.readouterr().err.replace("'", "")

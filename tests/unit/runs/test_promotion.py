@@ -53,9 +53,9 @@ def test_a_version_that_passes_has_a_name_with_a_history(run: Run, capsys: pytes
         (["3", "production", "--min", "mean_reward=0"], "VERSION: 3: was not evaluated by x"),
         (
             ["2", "production", "--min", "mean_reward=0.8"],
-            "is not reached by iterations/1/evaluate, which has {'mean_rew",
+            "is not reached by iterations/1/evaluate: 0.75",
         ),
-        (["2", "production", "--min", "kindness=0.1"], "--min: 'kindness=0.1': is not reached"),
+        (["2", "production", "--min", "kindness=0.1"], "--min: 'kindness': is not a figure of"),
         (["2", "production", "--min", "mean_reward=nan"], "--min: 'mean_reward=nan': is not reached"),
         (["2", "production", "--min", "high"], "--min: 'high': write METRIC=VALUE"),
         (["2", "Production!", "--min", "mean_reward=0"], "NAME: 'Production!': use at most 40 lower-case letters"),
