@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fuzz mutations certify test-unit test-local test-slow test-cluster test-all bench golden parity requirements images clean
+.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures certify requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ golden: $(INSTALLED) ## rewrite the golden files after a wanted change
 PARITY ?=
 parity: $(INSTALLED) ## the tests that docs/parity.md names; a row without a passing one fails
 	$(BIN)/pytest $(WARM) --warm-vllm -p tests.parity $(PARITY)
+
+pictures: $(INSTALLED) ## take the pictures of docs/ui.md anew, with Chromium (apt-get install chromium)
+	PYTHONPATH=. $(BIN)/python docs/images/pages.py
 
 requirements: | $(UV) ## compile requirements/*.txt anew
 	requirements/compile.sh $(UV)

@@ -43,8 +43,8 @@ def test_a_run_is_seen_while_it_goes_on(cluster: Connection, site: str, run: str
     with open_browser() as page:
         page.open(f"{site}/", run)
         page.open(f"{site}/runs/{run}", "running")
-        page.wait(r"rollout[\s\S]*running")
+        page.wait(r"rollout\s+runs")
         assert argo.wait_for_run(cluster, run) == 0
-        assert "2 of 2" in page.wait("succeeded[\\s\\S]*2 of 2|2 of 2[\\s\\S]*succeeded")
+        page.wait(r"succeeded[\s\S]*rollout\s+committed\s+2")
         page.open(f"{site}/runs/{run}/weights", "Checkpoints")
         assert page.errors == []

@@ -48,6 +48,13 @@ def test_every_relative_link_leads_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_pictures_of_the_pages_are_few_and_small() -> None:
+    shown = re.findall(r"!\[.+\]\((\S+)\)", (ROOT / "docs/ui.md").read_text())
+    taken = [*ROOT.glob("docs/images/*.png")]
+    assert {ROOT / "docs" / name for name in shown} == {*taken} and len(taken) == 6
+    assert max(picture.stat().st_size for picture in taken) < 60_000
+
+
 def test_pictures_are_small_and_fetch_nothing() -> None:
     pictures = re.findall(r"!\[.+\]\((\S+)\)", (ROOT / "README.md").read_text())
     assert len(pictures) == 2

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLACES = ("components", "docs", "images", "manifests", "notebooks", "pipelines")
 TEXTS = [
-    *(path for place in PLACES for path in (ROOT / place).rglob("*") if path.suffix != ".pyc"),
+    *(path for place in PLACES for path in (ROOT / place).rglob("*") if path.suffix not in (".pyc", ".png")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml", "requirements/compile.sh")),
 ]
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tuneloop.core.artifacts import Manifest
 from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.workflow.loop import Loop, Step
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
@@ -142,7 +143,7 @@ def build_argo(config: Config) -> Any:
     from hera.workflows import DAG, Parameter
     from hera.workflows.models import ValueFrom
 
-    from tuneloop.argo.loop import proceed_template
+    from tuneloop.argo.loop import CONTINUED, proceed_template
     from tuneloop.argo.template import define_workflow, stage_template
     from tuneloop.workflow.settings import Cluster
 
@@ -178,8 +179,8 @@ def build_argo(config: Config) -> Any:
             }
             d = loop(name="next", arguments=following, when="{{=%s && %s}}" % (here, more))
             a >> b >> c >> d
-        proceed = proceed_template("part", ("iteration", "policy"), Cluster())
-        with DAG(name="part", inputs=[Parameter(name="iteration"), Parameter(name="policy")]) as part:
+        proceed = proceed_template(CONTINUED, ("iteration", "policy"), Cluster())
+        with DAG(name=CONTINUED, inputs=[Parameter(name="iteration"), Parameter(name="policy")]) as part:
             train = loop(name="loop", arguments={"iteration": IN % "iteration", "policy": IN % "policy"})
             trained, reached = OUT % ("loop", "policy"), "asInt(tasks.loop.outputs.parameters.iteration)"
             more = f"{reached} < asInt(workflow.parameters.iterations)"
@@ -198,6 +199,21 @@ def build_argo(config: Config) -> Any:
             start >> before >> part(name="part", arguments={"iteration": "1", "policy": policy})
     built.entrypoint = main.name
     return built
+
+
+LOOP = Loop(
+    steps=[
+        Step(rollout, policy="policy", iteration="iteration"),
+        Step(reward, rollouts="rollout.rollouts"),
+        Step(policy_update, policy="policy", rewards="reward.rewards", iteration="iteration"),
+    ],
+    carry={"policy": "policy-update.checkpoint"},
+    constants=[],
+    reward="reward.mean-reward",
+    check=Step(evaluate, policy="policy"),
+    finish=[Step(export, policy="policy")],
+)
+vars(build_argo)["loop"] = LOOP
 
 
 def main(argv: list[str]) -> None:

@@ -110,8 +110,7 @@ def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Ite
             yield UserError(f"{at}.hooks", hook["template"], "no such template")
     if "templateRef" in task:
         return
-    target = templates.get(task.get("template"))
-    if target is None:
+    if (target := templates.get(task.get("template"))) is None:
         yield UserError(f"{at}.template", task.get("template"), "no such template")
         return
     arguments = task.get("arguments") or {}

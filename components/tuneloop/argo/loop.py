@@ -26,6 +26,8 @@ from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Loop, Step, output_of, step_of
 from tuneloop.workflow.settings import NEXT, Cluster
 
+CONTINUED = "continued"
+"""The template at which a loop goes on in another workflow; a fork begins there."""
 Templates = Mapping[str, Any]
 """Name of a template → the template, which makes a task where it is called in a graph."""
 
@@ -104,9 +106,7 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
     with build_dag("loop", loop.inputs, outputs) as made:
         first = batch(name="batch", arguments=sampled)
-        first >> turn(
-            name="turn", arguments={**build_input_tags(loop.inputs), **{k: Output(first, k) for k in batched}}
-        )
+        first >> turn(name="turn", arguments=build_input_tags(loop.inputs) | {k: Output(first, k) for k in batched})
     return made
 
 
@@ -181,7 +181,7 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
     """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
-    proceed = proceed_template("continued", loop.passed, config.cluster)
+    proceed = proceed_template(CONTINUED, loop.passed, config.cluster)
     ended = g.tasks.loop.outputs.parameters
     more = build_loop_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
     with build_dag("part", loop.inputs) as part:
@@ -193,7 +193,7 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         # One after the other: a server holds one version at a time.
         for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
             before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
-    with build_dag("continued", loop.passed):
+    with build_dag(CONTINUED, loop.passed):
         server, endpoint = call_server(templates, config, input_tag("policy"))
         server >> part(name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint})
     return part

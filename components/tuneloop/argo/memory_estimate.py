@@ -65,8 +65,7 @@ def model_of(stages: list[Stage]) -> Model | str:
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
         return f"unknown: no stage {base_model.name}"
-    name = base.flags.get("model", TINY[0])
-    if name in TINY:
+    if (name := base.flags.get("model", TINY[0])) in TINY:
         vocab = int(base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default)
         return shape_of(name, {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}, None)
     directory = Path(name)
@@ -118,8 +117,7 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
 
     0 without adapters; None where it is not known which layers have some.
     """
-    given = json.loads(stage.flags.get("lora") or "null")
-    if given is None:
+    if (given := json.loads(stage.flags.get("lora") or "null")) is None:
         return 0
     lora = Lora(**given)
     named = model.linears if lora.target_modules == "all-linear" else lora.target_modules

@@ -69,8 +69,7 @@ def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
 
 def argo_lint(text: str) -> list[str] | None:
     """List what ``argo lint --offline`` finds in YAML `text`; None where argo is not on PATH."""
-    argo = shutil.which("argo")
-    if argo is None:
+    if (argo := shutil.which("argo")) is None:
         return None
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "workflow.yaml"

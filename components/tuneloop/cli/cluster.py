@@ -25,8 +25,7 @@ from tuneloop.cli.arguments import (
     SUBMITTED,
 )
 from tuneloop.cli.exits import run_command
-from tuneloop.cli.fleet import read_yaml_documents
-from tuneloop.cli.inspect import print_json
+from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection, connect_to_cluster, retry_until_available
@@ -50,6 +49,7 @@ def submit_run(
     fleet: Annotated[
         Path | None, typer.Option("--fleet", help="Manifest of a Dynamo graph: brought up first, goes with the run.")
     ] = None,
+    fork: Annotated[tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Begin at its end.")] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
@@ -60,16 +60,18 @@ def submit_run(
     from tuneloop.cluster import submit as argo
     from tuneloop.cluster.preflight import check_cluster
     from tuneloop.cluster.queue_problems import find_queue_warnings
-    from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.config.loading import dump_workflow, find_pipeline, read_yaml_documents
     from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
+    from tuneloop.runs import forking
     from tuneloop.workflow.settings import RUN_LABEL
 
     graph, fleet_sets = None, list[str]()
     if fleet:  # rollouts are the graph's
-        graph = render_graph(read_yaml_documents(fleet), namespace=namespace, labels={RUN_LABEL: run})
+        graph = render_graph(read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run})
         fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
     settings: Any = (found := find_pipeline(pipeline)).configure(config, [*fleet_sets, *(sets or ())])
-    workflow = found.build(settings)
+    origin = open_run(fork[0], store) if fork else None
+    workflow = forking.begin_workflow(found, settings, origin, fork[1]) if origin and fork else found.build(settings)
     if graph:
         add_graph_end(workflow, settings.cluster)
     made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
@@ -79,6 +81,8 @@ def submit_run(
     if server:
         if graph:
             raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")
+        if origin:
+            forking.record_fork(run, made, origin, settings)
         return _submit_to(server, made, run, namespace, wait)
     there = connect_to_cluster(namespace, context)
     if graph:
@@ -90,6 +94,8 @@ def submit_run(
         argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
         return 0
+    if origin:
+        forking.record_fork(run, made, origin, settings)
     begun, create = time.monotonic(), functools.partial(argo.create_workflow, there, made, run)
     name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""

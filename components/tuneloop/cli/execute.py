@@ -95,6 +95,34 @@ def resume_run(
     return _continue(found, parallelism, track, warm)
 
 
+def fork_run(
+    name: RUN,
+    iteration: Annotated[int, typer.Argument(min=0, help="Begin at its end; 0: before the first.")],
+    sets: SETS = None,
+    new: Annotated[str | None, typer.Option("--name", help="Of the fork; default: RUN-at-ITERATION.")] = None,
+    store: STORE = "runs",
+    track: TRACK = True,
+    warm: WARM = True,
+) -> int:
+    """Begin a run where another stood after an iteration, with other settings. Nothing is copied; both go on apart."""
+    from tuneloop.cli.checks import check_local_run
+    from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.runs import forking, records, run_record
+
+    run, new = open_run(name, store), new or f"{name}-at-{iteration}"
+    if run.record is None:
+        raise UserError("RUN", name, f"was not started here; on a cluster: `tuneloop submit --fork {name} {iteration}`")
+    if records.read_record(new, store):
+        raise UserError("--name", new, f"is the name of a run; `tuneloop resume {new}` continues it; or choose another")
+    found = find_pipeline(run.record.path)
+    settings = found.configure(run.directory / "config.yaml", sets or ())
+    workflow = forking.begin_workflow(found, settings, run, iteration)
+    check_local_run(config := settings.model_dump(mode="json"), workflow, run.store_url)
+    forking.record_fork(new, workflow, run, settings)
+    fresh = records.Record(run=new, pipeline=found.name, path=str(found.path), config=config, store=run.store_url)
+    return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow)), None, track, warm)
+
+
 def stop_run(
     name: RUN,
     store: STORE = "runs",
@@ -136,7 +164,7 @@ def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) ->
     differing = find_differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config})
     begun = standing.phase in ("running", "succeeded") or any(made.iteration for made in standing.checkpoints)
     what = ", ".join(differing[:5])
-    if differing and (begun or {"pipeline", "store"} & {*differing}):
+    if differing and (begun or standing.origin or {"pipeline", "store"} & {*differing}):
         remedy = f"exists with another {what}; `tuneloop resume {record.run}` continues it; or choose another name"
         raise UserError("--run", record.run, remedy)
     if differing:

@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -101,10 +101,11 @@ def create_graph(
 
     It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
     """
-    from tuneloop.config.loading import dump_workflow
+    from tuneloop.config.loading import dump_workflow, read_yaml_documents
     from tuneloop.inference.fleet.graph import bring_up, render_graph
 
-    graph = render_graph(read_yaml_documents(manifest), name=name, namespace=namespace, image=image, sets=sets or ())
+    documents = read_yaml_documents("manifest", manifest)
+    graph = render_graph(documents, name=name, namespace=namespace, image=image, sets=sets or ())
     if dry_run:
         typer.echo(dump_workflow(graph), nl=False)
         return
@@ -159,19 +160,3 @@ def autoscale_fleet(
             typer.echo(said)
         time.sleep(interval)
         said = retry_until_available(look)
-
-
-def read_yaml_documents(manifest: Path) -> list[dict[str, Any]]:
-    """Read the documents of a YAML file.
-
-    Raises:
-        UserError: it cannot be read, or is not YAML.
-    """
-    import yaml
-
-    try:
-        return [each for each in yaml.safe_load_all(manifest.read_text()) if isinstance(each, dict)]
-    except OSError as error:
-        raise UserError("manifest", str(manifest), f"cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError("manifest", str(manifest), f"is not YAML ({' '.join(str(error).split())})") from error

@@ -115,6 +115,7 @@ def _told(run: "Run") -> dict[str, Any]:
         "run": run.name,
         **_progress(run),
         "store": run.url,
+        "forked_from": run.origin,
         "iterations": int(most) if most else None,
         "evaluations": [_score(run, score) for score in run.evaluations()],
         "newest_batch": _score(run, batches[-1]) if batches else None,

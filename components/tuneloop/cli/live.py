@@ -130,8 +130,7 @@ class Display:
         assert self.first
         text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
         text += f"  reward {self.reward}" if self.reward else ""
-        done = self.iteration - self.first[0] + ended
-        if not done:
+        if not (done := self.iteration - self.first[0] + ended):
             return text
         each = (time.time() - self.first[1]) / done
         left = each * (self.total - self.iteration + (not ended)) if self.total else 0

@@ -29,6 +29,7 @@ def make_builders(
 
         return build_pipeline(name, config, stages(config), draw, loop)
 
+    vars(build_argo)["loop"] = loop  # where a fork begins
     return build_argo, build_kfp
 
 

@@ -4,6 +4,7 @@ made a version and how another reward judges, and what a policy could gain from 
 import heapq
 import json
 import sys
+import time
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ from tuneloop.cli.arguments import RUN, STORE
 from tuneloop.cli.inspect import open_run
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 
 
 def audit_run(
@@ -112,6 +114,43 @@ def explain_version(
     run = open_run(name, store)
     for ref, told in questions.explain_artifact(run, questions.find_made(run, which)):
         typer.echo(f"{ref}\n{summary.format_facts(told)}")
+
+
+def promote_version(
+    name: RUN,
+    version: Annotated[int, typer.Argument(min=0, help="Of the run's weights.")],
+    promoted: Annotated[str, typer.Argument(metavar="NAME", help="What it is to be called, as production.")],
+    least: Annotated[list[str], typer.Option("--min", metavar="METRIC=VALUE", help="That its evaluation reached.")],
+    store: STORE = "runs",
+) -> None:
+    """Name a version that passes the audit and was evaluated well. Retention keeps it; the name has a history."""
+    from tuneloop.runs import promotion
+
+    try:
+        wanted = {metric: float(value) for metric, _, value in (each.partition("=") for each in least)}
+    except ValueError:
+        raise UserError("--min", ", ".join(least), "write METRIC=VALUE, as in mean_reward=0.9") from None
+    told = promotion.promote_version(open_run(name, store), version, promoted, wanted)
+    typer.echo(f"{promoted}: version {version} of {name}, {told['ref']}")
+
+
+def list_promotions(
+    promoted: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Default: all names.")] = None,
+    store: STORE = "runs",
+) -> None:
+    """List promoted versions, newest first. With who named them, when, by which figures; and references for tools."""
+    from tuneloop.runs import promotion
+
+    rows = []
+    for told in reversed(promotion.read_history(Store(store))[0]):
+        figures = ", ".join(f"{name} {told['figures'][name]:g} (≥ {least:g})" for name, least in told["least"].items())
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
+        rows.append((told["name"], told["run"], str(told["version"]), when, told["who"], figures, told["ref"]))
+    if not rows and promoted is None:
+        return typer.echo(f"nothing was promoted in {store}")
+    if not (chosen := [row for row in rows if promoted in (None, row[0])]):
+        raise UserError("NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that")
+    print_table(("name", "run", "version", "when", "who", "figures", "reference"), chosen, cut="reference")
 
 
 def rescore_run(

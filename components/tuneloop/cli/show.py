@@ -34,8 +34,7 @@ def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
 
 def describe_failure(run: Run, outcome: "Outcome") -> str:
     """Describe in one line which stage ended the run, and its last words."""
-    node = find_failed_pod(outcome.nodes.values())
-    if node is None:
+    if (node := find_failed_pod(outcome.nodes.values())) is None:
         return f"error: {outcome.message}"
     path = run.directory / node.log
     lines = path.read_text(errors="replace").split("\n") if node.log and path.is_file() else []

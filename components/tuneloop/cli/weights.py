@@ -118,8 +118,7 @@ def published_root(run: "Run") -> str | None:
 def _root(name: str, store: str) -> str:
     if "/" in name:
         return name
-    root = published_root(open_run(name, store))
-    if root is None:
+    if (root := published_root(open_run(name, store))) is None:
         raise UserError("run", name, "published no versions (engine.pull); give the URL of a weights root")
     return root
 
@@ -173,8 +172,7 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
 
     run.refresh(whole=True)
     held = run.checkpoints
-    chosen = [e for e in held if version in (None, e.manifest.facts["version"])]
-    if not chosen:
+    if not (chosen := [e for e in held if version in (None, e.manifest.facts["version"])]):
         versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
         raise UserError("version", version, f"is not in this run; versions: {versions}")
     bad = 0

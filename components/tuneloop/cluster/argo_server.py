@@ -88,8 +88,7 @@ def read_server_address() -> str:
     Raises:
         UserError: it names none.
     """
-    host = os.environ.get("ARGO_SERVER")
-    if not host:
+    if not (host := os.environ.get("ARGO_SERVER")):
         remedy = "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
         raise UserError("ARGO_SERVER", host, remedy)
     if "://" in host:

@@ -19,6 +19,7 @@ from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import report_errors
 from tuneloop.core.program import write_outputs
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
+from tuneloop.workflow.manifest import begin_at_template
 from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
 
@@ -61,7 +62,7 @@ def build_next_workflow(workflow: Mapping[str, Any], entrypoint: str, arguments:
     }
     kept["annotations"][run_workflows.CONTINUES] = metadata["name"]
     made = {"apiVersion": workflow["apiVersion"], "kind": "Workflow", "metadata": kept, "spec": workflow["spec"]}
-    return run_workflows.started_at(made, entrypoint, arguments)
+    return begin_at_template(made, entrypoint, arguments)
 
 
 if __name__ == "__main__":

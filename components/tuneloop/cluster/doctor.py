@@ -142,8 +142,7 @@ def check_version(
     image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
     place = f"{image} in namespace {deployment['metadata']['namespace']}"
     wanted = ".".join(map(str, least))
-    match = re.match(r"v?(\d+)\.(\d+)", read_tag(image))
-    if match is None:
+    if (match := re.match(r"v?(\d+)\.(\d+)", read_tag(image))) is None:
         return Check(subject, WARNING, f"{place}: the tag is no version; {wanted} or newer is needed", remedy)
     if tuple(map(int, match.groups())) < least:
         return Check(subject, older, f"{place}: {wanted} or newer is needed", remedy)

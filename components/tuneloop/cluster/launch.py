@@ -82,8 +82,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
         UserError: another kind, or one that the cluster does not know or this account may not start.
         Retryable: the job was deleted while it was followed; the API server is in trouble.
     """
-    kind = KINDS.get(str(job.get("kind")))
-    if kind is None:
+    if (kind := KINDS.get(str(job.get("kind")))) is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
     while not _create(cluster, kind, job):
@@ -98,8 +97,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     read: dict[str, threading.Thread] = {}
     since = time.monotonic()
     while True:
-        standing = retry_until_available(lambda: cluster.find(*kind.api, name))
-        if standing is None:
+        if (standing := retry_until_available(lambda: cluster.find(*kind.api, name))) is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
         status: Object = standing.get("status") or {}
         done = kind.succeeded(status)

@@ -157,8 +157,7 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
     for name, flags in places.items():
         place = lease.Lease(cluster, name)
-        seen = find_object(cluster.get, *lease.LEASES, place.name)
-        if seen not in (ABSENT, UNSEEN):
+        if (seen := find_object(cluster.get, *lease.LEASES, place.name)) not in (ABSENT, UNSEEN):
             turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
             try:
                 turns.agreed(lease.parse_lease(seen))
@@ -200,8 +199,7 @@ def list_images(workflow: Mapping[str, Any]) -> list[str]:
 
 def list_node_images(cluster: Connection) -> tuple[set[str], bool]:
     """Return the names of images on nodes, and whether these are all: a kubelet may have more, or none be seen."""
-    nodes = find_object(cluster.core.list_node, _request_timeout=30)
-    if nodes is UNSEEN:
+    if (nodes := find_object(cluster.core.list_node, _request_timeout=30)) is UNSEEN:
         return set(), False
     there = {name for node in nodes.items for image in node.status.images or () for name in image.names or ()}
     return there, all(len(node.status.images or ()) < LISTED for node in nodes.items)

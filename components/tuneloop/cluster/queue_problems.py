@@ -11,7 +11,7 @@ from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, f
 from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection
-from tuneloop.workflow.manifest import labels_of, list_calls, parse_applied_object
+from tuneloop.workflow.manifest import list_calls, parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPLER_QUEUE
 
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
@@ -28,8 +28,7 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
     """
     labels, behind = find_queued_templates(workflow), dict[str, dict[str, Any]]()
     for name in list_queues(workflow):
-        found = find_object(cluster.get, *KUEUE, "localqueues", name)
-        if found is ABSENT:
+        if (found := find_object(cluster.get, *KUEUE, "localqueues", name)) is ABSENT:
             said = f"is not a LocalQueue of namespace {cluster.namespace}: stages would wait for ever"
             other = f", or --set cluster.sampler.queue={QUEUE}" if name == SAMPLER_QUEUE else ""
             yield Problem("queue", name, said, APPLY, f" (or yours){other}, or {INSTALL}")
@@ -91,8 +90,7 @@ def count_servers(workflow: Mapping[str, Any]) -> dict[str, int]:
 
 def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
     """List what a LocalQueue draws on: its ClusterQueue, and the cohort unless every `limit` of resources is 0."""
-    local = find_object(cluster.get, *KUEUE, "localqueues", queue)
-    if local in (ABSENT, UNSEEN):
+    if (local := find_object(cluster.get, *KUEUE, "localqueues", queue)) in (ABSENT, UNSEEN):
         return set()
     name = local["spec"]["clusterQueue"]
     found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
@@ -127,9 +125,8 @@ def find_quota_problems(
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
-    own = [
-        t for t in workflow["spec"]["templates"] if labels_of(parse_applied_object(t) or t).get(QUEUE_LABEL) in queues
-    ]
+    waiting = {name for name, labels in find_queued_templates(workflow).items() if labels[QUEUE_LABEL] in queues}
+    own = [template for template in workflow["spec"]["templates"] if template["name"] in waiting]
     argos = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())
     servers = count_servers(workflow)  # a daemon keeps its share while the others run
     held = _sum(compute_pod_requests(each, argos) for each in own for _ in range(servers.get(each["name"], 0)))

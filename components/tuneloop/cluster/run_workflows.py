@@ -10,7 +10,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
-from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.manifest import begin_at_template, parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
@@ -106,9 +106,9 @@ def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
 
-def list_active_runs(cluster: Connection, store: str) -> set[str]:
-    """List the runs below `store`, a normalized URL, whose workflows have not ended, also before their first commit."""
-    found = cluster.list(*WORKFLOWS, selector=ACTIVE)
+def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str]:
+    """List the runs below `store`, a normalized URL, that have workflows which a label selector selects."""
+    found = cluster.list(*WORKFLOWS, selector=selector)
     given = ((w["metadata"]["labels"][RUN_LABEL], w["spec"].get("arguments", {}).get("parameters", ())) for w in found)
     return {run for run, parameters in given if {"name": "store", "value": store} in parameters}
 
@@ -124,21 +124,12 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
     known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
     given = spec.get("arguments", {}).get("parameters", ())
     carried = {p["name"]: p["value"] for p in given if p["name"] not in known}
-    return started_at(made, spec["entrypoint"], carried) if carried else made
+    return begin_at_template(made, spec["entrypoint"], carried) if carried else made
 
 
 def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the annotations of a workflow; empty where it has none."""
     return workflow["metadata"].get("annotations") or {}
-
-
-def started_at(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Return `workflow` from another template on, which gets `arguments`."""
-    spec = workflow["spec"]
-    given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
-    given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
-    arguments_of = {**spec.get("arguments", {}), "parameters": list(given.values())}
-    return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
 
 
 def get_workflow_number(run: str, name: str) -> int:

@@ -19,9 +19,9 @@ from zoneinfo import ZoneInfo
 
 from tuneloop.argo.jobset import check_names
 from tuneloop.argo.pod_fields import OUTPUTS, SCRATCH
-from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import check_cluster
+from tuneloop.cluster.run_workflows import DONE, as_template, get_workflow_phase, prepare_workflow
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import UserError, report_errors
@@ -64,9 +64,7 @@ def apply_schedule(
     check_cron(cron)
     if timezone:
         check_timezone(timezone)
-    made = run_workflows.prepare_workflow(
-        workflow, run=name, store=store, namespace=cluster.namespace, priority=priority
-    )
+    made = prepare_workflow(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
     check_names(made, f"{name}-{'0' * DIGITS}")
     look = build_data_check_spec(made, name)
     check_cluster(cluster, made)
@@ -82,7 +80,7 @@ def apply_schedule(
 
 def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Build the spec of the WorkflowTemplate of schedule `name`."""
-    spec: dict[str, Any] = run_workflows.as_template(workflow, name)["spec"]
+    spec: dict[str, Any] = as_template(workflow, name)["spec"]
     # The newest run that succeeded is what says that its data is done with.
     spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
     return spec
@@ -119,7 +117,7 @@ def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
     """Read when a workflow looked for new data, its phase, and what it did or why it failed."""
     pods = [node for node in read_nodes(workflow).values() if node.type == "Pod"]
     said = [node.outputs.get(SAID) or node.message for node in pods if node.template == "start" or node.phase in BROKEN]
-    phase = run_workflows.get_workflow_phase(workflow)
+    phase = get_workflow_phase(workflow)
     return {"time": workflow["metadata"]["creationTimestamp"], "phase": phase, "said": said[-1] if said else ""}
 
 
@@ -192,12 +190,10 @@ def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
     mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if RUN_LABEL in labels_of(w)]
-    if active := [
-        labels_of(w)[RUN_LABEL] for w in mine if run_workflows.get_workflow_phase(w) not in run_workflows.DONE
-    ]:
+    if active := [labels_of(w)[RUN_LABEL] for w in mine if get_workflow_phase(w) not in DONE]:
         return f"skipped: {active[-1]} is under way"
     same = [w for w in mine if labels_of(w)[RUN_LABEL] == run]
-    if same and run_workflows.get_workflow_phase(same[-1]) == "Succeeded":
+    if same and get_workflow_phase(same[-1]) == "Succeeded":
         return f"skipped: no new data since {run}"
     parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
     spec = {"workflowTemplateRef": {"name": name}, "entrypoint": "main", "arguments": {"parameters": parameters}}

@@ -1,12 +1,12 @@
 """A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
 
-import queue
 import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from queue import SimpleQueue
 from typing import Any
 
 from tuneloop.argo.claims import TAKE
@@ -204,7 +204,7 @@ def read_logs(
     Raises:
         UserError: there is no such run on the cluster, or no pod of that stage.
     """
-    lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     read: dict[str, threading.Thread] = {}
     found = find_workflows(cluster, run)
     created = [w["metadata"]["creationTimestamp"] for w in found if w["metadata"]["name"] == since]
@@ -247,9 +247,7 @@ def _mains(pod: Any) -> list[Any]:
     return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
 
 
-def follow_pod(
-    cluster: Connection, pod: Any, name: str, follow: bool, lines: queue.SimpleQueue[tuple[str, str]]
-) -> None:
+def follow_pod(cluster: Connection, pod: Any, name: str, follow: bool, lines: SimpleQueue[tuple[str, str]]) -> None:
     """Put (`name`, line) into `lines` for all that the pod's main container prints."""
     from urllib3.exceptions import HTTPError
 

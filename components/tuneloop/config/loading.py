@@ -156,14 +156,23 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_yaml_documents(field: str, file: Path) -> list[Any]:
+    """Read the documents of a YAML file, which `field` names.
+
+    Raises:
+        UserError: it cannot be read, or is not YAML.
+    """
     try:
-        values = yaml.safe_load(file.read_text())
+        return list(yaml.safe_load_all(file.read_text()))
     except OSError as error:
-        raise UserError("--config", str(file), f"cannot be read ({error.strerror})") from error
+        raise UserError(field, str(file), f"cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError("--config", str(file), f"is not YAML ({' '.join(str(error).split())})") from error
-    if values is not None and not isinstance(values, dict):
+        raise UserError(field, str(file), f"is not YAML ({' '.join(str(error).split())})") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    values, *others = read_yaml_documents("--config", file) or [None]
+    if others or not isinstance(values, dict | None):
         raise UserError("--config", str(file), "must hold a mapping of keys to values")
     return values or {}
 

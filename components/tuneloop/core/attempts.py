@@ -81,8 +81,7 @@ def wait_before_ending() -> None:
 
     A workflow engine pauses for the same few seconds each time, and keeps every attempt in its status.
     """
-    number = read_attempt()
-    if not number:
+    if not (number := read_attempt()):
         return
     stopped = threading.Event()
     with forward_signals(lambda _: stopped.set(), [signal.SIGTERM]):
@@ -110,8 +109,7 @@ def _read_record(store: Store, number: int) -> Record | None:
 
 
 def _check_memory(number: int) -> None:
-    limit = os.environ.get(MORE_MEMORY)
-    if not limit:
+    if not (limit := os.environ.get(MORE_MEMORY)):
         remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
         raise UserError("memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)")
     if number > 1:  # the attempt that ended was not the first, so it had the higher limit

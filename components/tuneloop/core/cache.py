@@ -146,8 +146,7 @@ def _remove_directories(path: Path, cache: Path) -> None:
 
 
 def _read_limit(cache: Path, kept: int) -> int:
-    given = os.environ.get(LIMIT)
-    if not given:
+    if not (given := os.environ.get(LIMIT)):
         return (shutil.disk_usage(cache).free + kept) // 2
     if not given.isdecimal():
         raise UserError(LIMIT, given, "is not a number of bytes; write one, as in 50000000000")

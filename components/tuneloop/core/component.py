@@ -231,8 +231,7 @@ class Component:
         )
 
     def _standing(self, stage: Stage) -> Manifest | None:
-        standing = find_manifest(stage.out_url)
-        if standing is None:
+        if (standing := find_manifest(stage.out_url)) is None:
             return None
         for what, ours, theirs in (
             ("stage", self.name, standing.stage),

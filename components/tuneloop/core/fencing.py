@@ -58,8 +58,7 @@ def read_lease_grant() -> Grant | None:
         Retryable: the file is gone.
         UserError: the group refused this process.
     """
-    path = os.environ.get(VARIABLE)
-    if not path:
+    if not (path := os.environ.get(VARIABLE)):
         return None
     try:
         found = Grant.model_validate_json(Path(path).read_bytes())
@@ -77,8 +76,7 @@ def check_lease() -> dict[str, object]:
         Retryable: the turn was lost; nothing may be committed.
         UserError: as `read_lease_grant`.
     """
-    held = read_lease_grant()
-    if held is None:
+    if (held := read_lease_grant()) is None:
         return {}
     if (late := read_clock() - held.until) >= 0 and not is_lease_released():
         raise Unavailable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")

@@ -56,8 +56,7 @@ class Index:
         return {key: self.held[key][1] for key in wanted if key in self.held}
 
     def _load(self) -> dict[str, tuple[str, bytes]]:
-        written = self.store.get(KEY)
-        if written is None:
+        if (written := self.store.get(KEY)) is None:
             return {}
         if xxhash.xxh3_128_digest(written[16:]) != written[:16]:
             print_diagnostic(f"{self.store.url}/{KEY}: is damaged; it is made again from the manifests", 0)

@@ -61,8 +61,7 @@ class ObjectFile(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self.size - self.at))
-        if length:
+        if length := max(0, min(len(buffer), self.size - self.at)):
             buffer[:length] = self.read_range(self.at, length)
             self.at += length
         return length

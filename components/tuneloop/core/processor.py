@@ -106,8 +106,7 @@ def try_product() -> int:
     """
     import torch  # noqa: F401 - here, where it stays
 
-    child = os.fork()
-    if child == 0:
+    if (child := os.fork()) == 0:
         _multiply()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code > 0:

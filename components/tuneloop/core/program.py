@@ -90,8 +90,7 @@ def parse_arguments(
 
 def write_outputs(values: Mapping[str, Any]) -> None:
     """Write one file a value below ``$TUNELOOP_OUTPUTS``, where the workflow engine picks them up."""
-    directory = os.environ.get("TUNELOOP_OUTPUTS")
-    if directory:
+    if directory := os.environ.get("TUNELOOP_OUTPUTS"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         for name, value in values.items():
             Path(directory, to_kebab_case(name)).write_text(encode_value(value))

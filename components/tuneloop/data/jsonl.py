@@ -60,8 +60,7 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
     state = xxhash.xxh3_128()
     for name in ("train", "eval", "sft", "preference"):
         if (path := arguments.get(name)) is not None:
-            file = _open(str(path))
-            if file is None:
+            if (file := _open(str(path))) is None:
                 return None
             with file:
                 length = file.seek(0, os.SEEK_END)
@@ -79,8 +78,7 @@ def read_rows(argument: str, path: str) -> "Rows":
         UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read.
     """
     field = f"source_args.{argument}"
-    file = _open(path)
-    if file is None:
+    if (file := _open(path)) is None:
         raise UserError(field, path, "no such file")
     if not path.endswith((".jsonl", ".json", ".parquet")):
         raise UserError(field, path, "must end in .jsonl, .json or .parquet")

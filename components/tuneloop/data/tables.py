@@ -47,8 +47,7 @@ def examine_answers(
     """
     rows = table.to_pylist()
     found: list[str | None] = [None] * len(rows)
-    asked = [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]
-    if asked:
+    if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
         text = json.dumps(rewards, sort_keys=True)
         best = full_marks(parse_spec(text))
         golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]

@@ -31,10 +31,8 @@ class Guess:
         self.number = number
 
     def step(self, said: str) -> Reply:
-        guesses = NUMBER.findall(said)
-        if not guesses:
+        if not (guesses := NUMBER.findall(said)):
             return Reply("say a number\n", role="user", reward=0.0)
-        guess = int(guesses[-1])
-        if guess == self.number:
+        if (guess := int(guesses[-1])) == self.number:
             return Reply(done=True, reward=1.0)
         return Reply("higher\n" if guess < self.number else "lower\n", role="user", reward=0.0)

@@ -129,8 +129,7 @@ def encode_reply(
         after = _apply_template(tokenizer, turns, add_generation_prompt=True)
     except Exception as error:  # jinja's, and whatever a template raises
         raise UserError("chat template", role, f"cannot render a reply of this role ({error})") from error
-    ends = [place + 1 for place, token in enumerate(before) if token in stops]
-    if not ends:
+    if not (ends := [place + 1 for place, token in enumerate(before) if token in stops]):
         raise UserError("chat template", list(stops), "ends no turn of the assistant with one of these ids")
     if keep_reasoning:
         end = [place + 1 for place, token in enumerate(after) if token in stops][len(ends) - 1]

@@ -88,6 +88,8 @@ class TokenReviews:
             return known[1]
         if caller := await anyio.to_thread.run_sync(self._review, token, limiter=self._lanes[known is not None]):
             self._callers = dict([*self._callers.items()][-4096:]) | {key: (now, caller)}
+        else:  # withdrawn, perhaps: it waits among strangers from now on
+            self._callers.pop(key, None)
         return caller
 
     def allowed(self, caller: Caller, namespace: str) -> bool:

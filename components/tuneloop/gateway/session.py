@@ -285,8 +285,12 @@ class Session:
         requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
         at_most = length * sum(asked.num_samples for asked, _ in wanted)
         self._use_tokens(sum(len(ids) for _, ids in wanted) + at_most)
-        groups = self._sampler().sample(snapshot, requests, sampling)
-        self.meter.count("", sum(len(each.ids) for group in groups for each in group) - at_most)
+        used = 0
+        try:
+            groups = self._sampler().sample(snapshot, requests, sampling)
+            used = sum(len(each.ids) for group in groups for each in group)
+        finally:
+            self.meter.count("", used - at_most)
         scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
         made = ([{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g] for g in groups)
         return [messages.Samples(sequences, prompt, snapshot.version) for sequences, prompt in zip(made, scored)]

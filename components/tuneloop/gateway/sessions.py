@@ -130,7 +130,7 @@ class Meter(Counter[str]):
             self.day = today
             self.clear()
         if more:  # else nothing is written: other threads only look
-            self[name] += more
+            self[name] = max(0, self[name] + more)  # what is given back may be of yesterday
         return self[name]
 
 

@@ -164,8 +164,7 @@ def find_run(client: Any, run: str) -> Any:
     Raises:
         UserError: there is none.
     """
-    found = _named(client, run)
-    if not found:
+    if not (found := _named(client, run)):
         raise UserError("run", run, "no run of that name on this backend")
     with translate_api_errors(run):
         return client.get_run(found[0].run_id)

@@ -108,8 +108,7 @@ def convert_to_workflow(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 def check_api_server(cluster: Connection) -> Iterator[Check]:
     """Check that KFP's API server is in the namespace, of the SDK's release or newer."""
-    found = find_object(cluster.get, "apps", "v1", "deployments", API_SERVER)
-    if found is ABSENT:
+    if (found := find_object(cluster.get, "apps", "v1", "deployments", API_SERVER)) is ABSENT:
         said = f"no Deployment {API_SERVER} in namespace {cluster.namespace} of context {cluster.context}"
         yield Check("KFP's API server", REFUSED, said, INSTALL)
     elif found is not UNSEEN:
@@ -119,8 +118,7 @@ def check_api_server(cluster: Connection) -> Iterator[Check]:
 
 def check_executor(cluster: Connection) -> Iterator[Check]:
     """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image alone runs as root."""
-    found = find_controller_settings(cluster)
-    if found is None:
+    if (found := find_controller_settings(cluster)) is None:
         return
     namespace, executor = found[0], found[1].get("executor") or {}
     if not namespace:

@@ -44,8 +44,7 @@ def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
 
 def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
     """Render an HTML page with a chart for each quantity of `rows` over the one named `over`, rewards first."""
-    names = dict.fromkeys(column for row in rows for column in row if column != over)
-    if not names:
+    if not (names := dict.fromkeys(column for row in rows for column in row if column != over)):
         return f"<!doctype html><meta charset=utf-8><p>No {over} was taken here, so there is nothing to draw.</p>\n"
     drawn, constant = [], []
     for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):

@@ -101,8 +101,7 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def count(name: str, times: int, above: tuple[str, ...]) -> None:
-        tasks = list_calls(templates[name])
-        if not tasks:
+        if not (tasks := list_calls(templates[name])):
             counts[name] += times
             return
         again = next((task for task in tasks if task.get("template") == name), {})

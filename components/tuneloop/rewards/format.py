@@ -12,7 +12,6 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
 
     None where the metadata hold no pattern.
     """
-    pattern = metadata.get("format", {}).get("pattern")
-    if pattern is None:
+    if (pattern := metadata.get("format", {}).get("pattern")) is None:
         return None
     return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)

@@ -12,8 +12,7 @@ RANGE = (-1.0, 0.0)
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
     """Return 0.0 up to ``max_length - buffer`` characters, -1.0 from `max_length` on; None without limits."""
-    limits = metadata.get("length_penalty")
-    if limits is None:
+    if (limits := metadata.get("length_penalty")) is None:
         return None
     over = len(completion) - (limits["max_length"] - limits["buffer"])
     return -min(max(over / limits["buffer"], 0.0), 1.0) if limits["buffer"] else -float(over > 0)

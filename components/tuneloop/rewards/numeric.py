@@ -13,8 +13,7 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
     """Return 1.0 if the last expression of `completion` equals `answer`, else 0.0; None if `answer` has none."""
-    gold = _gold(answer)
-    if not gold:
+    if not (gold := _gold(answer)):
         return None
     try:
         return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))

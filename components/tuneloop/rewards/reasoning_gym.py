@@ -13,8 +13,7 @@ import reasoning_gym
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
     """Return the task's own score of the stripped completion, 0 to 1; None for a prompt from elsewhere."""
-    task = metadata.get("reasoning_gym")
-    if task is None:
+    if (task := metadata.get("reasoning_gym")) is None:
         return None
     return float(_verifier(task["task"], json.dumps(task["config"]))(completion.strip(), task["entry"]))
 

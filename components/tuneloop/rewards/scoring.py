@@ -234,12 +234,7 @@ class _Worker:
     """
 
     pid: int
-    pipe: int
     partial: bytes
-    since: float
-    due: float
-    used: float
-    ready: bool
 
     def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits) -> None:
         self.left, self.rows, self.rewards, self.limits = jobs[::-1], rows, rewards, limits
@@ -248,8 +243,7 @@ class _Worker:
 
     def receive(self) -> Iterable[tuple[_Job, _Verdict]]:
         """Return the verdicts that have arrived; replace the process if it died."""
-        data = os.read(self.pipe, 1 << 16)
-        if not data:
+        if not (data := os.read(self.pipe, 1 << 16)):
             return self.replace_dead()
         *lines, self.partial = (self.partial + data).split(b"\n")
         verdicts = []
@@ -376,8 +370,7 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         metadata = json.loads(row["metadata"] or "{}")
         if isinstance(episode := metadata.get("environment"), dict) and episode.get("escape"):
             raise Escape(episode["escape"])
-        value = reward.function(row["completion"], row["answer"], metadata)
-        if value is None:
+        if (value := reward.function(row["completion"], row["answer"], metadata)) is None:
             return _Verdict("unverifiable", "could not judge it")
         value, parts = value if isinstance(value, tuple) else (value, {})
         if not isinstance(value, Real):

@@ -44,8 +44,7 @@ def render_chart(title: str, series: Sequence[Series], x_label: str) -> str:
     Returns:
         an ``<svg>``; its first title says all in words, for those who do not see it.
     """
-    points = [point for each in series for point in each.finite_points]
-    if not points:
+    if not (points := [point for each in series for point in each.finite_points]):
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_ticks, y_ticks = choose_ticks(min(xs), max(xs)), choose_ticks(min(0.0, *ys), max(ys))

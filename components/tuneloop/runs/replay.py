@@ -66,8 +66,7 @@ def locate_artifact(run: Run, ref: str) -> str:
 
 def _replay(run: Run, entry: Entry) -> Replayed:
     made = entry.manifest
-    component = find_component(f"tuneloop.stages.{made.stage}")
-    if component is None:
+    if (component := find_component(f"tuneloop.stages.{made.stage}")) is None:
         raise UserError("stage", made.stage, "is not one of tuneloop's own: only these can be replayed")
     if (processes := made.notes.get("world_size", 1)) != 1:
         remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"

@@ -14,7 +14,7 @@ from tuneloop.core.artifacts import MANIFEST, find_manifest, parse_manifest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import STAGED, Store
 from tuneloop.runs.run_record import Run
-from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed
+from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed, list_pinned
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
     """Find what `delete_leftovers` would delete, by key.
 
     Args:
-        keep: checkpoints of the loop to keep, the newest; None: all. Those stay, too, without which one that is kept
-            cannot be trained on: the base of its adapters, and all since the trainer's state was last written. Others
-            keep manifest and history, so that the run still resumes and reports, but they cannot be loaded.
+        keep: checkpoints of the loop to keep, the newest; None: all. Pinned ones stay, too, and those without which one
+            that is kept cannot be trained on: the base of its adapters, and all since the trainer's state was written.
+            Others keep manifest and history, so that the run still resumes and reports, but they cannot be loaded.
         idle: seconds since the last write.
 
     Raises:
@@ -100,8 +100,9 @@ def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterato
     """Yield the files of checkpoints that the loop has left behind."""
     looped = [entry for entry in run.checkpoints if entry.iteration is not None]
     known = {f"{run.url}/{entry.key}": entry.manifest for entry in run.checkpoints}
-    kept = ((f"{run.url}/{entry.key}", entry.manifest) for entry in looped[-keep:])
-    needed = {each for place in kept for each in list_needed(*place, lambda url: known.get(url) or find_manifest(url))}
+    needed = {f"{run.url}/{entry.key}" for entry in looped[-keep:]} | list_pinned(run.url)
+    kept = ((url, known[url]) for url in needed & known.keys())
+    needed |= {each for place in kept for each in list_needed(*place, lambda url: known.get(url) or find_manifest(url))}
     old = {entry.key: entry.manifest for entry in looped[:-keep] if f"{run.url}/{entry.key}" not in needed}
     for key, (size, _) in files.items():
         *place, part, name = key.split("/", 4) if key.count("/") > 3 else ("", "")

@@ -13,6 +13,7 @@ store if that is a directory, else ``./runs``::
 What readers open of every artifact is read from the run's index (`tuneloop.core.index`) as far as that has it.
 """
 
+import functools
 import io
 import json
 import re
@@ -35,6 +36,7 @@ from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, re
 
 PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0-9_-]*)/manifest\.json$")
 METRICS = "metrics.jsonl"
+FORK = "fork.json"
 SETTLED = 2
 """An iteration that so many have followed is whole: each starts from the policy of the one before."""
 MANY = 64
@@ -162,6 +164,11 @@ class Run:
         own = engine.get("weights") if isinstance(engine, dict) else None
         return str(own or f"{self.url}/weights")
 
+    @functools.cached_property
+    def origin(self) -> dict[str, Any] | None:
+        """Where a fork came from (`tuneloop.runs.forking`): ``run``, ``iteration`` and the references ``values``."""
+        return load_checked_json(Store(self.url).get(FORK), FORK, self.url, "restore it from a copy") or None
+
     def read_workflow(self) -> dict[str, Any]:
         """Read the workflow that the run was started with. Raises Corrupt where it is another now."""
         data = Store(str(self.directory)).get("workflow.yaml") or b""
@@ -248,8 +255,7 @@ class Run:
     @property
     def phase(self) -> str:
         """``created``, ``running``, ``interrupted``, ``succeeded``, ``failed``; ``elsewhere`` without local state."""
-        found = self.state
-        if found is None:
+        if (found := self.state) is None:
             return "created" if self.record else "elsewhere"
         if found.workflow.phase == "Running" or "next" in found.workflow.outputs:  # of several workflows not the last
             return "running" if found.alive else "interrupted"
@@ -301,8 +307,7 @@ class Run:
         """List the mean rewards on held-out prompts, oldest first."""
         scores = []
         for entry in self.with_role("evaluator"):
-            value = entry.manifest.results.get("mean_reward")
-            if value is not None:
+            if (value := entry.manifest.results.get("mean_reward")) is not None:
                 scores.append(Score(value, f"{_sampling(entry)}, held-out prompts", self.version_of(entry), entry))
         return scores
 

@@ -65,7 +65,7 @@ def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
         known = [[row["score"] for row in rows if row.get("score") is not None] for rows in samples]
         noise = 2 * sum(variance(values) / len(values) for values in known if len(values) > 1) ** 0.5
         gain, said = scores[-1].value - scores[0].value, f"mean reward {reward_line(run, scores)}"
-    elif loss := next((curve.y for curve in curves if curve.name == "loss"), []):
+    elif loss := next((curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1), []):
         noise, gain, said = 0.0, loss[0] - loss[-1], f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
     else:
         return "Whether the run goes well cannot be said: nothing was measured twice."
@@ -81,12 +81,13 @@ def describe_score(run: Run, score: Score) -> str:
 
 
 def iterations_line(run: Run) -> str:
-    """Say how many iterations ran, of how many that were asked for."""
+    """Say how many iterations ran, of how many that were asked for, and of a fork where it began."""
     state = run.state
     most = state.workflow.parameters.get("iterations") if state else None
     if not run.iteration and not most:
         return ""
-    return f"{run.iteration}" + (f" of at most {most}" if most else "")
+    began = f", forked from {run.origin['run']} after {run.origin['iteration']}" if run.origin else ""
+    return f"{run.iteration}" + (f" of at most {most}" if most else "") + began
 
 
 def list_devices(entries: Iterable[Entry]) -> list[str]:

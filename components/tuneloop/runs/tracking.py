@@ -3,8 +3,7 @@ by version, all others by iteration.
 
 Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes: runs
 are looked up by the tag ``tuneloop_key``, and a point of a curve carries the time of its artifact, by which MLflow
-knows it from a new one. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured; ``MLFLOW_RUN_ID`` names
-a run of somebody else's as this one, whose status is left alone.
+knows it from a new one. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured.
 
 A server that does not answer is found out in a moment, where MLflow's client would try again for minutes. A run goes
 on without it: no stage fails by it, and what was not mirrored can be at any time.
@@ -105,17 +104,11 @@ class Mirror:
 
         self.run = run
         self.client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or URI)
-        pipeline = run.record.pipeline if run.record else "tuneloop"
-        self.adopted = os.environ.get("MLFLOW_RUN_ID")
-        if self.adopted:
-            self.experiment = self.client.get_run(self.adopted).info.experiment_id
-            self.id = self.adopted
-        else:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or pipeline
-            found = self.client.get_experiment_by_name(name)
-            self.experiment = str(found.experiment_id if found else self.client.create_experiment(name))
-            self.id = self._find_or_make()
-            self.client.update_run(self.id, status="RUNNING")  # a resumed run goes on in the same one
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or (run.record.pipeline if run.record else "tuneloop")
+        found = self.client.get_experiment_by_name(name)
+        self.experiment = str(found.experiment_id if found else self.client.create_experiment(name))
+        self.id = self._find_or_make()
+        self.client.update_run(self.id, status="RUNNING")  # a resumed run goes on in the same one
         if run.record:
             self._params(run.record.config)
         self.logged: dict[str, int] = {}
@@ -155,7 +148,7 @@ class Mirror:
         notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
         self.client.set_tag(self.id, "mlflow.note.content", "\n".join(notes))
         self.client.set_tag(self.id, "tuneloop.store", self.run.url)
-        if not self.adopted and phase != "running":
+        if phase != "running":
             ended = max((entry.finished for entry in self.run.entries), default=time.time())
             self.client.set_terminated(self.id, STATUS.get(phase, "FINISHED"), int(ended * 1000))
         experiment = self.client.get_experiment(self.experiment).name

@@ -22,8 +22,7 @@ class File:
         self.store = Store(url)
 
     def read(self) -> tuple[Document, bytes | None]:
-        data = self.store.get(KEY)
-        if data is None:
+        if (data := self.store.get(KEY)) is None:
             return Document(), None
         try:
             return Document.model_validate_json(data), data

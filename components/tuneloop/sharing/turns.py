@@ -88,8 +88,7 @@ class Turns:
         """Apply `how` by compare-and-swap, as often as others come first; what it raises goes through."""
         while True:
             document, seen = self.place.read()
-            changed = how(document)
-            if changed == document:
+            if (changed := how(document)) == document:
                 return document
             try:
                 self.place.write(changed, seen)

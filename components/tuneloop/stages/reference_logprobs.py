@@ -42,8 +42,7 @@ def reference_logprobs(
         checkpoint.load_masters(model, policy)
     counts = {}
     for split in SPLITS:
-        pairs = read_pairs(prompts, policy, split)
-        if not pairs:
+        if not (pairs := read_pairs(prompts, policy, split)):
             continue
         epochs.check_fits(pairs.documents.extremes, model, options.max_length)
         with stage.timed("score"):

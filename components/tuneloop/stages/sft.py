@@ -46,8 +46,7 @@ def sft(
 
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
-        documents = read_corpus(prompts, policy, "sft")
-        if not documents:
+        if not (documents := read_corpus(prompts, policy, "sft")):
             raise UserError("--prompts", prompts.url, "holds no demonstrations; set data_prep's sft, or leave sft out")
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)

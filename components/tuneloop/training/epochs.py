@@ -223,8 +223,7 @@ def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_
 
 def _resume(stage: Stage, trainer: Any, batch: int) -> int:
     """Go on from where an earlier attempt was interrupted, and return the batch that it had."""
-    point = stage.latest_resume()
-    if point is None:
+    if (point := stage.latest_resume()) is None:
         return batch
     about = checkpoint.trainer_state(point)
     assert about is not None

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Callable, Iterator
 
-from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
+from tuneloop.core.artifacts import Artifact, Manifest, find_manifest, split_ref
 from tuneloop.core.context import Stage
+from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 
 STATE = "state"
@@ -13,8 +14,29 @@ STATE_FACT = "trainer_state"
 """The fact of such a checkpoint that says what ``trainer/`` has to be (`tuneloop.training.checkpoint`)."""
 SINCE = "state_since"
 """The note of the checkpoint since which updates have to be repeated to have that state."""
+PINS = "pins"
+"""Below a run: ``pins/<key of a checkpoint>/<who needs it>``, of forks and of promoted versions (`tuneloop.runs`)."""
 HISTORY = "metrics.jsonl"
 """Of a checkpoint that is deleted this stays, beside its manifest: the curves of a run are made of it."""
+
+
+def pin_artifact(made: Artifact, who: str) -> None:
+    """Keep an artifact, if it is of a loop, from retention: `who` needs it. What is outside of loops stays.
+
+    Raises UserError where its files were deleted already.
+    """
+    run, loop, key = made.url.rpartition("/iterations/")
+    if not loop:
+        return
+    Store(run).put(f"{PINS}{loop}{key}/{who}", b"")
+    there = {*Store(f"{made.url}/{made.manifest.root}").keys("")}  # looked at now: what is pinned stays
+    if there <= {HISTORY} and not made.manifest.files.keys() <= {HISTORY}:
+        raise UserError("artifact", made.url, "has lost its files to retention (save_total_limit, gc); take another")
+
+
+def list_pinned(run: str) -> set[str]:
+    """List the URLs of the artifacts that are pinned of the run at a URL."""
+    return {f"{run}/{key.removeprefix(f'{PINS}/').rpartition('/')[0]}" for key in Store(run).keys(PINS)}
 
 
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
@@ -36,17 +58,21 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, once its newest is committed,
     if the stage has that parameter.
 
-    Those that training on from these needs stay, too, and manifests and histories of all: a run resumes and reports as
-    before. What is at work reads one of the newest two. Done again, it finds done what was done.
+    Those that are pinned stay, too, what training on from any of these needs, and manifests and histories of all: a run
+    resumes and reports as before. What is at work reads one of the newest two. Done again, it finds done what was done.
     """
     if (keep := getattr(stage.params, "save_total_limit", None)) is None:
         return
     chain = _walk_back(stage.out_url, manifest)
     kept = [*itertools.islice(chain, keep)]
-    needed = {needed for url, made in kept for needed in list_needed(url, made, find_manifest)}
+    needed = list_pinned(run := stage.out_url.rpartition("/iterations/")[0])
+    kept += [(url, made) for url in needed if (made := find_manifest(url))]
+    needed |= {needed for url, made in kept for needed in list_needed(url, made, find_manifest)}
     unneeded = (each for each in chain if each[0] not in needed)
     old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
     for url, made in reversed(old):  # so that where one is deleted, all before it are
+        if url in list_pinned(run):  # meanwhile
+            break
         Store(url).delete(STATE)
         for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
             Store(url).delete(f"{made.root}/{part}")

@@ -18,13 +18,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from tuneloop.cluster.run_workflows import list_active_runs
+from tuneloop.cluster.run_workflows import ACTIVE, list_cluster_runs
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.records import list_runs, read_record
 from tuneloop.runs.run_record import Run
 from tuneloop.ui import describe, samples
+from tuneloop.workflow.settings import RUN_LABEL
 
 STATIC = Path(__file__).parent / "static"
 FILES = [(f"/static/{path.name}", path.name) for path in STATIC.iterdir()]
@@ -45,20 +46,28 @@ def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str
     hosted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     locks, known = dict[str, threading.Lock](), dict[str, Run]()
 
-    def list_active() -> set[str]:
-        return list_active_runs(cluster, normalize_url(store)) if cluster else set()
+    def list_submitted(selector: str) -> set[str]:
+        try:
+            return list_cluster_runs(cluster, normalize_url(store), selector) if cluster else set()
+        except (UserError, Retryable):  # what the store has is shown also while the cluster is away
+            return set()
 
     def answer_runs(_: Request) -> Response:
-        return _answer({"store": store, "runs": sorted({*list_runs(store), *list_active()})})
+        return _answer({"store": store, "runs": sorted({*list_runs(store), *list_submitted(ACTIVE)})})
 
     def read_on(run: Run | None, name: str, *, whole: bool) -> Run:
         """Return a run as it is now: the one that was known, unless it was deleted or another has its name."""
         if run and run.record == read_record(name, store):
             # all of 1,000 iterations take 60 ms: much for a key of a search
             run.refresh(whole=None if whole else False)
-        if run and run.entries:
-            return run
-        return Run(name, store) if name in list_active() else Run.open(name, store)
+            if run.entries:
+                return run
+        try:
+            return Run.open(name, store)
+        except UserError:
+            if list_submitted(f"{RUN_LABEL}={name}"):  # and has committed nothing
+                return Run(name, store)
+            raise
 
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:
         def answer(request: Request) -> Response:
@@ -72,9 +81,7 @@ def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str
     return Starlette(
         routes=[
             *(Route(path, lambda _, name=name: FileResponse(STATIC / name, headers=HEADERS)) for path, name in FILES),
-            Route(
-                "/api/runs", lambda _: _answer({"store": store, "runs": sorted({*list_runs(store), *list_active()})})
-            ),
+            Route("/api/runs", answer_runs),
             route_run("", lambda run, _: describe.describe_run(run)),
             route_run("/now", lambda run, _: describe.describe_state(run, cluster)),
             route_run("/weights", lambda run, _: describe.describe_weights(run)),

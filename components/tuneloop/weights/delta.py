@@ -142,8 +142,7 @@ def patch_checkpoint(
 
     def update(name: str) -> None:
         data, blame = target.view(name), target.blame(target.tensors[name].file)
-        touching = [delta for delta in deltas if name in delta.payloads]
-        if not touching:
+        if not (touching := [delta for delta in deltas if name in delta.payloads]):
             check_checksums([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
             return
         made = _buffer(len(data))  # written back as a whole: storing through the map would cost a page fault a page

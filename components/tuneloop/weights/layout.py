@@ -125,8 +125,7 @@ class Checkpoint:
         self.tensors: dict[str, Tensor] = {}
         self.headers: dict[str, str] = {}
         files = visible_files(self.directory)
-        found = [p for p in files if p.suffix == ".safetensors"]
-        if not found:
+        if not (found := [p for p in files if p.suffix == ".safetensors"]):
             raise UserError("weights", str(directory), "has no .safetensors file; give a Hugging Face model directory")
         self._maps: dict[str, Bytes] = {}
         for path in found:

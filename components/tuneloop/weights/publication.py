@@ -37,8 +37,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
         PointerRewind: the root is ahead of a version that was made just now: another run publishes there.
         PointerConflict: the version stands with other weights.
     """
-    root = getattr(stage.params, "weights", None)
-    if root is None:
+    if (root := getattr(stage.params, "weights", None)) is None:
         return
     version = int(manifest.facts["version"])
     ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may stand
@@ -91,8 +90,7 @@ def _find_base(policy: Artifact) -> Path | None:
 
     `publish_version` proves it. One whose files are gone (`tuneloop gc --keep`) is left to the chain.
     """
-    local = local_path(policy.url)
-    if local is None:
+    if (local := local_path(policy.url)) is None:
         return policy.part("model")
     held = local / policy.manifest.root
     there = all((held / name).is_file() for name in policy.manifest.files if name.startswith("model/"))

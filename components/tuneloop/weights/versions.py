@@ -110,8 +110,7 @@ class Entry:
     """An index as it lies in the store, with its digest and place."""
 
     def __init__(self, store: Store, place: str) -> None:
-        data = store.get(f"{place}/{INDEX}")
-        if data is None:
+        if (data := store.get(f"{place}/{INDEX}")) is None:
             raise UserError("weights", f"{store.url}/{place}", f"is not published; {_GONE}")
         self.place, self.digest = place, xxhash.xxh3_128_hexdigest(data)
         try:

@@ -85,8 +85,7 @@ def evaluate_when(when: str) -> bool:
 
 def _resolve(tag: str, scope: Scope) -> str:
     if tag.lstrip().startswith("="):
-        value = evaluate_expression(tag.lstrip()[1:].strip(), scope)
-        if value is None:
+        if (value := evaluate_expression(tag.lstrip()[1:].strip(), scope)) is None:
             raise ExpressionError(f"{{{{{tag}}}}} has no value (nil)")
         return values.format_value(value)
     value = scope.get(tag.strip())

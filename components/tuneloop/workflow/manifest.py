@@ -144,6 +144,15 @@ def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
     return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
 
 
+def begin_at_template(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return `workflow` from another template on, which gets `arguments`."""
+    spec = workflow["spec"]
+    given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
+    given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
+    arguments_of = {**spec.get("arguments", {}), "parameters": list(given.values())}
+    return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
+
+
 def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
     """Parse the object that a resource template applies; empty for any other template."""
     return yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
@@ -155,8 +164,7 @@ def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _check_pod(template: Mapping[str, Any]) -> None:
-    container = template.get("container")
-    if container is None:
+    if (container := template.get("container")) is None:
         return
     at = f"templates.{template['name']}"
     for item in container.get("env", []):
@@ -193,8 +201,7 @@ def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
             yield from _unknown(item, fields[0], f"{path}.{name}")
         return
     for key, item in value.items():
-        known = fields.get(key)
-        if known is None:
+        if (known := fields.get(key)) is None:
             yield f"{path}.{key}"
         else:
             yield from _unknown(item, known, f"{path}.{key}")
@@ -252,8 +259,7 @@ def find_ancestors(name: str, waits: Mapping[str, Sequence[str]]) -> set[str]:
     ancestors: set[str] = set()
     queue = list(waits[name])
     while queue:
-        other = queue.pop()
-        if other not in ancestors:
+        if (other := queue.pop()) not in ancestors:
             ancestors.add(other)
             queue += waits[other]
     return ancestors

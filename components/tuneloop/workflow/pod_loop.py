@@ -58,8 +58,7 @@ def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], PerPod]:
 
     The second value says how many iterations the pod runs; 0: each stage has a pod, and the workflow is as it was.
     """
-    pod = find_pod(workflow)
-    if pod is None:
+    if (pod := find_pod(workflow)) is None:
         return dict(workflow), 0
     container = pod["container"]
     words = container["args"]

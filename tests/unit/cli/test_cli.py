@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.local.loops import digests
 from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, until
@@ -717,6 +718,43 @@ def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tm
     result = call("run", TOY, "--run", "early", "--set", *mended)
     assert result.code == 0, result.out + result.err
     assert "begins again with another per_workflow" in result.out and "early: succeeded" in result.out
+
+
+def test_a_fork_runs_from_where_the_other_stood_to_the_same_digests(call: Call, tmp_path: Path) -> None:
+    """As long as it has the same settings; with others it is a run of its own from there."""
+    assert call("run", TOY, "--run", "whole", *QUICK, "--set", "iterations=3").code == 0
+    result = call("fork", "whole", "1", *QUICK)
+    assert result.code == 0 and "3 of at most 3, forked from whole after 1" in result.out
+    made = {at: digests(tmp_path / "runs", at) for at in ("whole", "whole-at-1")}
+    once = {"sft", "evaluate-before", *(key for key in made["whole"] if key.startswith("iterations/1/"))}
+    assert made["whole-at-1"] == {key: digest for key, digest in made["whole"].items() if key not in once}
+    assert "forked from whole after 1" in call("status", "whole-at-1").out
+    told = json.loads(call("status", "whole-at-1", "--json").out)
+    assert (told["forked_from"]["run"], told["forked_from"]["iteration"]) == ("whole", 1)
+    assert json.loads(call("status", "whole", "--json").out)["forked_from"] is None
+    assert call("audit", "whole-at-1").code == 0
+    assert "iterations/1/policy-update@sha256:" in call("why", "whole-at-1", "2").out
+    assert "finished already" in call("resume", "whole-at-1").out
+    other = call(
+        "fork", "whole-at-1", "3", "--name", "long", *QUICK, "--set", "iterations=4", "--set", "per_workflow=1"
+    )
+    assert other.code == 0 and "4 of at most 4, forked from whole-at-1 after 3" in other.out
+
+
+def test_what_cannot_be_forked_is_one_line(call: Call, tmp_path: Path) -> None:
+    toy.make(f"{tmp_path}/runs/bare", 1)
+    config = find_pipeline(TOY).configure(sets=["iterations=2"]).model_dump(mode="json")
+    record = Record(run="x", pipeline="toy_pipeline", path=TOY, config=config, store=f"file://{tmp_path}/runs")
+    run_record.Run.create(record, "")
+    toy.make(f"{tmp_path}/runs/x", 1, whole=False)
+    refused(call("fork", "bare", "1"), "was not started here; on a cluster: `tuneloop submit --fork bare 1`")
+    refused(call("fork", "x", "2"), "ITERATION: 2: x, in iteration 1 now, has not committed it")
+    refused(call("fork", "x", "1", "--set", "sft.skill=2"), "sft.skill: 2: x ran sft with 1")
+    refused(call("fork", "x", "1", "--set", "iteration=2"), "did you mean iterations?")
+    refused(call("fork", "x", "1", "--name", "x"), "is the name of a run; `tuneloop resume x` continues it")
+    refused(call("fork", "x", "1", "--name", "bare"), "--name: 'bare': is the name of another run")
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["bare", "x"]
+    assert not (tmp_path / "runs/x/pins").exists()
 
 
 def test_a_command_ends_whatever_threads_still_run() -> None:

@@ -110,8 +110,9 @@ def test_the_sessions_of_a_namespace_share_its_tokens(gateway: SimpleNamespace, 
     one = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_session_id": f"{first}:sample:0", "seq_id": 2}
     exact = {**one, "sampling_params": {"max_tokens": 1, "stop": []}}
     assert "2 more asked" in fetch(gateway, ask(gateway, "asample", **exact)).json()["error"]
-    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 3, "tokens_per_day": 19}}))
-    assert gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"}).status_code == 201
+    gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 2, "tokens_per_day": 19}}))
+    refused = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"})
+    assert refused.status_code == 429, "the settings are read anew all the same"
     refused = gateway.http.post("/api/v1/asample", json={**exact, "seq_id": 3})
     assert refused.status_code == 429
     assert refused.json()["error"].startswith("quota: namespace 'local' has 19 of 19 tokens_per_day, and 1 more asked")

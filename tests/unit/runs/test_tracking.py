@@ -32,7 +32,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def here(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -114,19 +114,11 @@ def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) ->
     assert mirrored(client, one).info.run_id != mirrored(client, two).info.run_id
 
 
-def test_a_given_parent_is_used_and_its_status_left_alone(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outer = client.create_run(client.create_experiment("outer"))
-    monkeypatch.setenv("MLFLOW_RUN_ID", outer.info.run_id)
-    tracking.mirror_run(started(tmp_path, "b", 1))
-    again = client.get_run(outer.info.run_id)
-    assert again.info.status == "RUNNING"
-    assert again.data.metrics["evaluate/mean_reward"] == 0.75
-    assert again.data.metrics["seconds/rollout"] > 0
-    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
-    with pytest.raises(UserError, match="0000 not found"):
-        tracking.mirror_run(Run.open("b", str(tmp_path)))
+def test_what_mlflow_refuses_is_said_in_one_line(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.delete_experiment(client.create_experiment("gone"))
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "gone")
+    with pytest.raises(UserError, match=r"^MLFLOW_TRACKING_URI: .*'active' state"):
+        tracking.mirror_run(started(tmp_path, "b", 1))
 
 
 @pytest.mark.local

@@ -87,8 +87,7 @@ def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
     tensor = getattr(layer, leaf, None)
     if tensor is None or len(sizes := getattr(layer, "output_partition_sizes", [None])) != parts:
         return None
-    own = _own(layer, want, sizes[part])
-    if own is None:
+    if (own := _own(layer, want, sizes[part])) is None:
         return None
     first = sum(sizes[:part]) if part else 0
     answers = list(_views(layer, leaf, tensor, own, slice(first, first + own.shape[0]) if own.ndim else ..., every))

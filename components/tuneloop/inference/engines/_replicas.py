@@ -50,7 +50,7 @@ class Replicas:
     def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
         results: Finished = {}
         while left := {i: request for i, request in enumerate(requests) if i not in results}:
-            self._generate_into(left, sampling, results, done)
+            self._share_out(left, sampling, results, done)
         return [results[i] for i in range(len(requests))]
 
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -91,9 +91,7 @@ class Replicas:
                     else:
                         pending = [client]  # the last: it is waited for
 
-    def _generate_into(
-        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done
-    ) -> None:
+    def _share_out(self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done) -> None:
         """Generate into `results` what the replicas finish that are there now."""
         shares: dict[Client, dict[int, Request]] = {client: {} for client in self.live}
         made: dict[Client, Finished] = {client: {} for client in self.live}

@@ -60,7 +60,7 @@ def render_graph(
     Raises:
         UserError: no graph or several; a path that leads nowhere.
     """
-    graphs = [document for document in documents if document and document.get("kind") == KIND]
+    graphs = [each for each in documents if isinstance(each, Mapping) and each.get("kind") == KIND]
     if len(graphs) != 1:
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
     graph: dict[str, Any] = copy.deepcopy(dict(graphs[0]))
@@ -138,7 +138,6 @@ def bring_up(
     *,
     recreate: bool = False,
     timeout: float = 1800.0,
-    poll: float = 2.0,
     tell: Callable[[str], object] = print,
 ) -> str | None:
     """Have `graph` ready, then start what needs it, then tie the graph to that.
@@ -157,7 +156,7 @@ def bring_up(
     name = str(graph["metadata"]["name"])
     created, started = _ensure(cluster, graph, recreate, tell), None
     try:
-        _wait(cluster, name, timeout, poll, tell)
+        _wait(cluster, name, timeout, tell)
         if start is not None:
             started = start()
             own_graph(cluster, graph, started, tell)
@@ -198,9 +197,7 @@ def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
     return [] if wanted == live else [at]
 
 
-def _wait(
-    cluster: connection.Connection, name: str, timeout: float, poll: float, tell: Callable[[str], object]
-) -> None:
+def _wait(cluster: connection.Connection, name: str, timeout: float, tell: Callable[[str], object]) -> None:
     deadline, reported = time.monotonic() + timeout, ""
     while True:
         conditions = read_gates(cluster, name)
@@ -216,7 +213,7 @@ def _wait(
         if shut != reported:
             tell(f"{name}: {shut}")
             reported = shut
-        time.sleep(poll)
+        time.sleep(2.0)
     tell(f"{name}: ready")
 
 
@@ -226,8 +223,7 @@ def read_gates(cluster: connection.Connection, name: str, port: int = FRONTEND_P
     Raises:
         UserError: there is no such graph.
     """
-    graph = find_graph(cluster, name)
-    if graph is None:
+    if (graph := find_graph(cluster, name)) is None:
         raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
     pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items
     return [operator_gate(graph), pods_gate(pods), frontend_gate(*_probe(cluster, f"{name}-frontend", port))]
@@ -288,8 +284,7 @@ def own_graph(cluster: connection.Connection, graph: Object, workflow: str, tell
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
     reference = {**connection.OWNER, "name": workflow, "uid": owner["metadata"]["uid"], "controller": False}
     while True:
-        live = find_graph(cluster, name)
-        if live is None:
+        if (live := find_graph(cluster, name)) is None:
             raise Retryable(f"{name}: was deleted while its run was started")
         if run is None or live["metadata"].get("labels", {}).get(RUN_LABEL) != run:
             tell(f"{name}: was not made for this run, and stays when it ends")

@@ -166,8 +166,7 @@ def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> t
         for number in (*most, ended):
             waiting.register(number, selectors.EVENT_READ)
         while waiting.get_map() and not over:
-            ready = waiting.select(max(end - time.monotonic(), 0))
-            if not ready:
+            if not (ready := waiting.select(max(end - time.monotonic(), 0))):
                 left = limits.seconds - took()
                 over, end = (None if left > 0 else "timeout"), time.monotonic() + max(left, 0.01)
             for key, _ in ready:

@@ -46,7 +46,7 @@ function showFacts(now) {
     "mean reward": now.reward,
     iterations: now.iterations,
     pipeline: now.record?.pipeline,
-    started: since(now.record?.created ?? run.artifacts[0].started),
+    started: since(now.record?.created ?? run.artifacts[0]?.started),
     committed: `${now.committed} artifacts, ${bytes(size)}, ${duration(seconds)} of work`,
     "ran on": run.devices.join(", "),
     artifacts: run.url.replace("file://", ""),

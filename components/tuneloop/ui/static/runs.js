@@ -38,6 +38,11 @@ export async function showRuns() {
     for (const box of boxes) box.disabled = !box.checked && count >= MOST;
   }
   function add(names) {
+    for (const [name, row] of rows) {
+      if (names.includes(name)) continue;
+      row.remove();
+      rows.delete(name);
+    }
     for (const name of names.filter((each) => !rows.has(each))) {
       rows.set(name, makeRow(name, chosen, compare));
       body.querySelector("tbody").append(rows.get(name));

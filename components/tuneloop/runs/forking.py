@@ -1,0 +1,90 @@
+"""Forks: runs that begin where another one stood at the end of an iteration, with other settings.
+
+A fork is its pipeline's workflow, begun where a long loop goes on in another workflow (`tuneloop.argo.loop`), with the
+references of what the other run has committed: nothing is copied. Where it came from stands in
+``<store>/<fork>/fork.json``, and a pin keeps what it begins from (`tuneloop.training.old_checkpoints`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.argo.loop import CONTINUED
+from tuneloop.config.loading import Pipeline
+from tuneloop.config.pipeline import PipelineConfig
+from tuneloop.core.artifacts import DIGEST, Artifact, dump_canonical_json, dump_checked_json
+from tuneloop.core.errors import UserError
+from tuneloop.core.program import parse_arguments
+from tuneloop.core.store import Store
+from tuneloop.runs.records import check_name
+from tuneloop.runs.replay import locate_artifact
+from tuneloop.runs.run_record import FORK, Run
+from tuneloop.training.old_checkpoints import pin_artifact
+from tuneloop.weights.publish import publish_version
+from tuneloop.workflow.loop import step_of
+from tuneloop.workflow.manifest import begin_at_template, find_ancestors, list_calls, parse_applied_object
+from tuneloop.workflow.rendered_stages import container_of, read_stage
+
+
+def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> dict[str, Any]:
+    """Build the workflow of a fork, which goes on from the end of an iteration of `run`; 0: from before the first.
+
+    Raises UserError where that was not committed or is gone, the loop ends with it, or a setting changes what was done.
+    """
+    workflow, loop = found.build(settings), getattr(found.module.build_argo, "loop", None)
+    made = {entry.stage: entry for entry in run.entries if entry.iteration == max(iteration, 1)}
+    if loop is None or not {step.name for step in loop.steps} <= made.keys():
+        raise UserError("ITERATION", iteration, f"{run.name}, in iteration {run.iteration} now, has not committed it")
+    _check_done(workflow, run)
+    last = next(int(p["value"]) for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations")
+    if iteration >= last:
+        raise UserError("iterations", last, f"the loop would end with iteration {iteration}: set it higher")
+    values = dict.fromkeys((*loop.carry, *loop.constants), "")
+    for step in loop.steps:
+        inputs = made[step.name].manifest.inputs
+        values |= {v: locate_artifact(run, inputs[k]) for k, v in step.wires.items() if v in values and k in inputs}
+    for name, wire in loop.carry.items() if iteration else ():
+        entry = made[step_of(wire)]
+        values[name] = f"{run.url}/{entry.key}@{entry.manifest.digest}"
+    return begin_at_template(workflow, CONTINUED, {"iteration": str(iteration + 1), **values})
+
+
+def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any) -> None:
+    """Record where the fork `name` of `run` comes from, keep that from retention, and publish what its servers pull.
+
+    Raises UserError where the name cannot be used, or is another run's.
+    """
+    check_name(name, "--name")
+    store = Store(f"{run.store_url}/{name}")
+    given = {p["name"]: str(p.get("value")) for p in workflow["spec"]["arguments"]["parameters"]}
+    values = {key: value for key, value in given.items() if f"@{DIGEST}:" in value}
+    data = dump_checked_json({"run": run.name, "iteration": int(given["iteration"]) - 1, "values": values}, FORK)
+    if (standing := store.get(FORK)) != data and (standing or store.parts()):
+        raise UserError("--name", name, "is the name of another run; choose one that is free")
+    for ref in values.values():
+        pin_artifact(Artifact(ref), f"fork-{name}")
+    store.put(FORK, data)
+    if published := settings.published(store.url) if isinstance(settings, PipelineConfig) else {}:
+        made = Artifact(values["policy"])
+        about = {"source": made.manifest.digest, "encoding": settings.engine.encoding}
+        publish_version(published["weights"], made.manifest.facts["version"], made.part("model"), **about)
+
+
+def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
+    """Refuse settings with which a stage that a fork does not repeat would make something else than was committed."""
+    while run.origin:
+        run = Run(run.origin["run"], run.store_url)
+    done = {entry.manifest.stage: entry.manifest.params for entry in run.entries if entry.iteration is None}
+    calls = {t["name"]: [call["template"] for call in list_calls(t)] for t in workflow["spec"]["templates"]}
+    repeated = {CONTINUED, *find_ancestors(CONTINUED, calls)}
+    for name, template in ((t["name"], t) for t in workflow["spec"]["templates"] if t["name"] not in repeated):
+        if component := read_stage(template).component:
+            flags = component.inputs, component.output, component.Params.model_fields
+            given = parse_arguments(container_of(template, parse_applied_object(template))["args"], name, None, *flags)
+            params = component.validate({k: given[k] for k in given.keys() & component.Params.model_fields.keys()})
+            asked, then = params.model_dump(mode="json", exclude=component.untracked), done.get(component.name)
+            if then is None:
+                raise UserError("RUN", run.name, f"has no {name} any more, to compare settings with; run it anew")
+            for key in sorted(asked.keys() & then):
+                if dump_canonical_json(asked[key]) != dump_canonical_json(then[key]):
+                    remedy = f"{run.name} ran {name} with {then[key]!r}, and a fork does not repeat that: run it anew"
+                    raise UserError(f"{name}.{key}", asked[key], remedy)

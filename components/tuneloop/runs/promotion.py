@@ -1,0 +1,64 @@
+"""Promoted versions: names, such as ``production``, of weight versions that passed a gate.
+
+``<store>/promoted.json`` lists all promotions, the newest last; it is only ever added to.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.core.artifacts import Artifact, dump_checked_json, load_checked_json
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Conflict, Store
+from tuneloop.runs.audit import audit_run
+from tuneloop.runs.questions import find_made
+from tuneloop.runs.records import check_name
+from tuneloop.runs.run_record import Run
+from tuneloop.training.old_checkpoints import pin_artifact
+
+KEY = "promoted.json"
+
+
+def promote_version(run: Run, version: int, name: str, least: Mapping[str, float]) -> dict[str, Any]:
+    """Give a version of a run a name, if it passes the gate; from then on retention keeps it.
+
+    The gate is an audit of the version, its newest evaluation and all that both were made from, and that this reached
+    the `least` of each result. Raises UserError where it does not pass, or is not in the run.
+    """
+    check_name(name, "NAME")
+    entry = find_made(run, f"v{version}")
+    judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key][-1:]
+    if not judged:
+        raise UserError("VERSION", version, f"was not evaluated by {run.name} (loop.evaluate_every does)")
+    chain = {each.key: each for each in (entry, *judged)}
+    for each in (queue := [*chain.values()]):
+        for source in filter(None, map(run.maker, each.manifest.inputs.values())):
+            if source.key not in chain:
+                queue.append(chain.setdefault(source.key, source))
+    for proof in audit_run(run):
+        flaws = [*proof.problems, *(["its files were deleted"] if proof.deleted and proof.key == entry.key else [])]
+        if flaws and (proof.key in chain or proof.files is None):
+            raise UserError("VERSION", version, f"does not pass the audit: {proof.key}: {flaws[0]}")
+    results = judged[0].manifest.scalars
+    ref, evaluation = (f"{run.url}/{each.key}@{each.manifest.digest}" for each in (entry, *judged))
+    for metric, wanted in least.items():
+        if not results.get(metric, float("nan")) >= wanted:
+            raise UserError("--min", f"{metric}={wanted:g}", f"is not reached by {judged[0].key}, which has {results}")
+    told = {"name": name, "run": run.name, "version": version, "ref": ref, "least": dict(least), "figures": results}
+    told |= {"evaluation": evaluation, "who": os.environ.get("USER", f"uid {os.getuid()}"), "time": time.time()}
+    pin_artifact(Artifact(ref), f"promoted-{name}")
+    store = Store(run.store_url)
+    while True:
+        history, seen = read_history(store)
+        try:
+            store.swap(KEY, seen, dump_checked_json({"promotions": [*history, told]}, KEY))
+            return told
+        except Conflict:
+            continue  # somebody promoted another one meanwhile: that comes before
+
+
+def read_history(store: Store) -> tuple[list[dict[str, Any]], bytes | None]:
+    """Read all promotions in a store, the oldest first; and the bytes that say so, None where nothing was promoted."""
+    data = store.get(KEY)
+    return load_checked_json(data, KEY, store.url, "restore it from a copy").get("promotions", []), data
