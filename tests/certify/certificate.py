@@ -36,7 +36,7 @@ class Certificate:
     Attributes:
         roots: place → root of the undisturbed run.
         boundaries: place → how many calls it has.
-        seconds: that all of it took.
+        seconds: that all of it took; `processor_s`: of processors.
     """
 
     seed: int
@@ -44,6 +44,7 @@ class Certificate:
     boundaries: Mapping[Place, int]
     outcomes: Sequence[Outcome]
     seconds: float
+    processor_s: float = 0.0
 
     @property
     def violations(self) -> list[Outcome]:
@@ -71,6 +72,7 @@ class Certificate:
             "seconds_lost": round(sum(each.ends.lost_s for each in self.outcomes), 3),
             "virtual_seconds_waited": sum(each.ends.waited_s for each in self.outcomes),
             "seconds": round(self.seconds, 1),
+            "processor_seconds": round(self.processor_s, 1),
             "violations": [{**asdict(each.injection), "problem": each.problem} for each in self.violations],
         }
 
@@ -115,7 +117,7 @@ class Certificate:
         )
         work = f"{told['stages_lost']} stages, {told['seconds_lost']} s"
         print(f"work lost: {work}; waited by the virtual clock: {told['virtual_seconds_waited']:.0f} s")
-        print(f"took {told['seconds']} s")
+        print(f"took {told['seconds']} s, {told['processor_seconds']} s of processors")
 
     def dump(self) -> str:
         """Return it as JSON."""

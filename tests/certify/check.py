@@ -45,10 +45,11 @@ def inspect_run(name: str, store: str) -> Standing:
     root = compute_root(run)
     leftovers = find_leftovers(run, idle=-60)
     delete_leftovers(run, leftovers)
-    again = Run.open(name, store)
-    problems += [f"after gc: {proof.key}: {each}" for proof in audit_run(again) for each in proof.problems]
-    if compute_root(again) != root:
-        problems.append(f"gc changed the root from {root}")
+    if leftovers:
+        run = Run.open(name, store)
+        problems += [f"after gc: {proof.key}: {each}" for proof in audit_run(run) for each in proof.problems]
+        if compute_root(run) != root:
+            problems.append(f"gc changed the root from {root}")
     files = Store(run.url).keys("")
     keys = tuple(sorted({CHANCE.sub("data", key) for key in files if not key.endswith(LOCK)}))
     problems += [f"still locked: {path}" for path in _find_held_locks(run)]

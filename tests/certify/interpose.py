@@ -143,8 +143,7 @@ class Interposer:
 
     def _act(self, act: Act, call: Call) -> None:
         self.paused = True
-        if fired := os.environ.get(FIRED):
-            Path(fired).write_text(str(call))
+        _note_met(call)
         try:
             act(call)
         finally:
@@ -224,16 +223,25 @@ class Interposer:
             met = None if self.paused else self._meet(name, f"{self.root}/{about}")
             if met and self.before:
                 self._act(self.before, met)
-            done = real(objects, key, *more, **options)
-            if met and self.after:
-                self._act(self.after, met)
-            return done
+            try:
+                return real(objects, key, *more, **options)
+            finally:
+                if met and self.after:
+                    self._act(self.after, met)
 
         return call
 
     def _met_read(self, name: str, store: Store, key: str) -> bool:
         path = f"{store.url.removeprefix('file://')}/{key}"
-        return path.startswith(self.root) and self._meet(name, path) is not None
+        met = self._meet(name, path) if path.startswith(self.root) else None
+        if met:
+            _note_met(met)
+        return met is not None
+
+
+def _note_met(call: Call) -> None:
+    if fired := os.environ.get(FIRED):
+        Path(fired).write_text(str(call))
 
 
 # What to do at a call

@@ -186,8 +186,16 @@ class StagesRig:
 
 @functools.cache
 def _shorten_pauses() -> None:
-    """Let obstore ask again at once, and three times: its pauses grow to a quarter of a minute."""
+    """Let obstore ask again at once, and three times: its pauses grow to a quarter of a minute. A process makes one
+    client for a URL: each takes 10 ms to read the machine's certificates."""
     soon = timedelta(milliseconds=1)
     retry = {"max_retries": 3, "backoff": {"init_backoff": soon, "max_backoff": 2 * soon, "base": 2}}
     real: Any = obstore.store.from_url
-    obstore.store.from_url = functools.partial(real, retry_config=retry)
+    made: dict[str, Any] = {}
+
+    def open_store(url: str, **options: Any) -> Any:
+        if url not in made:
+            made[url] = real(url, retry_config=retry, **options)
+        return made[url]
+
+    obstore.store.from_url = open_store

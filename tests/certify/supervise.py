@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -59,7 +60,7 @@ def make_certificate(
     """
     began = time.monotonic()
     home = Path(tempfile.mkdtemp(prefix="certify-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    begun, outcomes = list[Begun](), list[Outcome]()
+    begun, outcomes, processor_s = list[Begun](), list[Outcome](), 0.0
     try:
         workers = [
             _Worker(home / str(number), seed, injections, (number, jobs), only, kind)
@@ -70,6 +71,9 @@ def make_certificate(
                 if isinstance(told, Begun):
                     begun.append(told)
                     continue
+                if isinstance(told, float):
+                    processor_s += told
+                    continue
                 outcomes.append(told)
                 if told.problem:
                     print(f"\nviolation {told.injection}\n{told.problem}", file=sys.stderr, flush=True)
@@ -79,7 +83,7 @@ def make_certificate(
         _check_same(begun[0], other)
     outcomes.sort(key=lambda each: each.injection.index)
     counts = {place: len(calls) for place, calls in begun[0].calls.items()}
-    return Certificate(seed, begun[0].roots, counts, outcomes, time.monotonic() - began)
+    return Certificate(seed, begun[0].roots, counts, outcomes, time.monotonic() - began, processor_s)
 
 
 def _check_same(one: Begun, other: Begun) -> None:
@@ -112,8 +116,8 @@ class _Worker:
         finally:
             os._exit(code)
 
-    def listen(self) -> Iterator[Begun | Outcome]:
-        """Yield what the process says, until it has ended."""
+    def listen(self) -> Iterator[Begun | Outcome | float]:
+        """Yield what the process says, until it has ended; last the processor seconds that it took."""
         ended, status = 0, 0
         with self.told.open("rb") as heard:
             while not ended:
@@ -124,7 +128,7 @@ class _Worker:
             raise RuntimeError("a process of the certificate has failed; see above")
 
 
-def _read_all(heard: BinaryIO) -> Iterator[Begun | Outcome]:
+def _read_all(heard: BinaryIO) -> Iterator[Begun | Outcome | float]:
     while True:
         at = heard.tell()
         try:
@@ -156,6 +160,7 @@ def _carry_out(
         for injection in plan if only is not None else plan[share[0] :: share[1]]:
             if only in (None, injection.index) and kind in injection.kind:
                 out.write(pickle.dumps(_make(of.get(injection.place, stages), injection)))
+    out.write(pickle.dumps(float(sum(os.times()[:4]))))
 
 
 def _make(rig: Rig, injection: Injection) -> Outcome:
@@ -179,3 +184,5 @@ def _warm_up(home: Path) -> None:
         os.close(said)
         os.close(nothing)
     shutil.rmtree(home / "warm-up")
+    gc.collect()
+    gc.freeze()  # forks do not walk, and so do not copy, what is here

@@ -266,7 +266,7 @@ class Draft:
             files = self._upload(store)
             listing = {name: file.model_dump() for name, file in files.items()}
             store.put(f"{self.attempt}/{PARTS}/{part}", dump_canonical_json(listing).encode())
-            self.discard()
+            delete_draft(self.path)
 
     def _upload(self, store: Store) -> dict[str, File]:
         files = hash_files(self.path)
@@ -309,16 +309,19 @@ class Draft:
                 raise Unavailable(f"store: {self.url}/{MANIFEST}: a write beside ours got in its way") from error
             if standing.root != self.attempt:  # else it is ours, and only the store's answer was lost
                 store.delete(self.attempt)
-                self.discard()
+                delete_draft(self.path)
                 return standing
         if store.root is None:
             store.delete(f"{self.attempt}/{PARTS}")
-            self.discard()
+            delete_draft(self.path)
         return manifest
 
-    def discard(self) -> None:
-        """Forget what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
+
+def delete_draft(path: Path) -> None:
+    """Delete what was written to `path`; not where it is committed, and only the manifest's name may not be durable."""
+    manifest = path.with_name(MANIFEST)
+    if not (manifest.is_file() and path.name in manifest.read_text()):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def dump_canonical_json(value: Any) -> str:

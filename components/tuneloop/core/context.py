@@ -1,7 +1,6 @@
 """What a stage's function is given: where to write, what to report, when to stop, how to go on after a stop."""
 
 import dataclasses
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, Manifest, dump_canonical_json
+from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, Manifest, delete_draft, dump_canonical_json
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.progress import Progress
 from tuneloop.core.seeds import derive_seed
@@ -140,7 +139,7 @@ class Stage:
             write(draft.path)
             self._bring(draft)
         else:
-            draft.discard()
+            delete_draft(draft.path)
 
         def commit(standing: Manifest) -> None:
             try:
@@ -150,9 +149,9 @@ class Stage:
                 if standing.root == self.attempt:
                     draft.commit(stage=self.name, inputs={standing.kind: f"{self.out_url}@{standing.digest}"}, **about)
                 else:  # that of a duplicate, which commits its own
-                    draft.discard()
+                    delete_draft(draft.path)
             except BaseException:
-                draft.discard()
+                delete_draft(draft.path)
                 raise
 
         self.later = commit
@@ -192,5 +191,5 @@ def handle_signals(stage: Stage) -> Iterator[None]:
         except BaseException:
             if stage.leader:
                 for path in stage.out.parent.glob(f"*{stage.attempt}*"):  # beside an object store's: resume points
-                    shutil.rmtree(path, ignore_errors=True)
+                    delete_draft(path)
             raise

@@ -32,8 +32,7 @@ from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, ObjectFile, is
 
 RANGE, READERS = 8 << 20, 16
 """Bytes of one ranged read, and how many of these travel at a time: up to 128 MiB of memory."""
-STAGED = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
-"""Names of files that are being written, or that somebody who was killed has left."""
+STAGED = re.compile(r"\..+\.\d+-[0-9a-f]{8}")  # a file that is being written, or that a kill has left
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 

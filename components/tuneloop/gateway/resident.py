@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
-from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.core.artifacts import Artifact, Draft, delete_draft
 from tuneloop.core.component import Params
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
@@ -175,7 +175,7 @@ class Resident:
             dtype = base.manifest.facts.get("save_dtype", "float32")
             checkpoint.write_checkpoint(stage, self.trainer, base, dtype, self.version)
         except BaseException:
-            draft.discard()
+            delete_draft(draft.path)
             raise
         stage.timings["total"] = time.perf_counter() - clock
         provenance = collect_provenance(began, self.ranks.world)

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.objects import served
-from tuneloop.core.artifacts import CHECKSUM, MANIFEST, Artifact, Draft, dump_checked_json, find_manifest, split_ref
+from tuneloop.core.artifacts import (
+    CHECKSUM,
+    MANIFEST,
+    Artifact,
+    Draft,
+    delete_draft,
+    dump_checked_json,
+    find_manifest,
+    split_ref,
+)
 from tuneloop.core.errors import Corrupt, UserError
 
 
@@ -170,6 +179,6 @@ def test_the_drafts_of_one_attempt_lie_apart() -> None:
     """A resume point that is committed must not take the unfinished output with it."""
     output, resume = (Draft(f"s3://bucket/run/sft{below}", attempt="data-a") for below in ("", "/resume/00000020"))
     (output.path / "metrics.jsonl").touch()
-    resume.discard()
+    delete_draft(resume.path)
     assert (output.path / "metrics.jsonl").exists()
-    output.discard()
+    delete_draft(output.path)

@@ -3,6 +3,7 @@
 Each is what `python -m tests.certify` found.
 """
 
+import errno
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -108,3 +109,29 @@ def test_names_are_durable_before_the_manifest_is_there(tmp_path: Path, monkeypa
     (made.path / "deep" / "x").write_text("x")
     made.commit(stage="test")
     assert {str(tmp_path / "a" / name) for name in ("", "data-1", "data-1/deep", "data-1/deep/x")} <= {*linked[0]}
+
+
+@component("thing")
+def local(stage: Stage) -> Results:
+    """Write a file."""
+    (stage.out / "x").write_text("x")
+    return {}
+
+
+def test_an_artifact_stands_whose_name_could_not_be_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files were deleted below a manifest that stood."""
+    sync, place = os.fsync, tmp_path / "a"
+
+    def refuse(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(place) and (place / MANIFEST).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(Unavailable, match="disk full"):
+        local(out=str(place))
+    monkeypatch.setattr(os, "fsync", sync)
+    made = local(out=str(place))
+    assert (Artifact(f"{place}@{made.digest}").path / "x").read_text() == "x"
