@@ -8,15 +8,18 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from websockets.sync.client import ClientConnection, connect
 
 from tests.waiting import LIMIT_S, until
+from tuneloop.ui.app import build_app
 
 LINE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0")
 PATIENT: Any = {"max_size": None, "open_timeout": LIMIT_S, "ping_interval": None}
@@ -112,3 +115,17 @@ def open_browser() -> Iterator[Page]:
         finally:
             process.terminate()
             process.wait()
+
+
+@contextmanager
+def serve(store: Path) -> Iterator[str]:
+    """Serve the page over a store; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(build_app(str(store)), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started, LIMIT_S)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -11,28 +11,23 @@ import math
 import random
 import re
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import uvicorn
 from PIL import Image
 
 from tests import policies
-from tests.browser import Page, open_browser
+from tests.browser import Page, open_browser, serve
 from tests.rollouts import SCORED
-from tests.waiting import until
 from tuneloop.core.artifacts import Draft, Manifest
 from tuneloop.formats.rollouts import SCHEMA
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 from tuneloop.stages.base_model import train_tokenizer
-from tuneloop.ui.app import build_app
 from tuneloop.weights.publish import publish_version
 
 HERE = Path(__file__).parent
@@ -238,20 +233,6 @@ def make_store(store: Path) -> None:
         maker.journal.write(Workflow("sft-then-grpo", phase=phase, finished=maker.clock, **about))
 
 
-@contextmanager
-def serve_pages(store: Path) -> Iterator[str]:
-    """Serve the page over a store; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(build_app(str(store)), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 PICTURES: dict[str, tuple[str, str, int, int, bool]] = {
     "runs": ("/", "(sft_then_grpo(.|\\n)*){4}", 1280, 540, False),
     "run": ("/runs/digits", "Seconds by phase", 1280, 1180, False),
@@ -280,7 +261,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "runs"
         make_store(store)
-        with lock_workdir(store / "live"), serve_pages(store) as site, open_browser() as page:
+        with lock_workdir(store / "live"), serve(store) as site, open_browser() as page:
             for name, (path, shown, width, height, dark) in PICTURES.items():
                 page.ask("Emulation.setScrollbarsHidden", hidden=True)
                 page.resize(width, height, dark)

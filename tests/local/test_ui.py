@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 
-from tests.browser import Page, needs_chromium, open_browser
+from tests.browser import Page, needs_chromium, open_browser, serve
 from tests.policies import commit_policy
 from tests.rollouts import commit_scored_rollouts
 from tests.unit import toy
 from tests.unit.ui.test_app import EVIL, commit_rollouts, make_run
-from tests.waiting import LIMIT_S, until
+from tests.waiting import until
 from tuneloop.cli.show import write_report
 from tuneloop.core.artifacts import MANIFEST
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs.run_record import Run
-from tuneloop.ui.app import build_app
 from tuneloop.ui.samples import MOST
 
 pytestmark = [pytest.mark.slow, needs_chromium]
@@ -62,20 +58,6 @@ DUPLICATES = "(() => { const ids = [...document.querySelectorAll('[id]')].map((e
 DUPLICATES += " return ids.filter((id, i) => ids.indexOf(id) !== i); })()"
 SEARCH = "document.getElementById('search')"
 WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
-
-@contextmanager
-def serve(store: Path) -> Iterator[str]:
-    """Serve the page over a store; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(build_app(str(store)), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        until(lambda: server.started, LIMIT_S)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def fail_run(store: Path, name: str) -> None:

@@ -28,7 +28,7 @@ from tuneloop.workflow.rendered_stages import container_of, read_stage
 def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> dict[str, Any]:
     """Build the workflow of a fork, which goes on from the end of an iteration of `run`; 0: from before the first.
 
-    Raises UserError where that was not committed or is gone, the loop ends with it, or a setting changes what was done.
+    Raises UserError where that was not committed, the loop ends with it, or a setting changes what was done.
     """
     workflow, loop = found.build(settings), getattr(found.module.build_argo, "loop", None)
     made = {entry.stage: entry for entry in run.entries if entry.iteration == max(iteration, 1)}
