@@ -22,6 +22,7 @@ from tests.unit.inference.rollout_server import ROOT, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.gateway.access import Caller, TokenReviews
+from tuneloop.inference.refusals import Refused
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -172,6 +173,49 @@ def test_a_flood_of_tokens_makes_no_known_caller_wait(
         assert await asyncio.gather(*others) == [None] * 100
 
     asyncio.run(flood_and_ask())
+
+
+def test_a_refused_token_is_asked_for_once_and_drives_out_no_caller(
+    reviews: tuple[ReviewServer, TokenReviews], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, access = reviews
+    server.decided.set()
+    monkeypatch.setattr("tuneloop.gateway.access.MOST", 2)
+
+    async def ask() -> None:
+        assert await access.caller("known")
+        for _ in range(3):
+            assert await access.caller("wrong") is None
+        assert server.asked == 1, "it is remembered"
+        for number in range(3):
+            assert await access.caller(f"other-{number}") is None
+        assert await access.caller("known") and (server.asked, server.known) == (4, 1)
+        assert await access.caller("other-2") is None and server.asked == 4
+        assert await access.caller("wrong") is None and server.asked == 5, "more than two are not remembered"
+        monkeypatch.setattr("tuneloop.gateway.access.REMEMBERED", 0.0)
+        assert await access.caller("wrong") is None and server.asked == 6
+
+    asyncio.run(ask())
+
+
+def test_who_would_wait_behind_too_many_tokens_is_to_try_again(
+    reviews: tuple[ReviewServer, TokenReviews], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, access = reviews
+    monkeypatch.setattr("tuneloop.gateway.access.WAITING", 9)
+
+    async def flood() -> None:
+        others = [asyncio.create_task(access.caller(f"other-{number}")) for number in range(20)]
+        while server.asked < 4 or sum(each.done() for each in others) < 11:
+            await asyncio.sleep(0.01)
+        server.decided.set()
+        answers = await asyncio.gather(*others, return_exceptions=True)
+        refused = [each for each in answers if isinstance(each, Refused)]
+        assert [each.status for each in refused] == [503] * 11 and "9 tokens wait" in str(refused[0])
+        assert answers.count(None) == 9 and server.asked == 9
+        assert await access.caller("known"), "there is room again"
+
+    asyncio.run(flood())
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
