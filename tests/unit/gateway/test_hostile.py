@@ -7,10 +7,12 @@ import http.client
 import http.server
 import json
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +114,21 @@ def test_a_refused_caller_does_not_hold_its_connection(token: tuple[str, str]) -
         limits = Path(f"/proc/{child.pid}/limits").read_text()
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert int(limits.partition("Max open files")[2].split()[0]) >= min(hard, 2**16)
+
+
+def test_what_is_no_http_is_answered_late_and_once(token: tuple[str, str]) -> None:
+    """One that is gone by then leaves no word in the log, in which a line for each would be a stranger's to write."""
+    with serving(**{VARIABLE: token[0], "REFUSAL_S": "0.5"}) as (child, address):
+        begun = time.monotonic()
+        stays, gone = connect(address), connect(address)
+        for each in (stays, gone):
+            each.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        gone.close()
+        answer = b"".join(iter(lambda: stays.recv(2**16), b""))
+        assert time.monotonic() - begun >= 0.5 and answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP") == 2
+        assert ask_version(http.client.HTTPConnection(address, timeout=LIMIT_S), token[1]) == 200
+        child.send_signal(signal.SIGTERM)
+        assert child.stderr and child.stderr.read() == ""
 
 
 class ReviewServer(http.server.ThreadingHTTPServer):
