@@ -112,6 +112,7 @@ def fork_run(
     run, new = open_run(name, store), new or f"{name}-at-{iteration}"
     if run.record is None:
         raise UserError("RUN", name, f"was not started here; on a cluster: `tuneloop submit --fork {name} {iteration}`")
+    records.check_name(new, "--name")
     if records.read_record(new, store):
         raise UserError("--name", new, f"is the name of a run; `tuneloop resume {new}` continues it; or choose another")
     found = find_pipeline(run.record.path)

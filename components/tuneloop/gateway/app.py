@@ -83,11 +83,7 @@ class Gateway:
         self.backend.drain()
 
     async def caller(self, headers: Any) -> Caller:
-        """Return who sent a request.
-
-        Raises:
-            Refused: 401.
-        """
+        """Return who sent a request. Raises Refused (401)."""
         if (caller := await self.access.caller(token_of(headers))) is None:
             raise Refused(401, "the token is not valid here; get another one, meant for this gateway")
         return caller
@@ -124,32 +120,20 @@ class Gateway:
         return session, True
 
     def listing(self, caller: Caller, namespace: str) -> list[Session]:
-        """List the sessions of a namespace.
-
-        Raises:
-            Refused: 403.
-        """
+        """List the sessions of a namespace. Raises Refused (403)."""
         namespace = namespace or caller.namespace
         if not namespace or not self.access.allowed(caller, namespace):
             raise Refused(403, f"namespace {namespace!r}: you may not create workflows there")
         return [session for session in self.backend.sessions(namespace) if session.phase != "ending"]
 
     def get(self, caller: Caller, id: str) -> Session:
-        """Return a session that is the caller's to use.
-
-        Raises:
-            Refused: 404, whether it is unknown or somebody else's.
-        """
+        """Return a session that is the caller's to use. Raises Refused (404) where it is unknown or somebody else's."""
         if session := self.backend.get(*self._place(caller, id)):
             return session
         raise Refused(404, f"no session {id!r}")
 
     def end(self, caller: Caller, id: str) -> None:
-        """End a session; nothing happens where it is gone already.
-
-        Raises:
-            Refused: 404: it is somebody else's.
-        """
+        """End a session; nothing happens where it is gone already. Raises Refused (404) where it is somebody else's."""
         self.backend.end(*self._place(caller, id))  # it stays in `_found`: results are fetched until it is gone
 
     def _place(self, caller: Caller, id: str) -> tuple[str, str]:
