@@ -771,6 +771,7 @@ def test_a_command_ends_whatever_threads_still_run() -> None:
 
 def test_a_run_says_where_its_mirrors_are(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
     monkeypatch.setenv("TUNELOOP_TRACKERS", "nonsense")
     refused(call("run", TOY, "--run", "mine", "--no-warm"), "trackers: 'nonsense': unknown; known: mlflow")
     monkeypatch.setenv("TUNELOOP_TRACKERS", f"tensorboard+{tmp_path}/curves")
