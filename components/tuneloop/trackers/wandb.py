@@ -21,6 +21,7 @@ class Tracker(trackers.Tracker):
         import wandb
 
         root = Path(self.address or os.environ.get("WANDB_DIR") or ".").absolute()
+        (root / "wandb").mkdir(parents=True, exist_ok=True)  # else W&B would write to the temporary folder
         for old in root.glob(f"wandb/offline-run-*-{key}"):
             shutil.rmtree(old)
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
