@@ -773,3 +773,16 @@ def test_a_command_ends_whatever_threads_still_run() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split(), done.stderr) == (3, ["said", "joined", "registered"], "")
+
+
+def test_a_run_says_where_its_mirrors_are(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
+    monkeypatch.setenv("TUNELOOP_TRACKERS", "nonsense")
+    refused(call("run", TOY, "--run", "mine", "--no-warm"), "trackers: 'nonsense': unknown; known: mlflow")
+    monkeypatch.setenv("TUNELOOP_TRACKERS", f"tensorboard+{tmp_path}/curves")
+    done = call("run", TOY, "--run", "mine", "--no-warm")
+    assert done.code == 0, done.err
+    (at,) = re.findall(r"^  tensorboard  (\S+/curves/mine-\w{8}), \d+ iterations$", done.out, re.M)
+    (first,) = Path(at).iterdir()
+    assert call("track", "mine").out == f"{at}, 2 iterations\n" and not first.exists()
