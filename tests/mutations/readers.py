@@ -133,7 +133,7 @@ def _read_report(run: SampleRun) -> Any:
 
 
 def _forget_files() -> None:
-    samples._open_file.cache_clear()  # the files of a page are proved once a process
+    samples.open_file.cache_clear()  # the files of a page are proved once a process
     samples._read_pieces.cache_clear()
 
 

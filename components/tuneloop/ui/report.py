@@ -16,7 +16,7 @@ from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Run
 from tuneloop.runs.summary import judge_run
 from tuneloop.ui.describe import describe_run, describe_state
-from tuneloop.ui.samples import FILES, TOKENS, read_page
+from tuneloop.ui.samples import FILES, TOKENS, open_file, read_page
 from tuneloop.weights.inspect import list_versions
 
 STATIC = Path(__file__).parent / "static"
@@ -41,10 +41,10 @@ def render_page(run: Run) -> str:
     found |= {"artifacts": [each for each in found["artifacts"] if each["key"] not in left], "left_out": len(left)}
     found |= {"phases": [{**each, "points": _thin(each["points"], MOST)} for each in found["phases"]]}
     found |= {"curves": _thin_curves(found["curves"]), "verdict": verdict}
-    published, deliveries = list_versions(run.weights_url, VERSIONS), list_deliveries(run)[-VERSIONS:]
-    weights = {"published": published, "deliveries": deliveries, "served": {}}  # by whom, only a server can say
+    weights = {"published": list_versions(run.weights_url, VERSIONS), "deliveries": list_deliveries(run)[-VERSIONS:]}
     samples = {f"{at}/samples/{place}": page for place, page in _read_samples(run)}
-    answers = {at: found, f"{at}/now": describe_state(run, None), f"{at}/weights": weights, **samples}
+    open_file.cache_clear()  # a server keeps files open; here nobody asks again
+    answers = {at: found, f"{at}/now": describe_state(run, None), f"{at}/weights": {**weights, "served": {}}, **samples}
     return freeze_page(run.name, at, answers, verdict)
 
 
