@@ -21,7 +21,10 @@ from websockets.sync.client import ClientConnection, connect
 from tests.waiting import LIMIT_S, until
 from tuneloop.ui.app import build_app
 
-LINE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0")
+LINE = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"),
+    "--disable-features=IsolateSandboxedIframes",  # a frame in a process of its own is a target of its own
+)
 PATIENT: Any = {"max_size": None, "open_timeout": LIMIT_S, "ping_interval": None}
 needs_chromium = pytest.mark.skipif(
     not shutil.which("chromium"), reason="Chromium opens pages: apt-get install chromium"
@@ -50,9 +53,9 @@ class Page:
             if said.get("method") == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
                 self.errors.append(said["params"]["entry"]["text"])
 
-    def evaluate(self, script: str) -> Any:
-        """Return what a script, or the promise that it is, comes to."""
-        found = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+    def evaluate(self, script: str, **where: Any) -> Any:
+        """Return what a script, or the promise that it is, comes to; in the page unless `where` has a contextId."""
+        found = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, **where)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -74,6 +77,11 @@ class Page:
             return [text] if re.search(shown, text) else []
 
         return until(look, LIMIT_S, pause=0.05)[0]
+
+    def enter_frame(self) -> dict[str, Any]:
+        """Return where `evaluate` finds the document of the page's one frame."""
+        (child,) = self.ask("Page.getFrameTree")["frameTree"]["childFrames"]
+        return {"contextId": self.ask("Page.createIsolatedWorld", frameId=child["frame"]["id"])["executionContextId"]}
 
     def press(self, key: str) -> None:
         """Press a key where the keyboard is."""

@@ -24,7 +24,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as the executor has it, or pods cou
 import hera.workflows
 import pyarrow.parquet
 
-import tuneloop.runs.report
+import tuneloop.ui.report
 from tests.certify import bucket
 from tests.certify.attempts import Violation
 from tests.certify.certificate import Certificate, Outcome
@@ -35,7 +35,7 @@ from tests.certify.stages_rig import StagesRig
 from tests.certify.week import WeekRig
 from tuneloop.local.spawn import adopt_orphans
 
-PRELOADED = (hera.workflows, pyarrow.parquet, tuneloop.runs.report)
+PRELOADED = (hera.workflows, pyarrow.parquet, tuneloop.ui.report)
 """Imported here, once, and not by each attempt."""
 Rig = StagesRig | ExecutorRig | WeekRig
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -121,19 +124,23 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_every_page_shows_and_can_be_used_by_all(site: str, page: Page, path: str) -> None:
-    """Light and dark, on a screen and on a phone: contrast, names, one heading, nothing wider than the window."""
-    shown, also = PAGES[path]
-    page.open(f"{site}{path}", shown)
-    assert also in page.wait(also)
-    for width, dark in ((1280, False), (390, True)):
+def check_for_all(page: Page) -> None:
+    for width, dark in ((390, True), (1280, False)):
         page.resize(width, dark=dark)
         assert page.evaluate(HIGH_CONTRAST) == []
         assert page.evaluate(WIDE) <= 0
     assert page.evaluate(UNNAMED) == [] and page.evaluate(DUPLICATES) == []
     assert page.evaluate("document.querySelectorAll('h1').length") == 1
     assert page.evaluate("document.documentElement.lang") == "en"
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_shows_and_can_be_used_by_all(site: str, page: Page, path: str) -> None:
+    """Light and dark, on a screen and on a phone: contrast, names, one heading, nothing wider than the window."""
+    shown, also = PAGES[path]
+    page.open(f"{site}{path}", shown)
+    assert also in page.wait(also)
+    check_for_all(page)
     if axe := os.environ.get("AXE"):  # the source of axe-core, which is on no index of Python packages
         page.evaluate(f"{Path(axe).read_text()}; true")
         words = "(v) => `${v.impact} ${v.id}: ${v.nodes[0].html}`"
@@ -271,12 +278,88 @@ def test_a_large_run_is_shown_at_once(tmp_path: Path, page: Page) -> None:
         assert "answer 24999" in page.wait("completion 100000")
     report = write_report(Run.open("large", str(tmp_path)))
     assert report.stat().st_size < 1_000_000
-    page.ask("Network.enable")
-    page.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
-    try:
+    with unplugged(page):
         page.open(report.as_uri(), "The run went .*: mean reward 0.500 → 0.600")
-        assert page.evaluate("document.querySelector('.verdict').getBoundingClientRect().bottom") < 300
-        assert "902 rows before these are left out" in page.wait("Where every version came from")
-        assert page.evaluate("performance.getEntriesByType('resource').length") == 0
+        assert page.wait("Seconds by phase") and page.evaluate(counted) < 1500
+        follow(page, "samples", "12 of 100000 completions")
+        follow(page, "lineage", "2762 artifacts of earlier iterations are not in this file")
+        page.wait("that are in this file, and earlier ones that are not. Its digest covers all of them")
+
+
+@contextmanager
+def unplugged(page: Page) -> Iterator[None]:
+    """Take the network away; at the end nothing was asked for but the file itself."""
+    speed = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.ask("Network.enable")
+    page.ask("Network.emulateNetworkConditions", offline=True, **speed)
+    try:
+        yield
+        assert page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)") == []
     finally:
+        page.ask("Network.emulateNetworkConditions", offline=False, **speed)
         page.ask("Network.disable")
+
+
+def follow(page: Page, words: str, shown: str) -> str:
+    """Click on a link, and wait until `shown` is there."""
+    page.evaluate(f"[...document.querySelectorAll('a')].find((each) => each.textContent === '{words}').click()")
+    return page.wait(shown)
+
+
+def test_a_report_is_the_page_in_one_file(store: Path, tmp_path: Path, page: Page) -> None:
+    """From disk, without a network: first how the run went, then all that the live page has, and its links."""
+    report = write_report(Run.open("finished", str(store)), tmp_path / "report.html")
+    live = write_report(Run.open("tokens", str(store)), tmp_path / "tokens.html")
+    with unplugged(page):
+        page.open(report.as_uri(), "The run went .*: mean reward 0.500 → 1.000")
+        text = page.wait("Seconds by phase")
+        assert page.evaluate("document.querySelector('.verdict').getBoundingClientRect().bottom") < 300
+        assert {"Graph", "Curves", "Settings", "Packages"} <= {*re.split(r"\n+", text)}
+        assert page.evaluate("document.querySelectorAll('.figures figure polyline').length") >= 5
+        assert page.evaluate("document.querySelectorAll('.box.committed').length") == 7
+        check_for_all(page)
+        follow(page, "samples", "Completions of iteration 12")
+        check_for_all(page)
+        assert "right" in follow(page, "evaluate-after", "Completions of evaluate-after")
+        assert page.evaluate("location.hash") == "#/runs/finished/samples/evaluate-after"
+        follow(page, "completion 3", "1 of 4 completions")
+        page.evaluate("history.back()")
+        page.wait("4 of 4 completions")
+        page.evaluate("[...document.querySelectorAll('button')].find((e) => e.textContent === 'prompt p2').click()")
+        choose = "e.value = 'evaluate-before'; e.dispatchEvent(new Event('change'));"
+        page.evaluate(f"((e) => {{ {choose} }})(document.getElementById('with'))")
+        assert "wrong" in page.wait(r"version 1 \(evaluate-before\)")
+        follow(page, "weights", "iterations/12/policy-update")
+        follow(page, "lineage", "Lineage of export")
+        check_for_all(page)
+        follow(page, "run", "Seconds by phase")
+        page.open("about:blank", "^$")
+        page.open(f"{report.as_uri()}#/runs/finished/weights", "Checkpoints")
+        page.open("about:blank", "^$")
+        page.open(f"{live.as_uri()}#/runs/tokens/samples/2?colour=mask", "This file has 12 of them")
+        assert f"{EVIL}0" in page.wait("learnt from")
+        assert page.evaluate("document.querySelectorAll('main script, main img').length") == 0
+        assert page.evaluate("document.querySelectorAll('.token.blue').length") > 12
+        page.evaluate(f"((e) => {{ e.value = 'answer 2'; e.dispatchEvent(new Event('input')); }})({SEARCH})")
+        page.wait("4 of 120 completions")
+        broken = "try { document.body.innerHTML = '<b>x</b>'; 'made' } catch (error) { error.name }"
+        assert page.evaluate(broken) == "TypeError", "the browser makes no markup of text"
+        page.errors.clear()
+
+
+def test_a_report_works_in_a_frame_without_an_origin(store: Path, tmp_path: Path, page: Page) -> None:
+    """As Kubeflow Pipelines show it: the frame has no address, and its links stay inside."""
+    report = write_report(Run.open("finished", str(store)), tmp_path / "report.html")
+    attributes = f'sandbox="allow-scripts" srcdoc="{html.escape(report.read_text())}" style="width:99vw;height:99vh"'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><meta charset=utf-8>around<iframe {attributes}></iframe>")
+    page.open((tmp_path / "frame.html").as_uri(), "around")
+    until(lambda: page.evaluate("document.readyState") == "complete")
+    frame = page.enter_frame()
+    until(lambda: "Seconds by phase" in page.evaluate("document.body.innerText", **frame))
+    assert "The run went" in page.evaluate("document.querySelector('.verdict').textContent", **frame)
+    for words, shown in (("samples", "Completions of iteration 12"), ("weights", "Checkpoints"), ("run", "Graph")):
+        link = f"[...document.querySelectorAll('nav a')].find((each) => each.textContent === '{words}')"
+        page.evaluate(f"{link}.click()", **frame)
+        until(lambda shown=shown: shown in page.evaluate("document.body.innerText", **frame))
+    page.evaluate("document.querySelector('.skip').click()", **frame)
+    assert page.evaluate("document.activeElement.id", **frame) == "main"

@@ -81,7 +81,7 @@ def report_run(
         Path | None, typer.Option("--output", "-o", help="Default: report.html beside the run's state.")
     ] = None,
 ) -> None:
-    """Write one HTML page, readable offline. Curves, samples before and after, the origin of every version."""
+    """Write the live page into one file, readable offline. Graph, curves, samples, the origin of every version."""
     from tuneloop.cli.show import write_report
 
     typer.echo(write_report(open_run(name, store), output))

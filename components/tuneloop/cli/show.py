@@ -90,7 +90,7 @@ def show_weights(run: Run) -> None:
 
 def write_report(run: Run, output: Path | None = None) -> Path:
     """Write the run's page, by default beside its local state."""
-    from tuneloop.runs.report import render_page
+    from tuneloop.ui.report import render_page
 
     path = output or run.directory / "report.html"
     try:

@@ -31,6 +31,7 @@ from tuneloop.kfp.position import Position, find_position, read_iteration, read_
 from tuneloop.kfp.retry import retry_in_process
 from tuneloop.kfp.stage import CONTINUED, TARGET, encode_parameter
 from tuneloop.local.iterations import Iterations, StageEnded
+from tuneloop.ui.report import render_metrics
 from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
 
@@ -180,7 +181,7 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
         task.describe(get_output_name(name), handle)
         task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])
-    task.write("curves", previews.render_charts(rows, "iteration"))
+    task.write("curves", render_metrics("iterations", rows, "iteration"))
     scored, at = made[-1][step_of(loop.reward)], f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
     assert scored is not None, "the last iteration is committed"
     previews.write_artifact_page(task, "preview", at, scored)

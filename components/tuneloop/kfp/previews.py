@@ -1,6 +1,5 @@
 """What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and curves."""
 
-import html
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -9,8 +8,7 @@ from typing import Any
 from tuneloop.core.artifacts import Manifest
 from tuneloop.core.store import Store
 from tuneloop.kfp.io import Task
-from tuneloop.runs.charts import STYLE, Series, render_chart
-from tuneloop.runs.report import FIRST
+from tuneloop.ui.report import render_metrics
 
 ROWS, WIDTH, BATCH = 8, 160, 64
 """Rows of a preview, characters of a cell, and rows read at a time."""
@@ -39,24 +37,7 @@ def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> 
 def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
     """Write an HTML page with one line chart per quantity of ``metrics.jsonl`` over the optimizer steps."""
     data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
-    task.write(name, render_charts([json.loads(line) for line in data.splitlines()], "step"))
-
-
-def render_charts(rows: Sequence[Mapping[str, float]], over: str) -> str:
-    """Render an HTML page with a chart for each quantity of `rows` over the one named `over`, rewards first."""
-    if not (names := dict.fromkeys(column for row in rows for column in row if column != over)):
-        return f"<!doctype html><meta charset=utf-8><p>No {over} was taken here, so there is nothing to draw.</p>\n"
-    drawn, constant = [], []
-    for name in sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
-        series = Series(name, [(row[over], row[name]) for row in rows if name in row])
-        if series.is_constant:
-            constant.append(f"{html.escape(name)} {series.points[0][1]:g}")
-        else:
-            drawn.append(render_chart(name.replace("_", " "), [series], over))
-    grid = "display:grid;grid-template-columns:repeat(auto-fit,minmax(400px,1fr));gap:8px"
-    style = f"body{{font:14px sans-serif;{grid}}}{STYLE}"
-    told = f"<p>The same throughout: {', '.join(constant)}.</p>" if constant else ""
-    return f"<!doctype html><meta charset=utf-8><style>{style}</style>{''.join(drawn)}{told}\n"
+    task.write(name, render_metrics(manifest.stage, [json.loads(line) for line in data.splitlines()], "step"))
 
 
 def render_markdown_table(head: Sequence[str], rows: Any) -> str:

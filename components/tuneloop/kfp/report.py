@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from tuneloop.kfp.io import Task
-from tuneloop.runs.report import render_page
 from tuneloop.runs.run_record import Run
+from tuneloop.ui.report import render_page
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ A page draws what it is given as text, never as markup, and the browser is told 
 
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
@@ -25,9 +24,9 @@ from tuneloop.kube.connection import Connection
 from tuneloop.runs.records import list_runs, read_record
 from tuneloop.runs.run_record import Run
 from tuneloop.ui import describe, samples
+from tuneloop.ui.report import STATIC
 from tuneloop.workflow.settings import RUN_LABEL
 
-STATIC = Path(__file__).parent / "static"
 FILES = [(f"/static/{path.name}", path.name) for path in STATIC.iterdir()]
 FILES += [(page, "index.html") for page in ("/", "/compare", "/runs/{rest:path}")]
 UNCOMMITTED = f"{RUN_LABEL},workflows.argoproj.io/phase!=Succeeded"

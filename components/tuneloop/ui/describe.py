@@ -38,13 +38,18 @@ def describe_state(run: Run, cluster: Connection | None) -> dict[str, Any]:
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Describe all that a run has committed, its curves, its alarms, its settings and its workflow."""
-    curves, rendered = run.curves(), run.directory / "workflow.yaml"
-    workflow = run.read_workflow() if rendered.is_file() else {}
+    curves, rendered = run.curves(), run.record and (run.directory / "workflow.yaml").is_file()
+    workflow = run.read_workflow() if rendered else {}
+    phases = run.phase_seconds().items()
     return {
         **{"name": run.name, "record": run.record, "url": run.url, "devices": list_devices(run.entries)},
         **{"curves": curves, "alarms": find_alarms(curves), "failures": run.read_failures()},
         "templates": [each for each in workflow["spec"]["templates"] if "dag" in each] if workflow else [],
         "artifacts": [_describe_artifact(run, entry) for entry in run.entries],
+        "bytes": sum(file.size for entry in run.entries for file in entry.manifest.files.values()),
+        "phases": [{"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)} for k, p in phases],
+        "medians": run.seconds_an_iteration(),
+        "packages": _list_packages(run),
     }
 
 
@@ -55,12 +60,22 @@ def describe_weights(run: Run) -> dict[str, Any]:
     return {"published": list_versions(published), "deliveries": list_deliveries(run), "served": served}
 
 
+def _list_packages(run: Run) -> list[tuple[str, str]]:
+    """List the packages and versions that the stages ran with."""
+    own, found = ("tuneloop", "python", "image"), set[tuple[str, str]]()
+    for about in (entry.manifest.provenance for entry in run.entries):
+        found.update((name, str(about.get(name))) for name in own)
+        found.update((name, str(version)) for name, version in about.get("packages", {}).items())
+    return sorted(found)
+
+
 def _describe_artifact(run: Run, entry: Entry) -> dict[str, Any]:
     made = entry.manifest
     return {
         **{name: getattr(entry, name) for name in ("key", "stage", "iteration", "started", "seconds")},
         **{name: getattr(made, name) for name in ("role", "kind", "digest", "results")},
-        **{name: made.provenance.get(name) for name in ("device", "code", "image")},
+        **{name: made.provenance.get(name) for name in ("device", "world_size", "code", "image")},
+        **{"efficiency": made.notes.get("efficiency"), "tokens_per_s": made.timings.get("tokens_per_s")},
         "inputs": {name: maker.key if (maker := run.maker(ref)) else ref for name, ref in made.inputs.items()},
         "version": made.facts.get("version", run.version_of(entry)),
         "bytes": sum(file.size for file in made.files.values()),

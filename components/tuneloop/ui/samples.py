@@ -41,7 +41,7 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
     if not held:
         raise UserError("completions", at, f"has none in {run.name}, which has come to iteration {run.iteration}")
     entry, name = held[0]
-    file, table, order = _open_file(f"{run.url}/{entry.key}@{entry.manifest.digest}", name)
+    file, table, order = open_file(f"{run.url}/{entry.key}@{entry.manifest.digest}", name)
     places = _select_places(file, table, wanted)
     by, number, whole = wanted.get("sort", ""), wanted.get("page", ""), "place" in wanted
     if (values := order.get(by.removeprefix("-"))) is not None:
@@ -67,7 +67,7 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _open_file(ref: str, name: str) -> tuple[pq.ParquetFile, pa.Table, dict[str, Any]]:
+def open_file(ref: str, name: str) -> tuple[pq.ParquetFile, pa.Table, dict[str, Any]]:
     """Open a file of completions, proved once; with the columns that rows are chosen by, and their order."""
     file = pq.ParquetFile(Artifact(ref).part(name))
     table = file.read([column for column in (*CHOICES, "score") if column in file.schema_arrow.names])

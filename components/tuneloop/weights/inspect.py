@@ -29,11 +29,11 @@ class Listed:
     held: bool
 
 
-def list_versions(root: str | Store) -> list[Listed]:
-    """List all complete versions, oldest first."""
+def list_versions(root: str | Store, newest: int = 0) -> list[Listed]:
+    """List all complete versions, or so many of the newest, oldest first."""
     chain = Chain(root)
     listed = []
-    for version in chain.versions:
+    for version in chain.versions[-newest:]:
         index = chain.entry(version).index
         about, latest = index.tuneloop, version == chain.latest
         full = sum(f.size for f in about.files.values() if f.header)

@@ -1,24 +1,40 @@
-"""What the UI is given: charts, tables."""
+"""What the UI is given: curves, tables."""
 
 import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from tests.frozen import read_answers
 from tuneloop.core.artifacts import Draft
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 
 
-def test_curves_begin_with_the_reward_and_name_what_does_not_change() -> None:
-    rows = [{"iteration": i, "completions": 16, "loss": 1 / i, "mean_reward": 0.1 * i} for i in (1, 2, 3)]
-    page = previews.render_charts(rows, "iteration")
-    assert re.findall(r"<title>(.*?)</title>", page) == ["mean_reward: 0.1 → 0.3", "loss: 1 → 0.3333"]
-    assert "The same throughout: completions 16." in page
-    assert "nothing to draw" in previews.render_charts([], "step")
+def write_curves(place: Path, rows: list[dict[str, float]]) -> list[dict[str, Any]]:
+    draft = Draft(f"{place}/sft")
+    (draft.path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    manifest = draft.commit(stage="sft")
+    outputs = {"artifacts": {"curves": {"artifacts": [{"uri": f"{place}/curves"}]}}, "outputFile": "x"}
+    previews.write_curves(Task.read(json.dumps({"outputs": outputs})), "curves", f"file://{place}/sft", manifest)
+    return list(read_answers((place / "curves").read_text())["/curves"]["curves"])
+
+
+def test_curves_are_the_quantities_over_the_steps(tmp_path: Path) -> None:
+    shown = write_curves(tmp_path, [{"step": i, "loss": 1 / i, "grad_norm": 0.5} for i in (1, 2, 4)])
+    assert [(each["name"], each["stage"], each["axis"]) for each in shown] == [
+        ("grad_norm", "sft", "step"),
+        ("loss", "sft", "step"),
+    ]
+    assert (shown[1]["x"], shown[1]["y"]) == ([1, 2, 4], [1.0, 0.5, 0.25])
+
+
+def test_of_a_stage_that_took_no_step_there_is_no_curve(tmp_path: Path) -> None:
+    assert write_curves(tmp_path, []) == []
 
 
 def test_a_table_keeps_its_shape_whatever_is_in_it() -> None:

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
 
+from tests.frozen import read_answers
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, find_manifest
 from tuneloop.kfp import io, stage
@@ -84,7 +85,8 @@ def test_a_stage_tells_what_it_committed(launcher: Launcher, tmp_path: Path) -> 
     shown = tmp_path / "kfp/sft"
     assert json.loads((shown / "checkpoint").read_text())["digest"] == committed.manifest.digest
     assert committed.ref in (shown / "preview").read_text()
-    assert "<title>loss: 3 → 1</title>" in (shown / "curves").read_text()
+    (curve,) = read_answers((shown / "curves").read_text())["/curves"]["curves"]
+    assert (curve["name"], curve["y"]) == ("loss", [3.0, 1.5, 1.0])
     assert json.loads((shown / "results").read_text()) == {"loss": 1.0, "version": 1}
 
 

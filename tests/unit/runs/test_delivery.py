@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.frozen import read_answers
 from tests.unit.inference.crew import Crew
-from tests.unit.runs.test_report import Page
 from tests.unit.weights.test_publication import chain
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.store import Store
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import make_target, refit_fleet
-from tuneloop.runs import report
 from tuneloop.runs.delivery import NUMBERS, Delivery, find_delivery, get_measurements, list_deliveries
 from tuneloop.runs.run_record import Run
+from tuneloop.ui.report import render_page
 from tuneloop.weights import live
 from tuneloop.weights.publication import read_publications
 
@@ -111,9 +111,10 @@ def test_refitted(tmp_path: Path) -> None:
 def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
     at = read_publications(f"{run[0].url}/weights")[1]["at"]
     asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
-    cells = Page(report.render_page(run[0])).cells
-    row = cells[cells.index("pulled by 1") :]
-    assert row[5:12] == ["750", "125", "2000", "1500", "0.25", "6/6", "2"]
+    shown = read_answers(render_page(run[0]))["/runs/demo/weights"]["deliveries"]
+    assert [(each["version"], each["way"]) for each in shown] == [(0, "published"), (1, "pulled"), (2, "published")]
+    names = ("replicas", "materialize_s", "pause_s", "converged_s", "waited_s", "behind", "proved")
+    assert [shown[1][name] for name in names] == [1, 0.75, 0.125, pytest.approx(2.0), 1.5, 0.25, "6/6"]
     (entry,) = run[0].with_role("sampler")
     one = find_delivery(run[0], entry)
     assert one and set(get_measurements(one)) == set(NUMBERS) and get_measurements(one)["pause_s"] == 0.125

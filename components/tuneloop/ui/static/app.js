@@ -1,7 +1,8 @@
 // Which page an address is, how it looks again, and its keys.
+import { FROZEN, followLinks, has, here } from "./frozen.js";
 import { ask, h, link, say, show } from "./dom.js";
 import { showComparison, showRuns } from "./runs.js";
-import { showRun } from "./run.js";
+import { showRecorded, showRun } from "./run.js";
 import { showLineage, showWeights } from "./weights.js";
 import { showSamples } from "./samples.js";
 
@@ -10,13 +11,14 @@ const LOOK_MS = 3000;
 let first, name, page, at;
 
 async function open() {
-  [first, name, page, ...at] = location.pathname.split("/").slice(1).map(decodeURIComponent);
+  [first, name, page, ...at] = here().pathname.split("/").slice(1).map(decodeURIComponent);
   document.title = [page && [page, ...at].join(" "), name ?? first, "tuneloop"].filter(Boolean).join(" · ");
   if (first === "runs") {
     addLinks(await ask(link(name, "now")));
     if (page === "samples") return showSamples(name, at.join("/"));
     return follow({ weights: showWeights, lineage: showLineage }[page] ?? showRun);
   }
+  if (first === "curves") return showRecorded(await ask("/curves"));
   return first === "compare" ? showComparison() : showRuns();
 }
 
@@ -46,28 +48,29 @@ async function follow(draw) {
       if (!drawn) throw error;
       say(`not up to date: ${error.message}`); // a server that is away is asked again
     }
-  } while (mark !== drawn || now.phase !== "succeeded"); // one that failed may be resumed
+  } while (!FROZEN && (mark !== drawn || now.phase !== "succeeded")); // one that failed may be resumed
 }
 
 function addLinks({ iteration, evaluation }) {
+  const places = [iteration, evaluation].filter(Boolean).map((each) => link(name, "samples", each));
   const pages = {
     run: link(name),
-    samples: (iteration || evaluation) && link(name, "samples", iteration || evaluation),
+    samples: places.find(has),
     weights: link(name, "weights"),
     lineage: link(name, "lineage"),
   };
   const entries = Object.entries(pages).filter(([, place]) => place);
   const nav = document.getElementById("nav");
   nav.replaceChildren(
-      nav.firstElementChild,
-      ...entries.map(([words, href]) => h("a", { href, "aria-current": (page ?? "run") === words && "page" }, words)),
-    );
+    ...(FROZEN ? [] : [nav.firstElementChild]),
+    ...entries.map(([words, href]) => h("a", { href, "aria-current": (page ?? "run") === words && "page" }, words)),
+  );
 }
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   const step = { j: 1, k: -1 }[event.key];
-  if (event.key === "g") location.assign("/");
+  if (event.key === "g") document.querySelector("#nav a")?.click();
   else if (event.key === "/") document.querySelector("input[type=search]")?.focus();
   else if (step) {
     const rows = [...document.querySelectorAll("[data-row] a, a[data-row]")].filter((each) => each.checkVisibility());
@@ -75,11 +78,20 @@ addEventListener("keydown", (event) => {
   } else if (event.key.startsWith("Arrow")) {
     const next = document.querySelector(`a[rel=${{ ArrowLeft: "prev", ArrowRight: "next" }[event.key] ?? "none"}]`);
     if (!next) return;
-    location.assign(next.href);
+    next.click();
   } else return;
   event.preventDefault();
 });
 
-open().catch((error) =>
-  show(h("h1", null, name ?? "tuneloop"), h("p", { class: "alarm", role: "alert" }, error.message)),
-);
+const start = () =>
+  open().catch((error) =>
+    show(h("h1", null, name ?? "tuneloop"), h("p", { class: "alarm", role: "alert" }, error.message)),
+  );
+if (FROZEN) {
+  document.getElementById("nav").replaceChildren();
+  const said = "A report, made once: tuneloop ui shows all of a run, and while it goes on.";
+  document.querySelector("header").append(h("p", { class: "about" }, said));
+  document.querySelector("footer").textContent = "Keys: / search, j and k down and up the list, g the run.";
+}
+followLinks(start);
+start();

@@ -1,4 +1,5 @@
 // Elements are made of names and text, never of markup: whatever a policy wrote, it stays text.
+import { FROZEN, find, here, linkTo, move } from "./frozen.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -10,7 +11,7 @@ function fill(element, properties, children) {
   for (const [name, value] of Object.entries(properties ?? {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== false && value !== null && value !== undefined)
-      element.setAttribute(name, value === true ? "" : value);
+      element.setAttribute(name, value === true ? "" : name === "href" ? linkTo(value) : value);
   }
   element.append(
     ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
@@ -34,8 +35,9 @@ export function show(...children) {
 
 export const say = (text) => (document.getElementById("status").textContent = text);
 
-/** Asks the server; throws an Error with its one line, and the status, where it refuses. */
+/** Asks the server, or the file of a frozen page; throws an Error with its one line, and the status, where it refuses. */
 export async function ask(path) {
+  if (FROZEN) return find(path);
   const answer = await fetch(`/api${path}`);
   const found = await answer.json();
   if (!answer.ok) throw Object.assign(new Error(found.error), { status: answer.status });
@@ -55,13 +57,13 @@ export const link = (run, ...rest) =>
   ["/runs", run, ...rest]
     .map((part, i) => (i ? String(part).split("/").map(encodeURIComponent).join("/") : part))
     .join("/");
-export const query = () => new URLSearchParams(location.search);
+export const query = () => new URLSearchParams(here().search);
 
 /** Keeps what is chosen on a page in its address, so that the link shows the same. */
 export function remember(changes) {
   const now = query();
   for (const [name, value] of Object.entries(changes)) value ? now.set(name, value) : now.delete(name);
-  history.replaceState(null, "", `${location.pathname}${now.size ? `?${now}` : ""}`);
+  move(`${here().pathname}${now.size ? `?${now}` : ""}`, "replaceState");
 }
 
 export const table = (head, rows, properties) =>

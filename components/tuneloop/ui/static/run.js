@@ -1,5 +1,5 @@
 // The page of a run: how it stands, its graph, the curves that matter first, the seconds by phase.
-import { ask, bytes, duration, fold, h, label, leaves, link, number, row, show, since, svg, table } from "./dom.js";
+import { ask, bytes, duration, fold, h, label, leaves, link, number, show, since, svg, table } from "./dom.js";
 import { chart } from "./chart.js";
 
 /** Of each kind of quantity the first that a run has comes first. */
@@ -23,6 +23,7 @@ export async function showRun(name, now, more) {
   const going = now.phase === "running";
   show(
     h("h1", null, name, " ", h("span", { class: `state ${now.phase}` }, now.phase)),
+    run.verdict && h("p", { class: "verdict" }, run.verdict),
     run.alarms.map((alarm) => h("p", { class: "alarm" }, h("strong", null, "Alarm: "), alarm)),
     Object.entries(run.failures).map(([task, message]) =>
       h("p", { class: "alarm" }, h("strong", null, `${task} failed: `), message),
@@ -33,21 +34,22 @@ export async function showRun(name, now, more) {
     h("h2", null, "Curves"),
     ...showCurves(run.curves),
     h("h2", null, "Seconds by phase"),
-    showPhases(run.artifacts),
+    showPhases(run),
+    showEfficiency(run.artifacts),
+    run.packages.length > 0 && fold("packages", "Packages", false, () => table(["package", "version"], run.packages)),
     run.record && fold("settings", "Settings", false, () => table(["setting", "value"], leaves(run.record.config))),
   );
 }
 
 function showFacts(now) {
-  const seconds = run.artifacts.reduce((sum, each) => sum + each.seconds, 0);
-  const size = run.artifacts.reduce((sum, each) => sum + each.bytes, 0);
+  const seconds = run.phases.reduce((sum, each) => sum + each.seconds, 0);
   const facts = {
     state: now.phase === "elsewhere" ? ["as its artifacts tell; its executor is elsewhere", now.message].filter(Boolean).join("; ") : now.message || now.phase,
     "mean reward": now.reward,
     iterations: now.iterations,
     pipeline: now.record?.pipeline,
     started: since(now.record?.created ?? run.artifacts[0]?.started),
-    committed: `${now.committed} artifacts, ${bytes(size)}, ${duration(seconds)} of work`,
+    committed: `${now.committed} artifacts, ${bytes(run.bytes)}, ${duration(seconds)} of work`,
     "ran on": run.devices.join(", "),
     artifacts: run.url.replace("file://", ""),
   };
@@ -204,6 +206,15 @@ function isConstant({ series }) {
   return values.size === 1 && series.every((each) => each.points.length > 1 && !each.dots);
 }
 
+/** Shows the curves that one stage recorded, by themselves. */
+export function showRecorded({ title, curves }) {
+  show(h("h1", null, title), ...showCurves(curves));
+}
+
+/** Says that a frozen page has not all artifacts of a run. */
+export const showLeftOut = (count) =>
+  count > 0 && h("p", null, `${count} artifacts of earlier iterations are not in this file; tuneloop ui shows all.`);
+
 function showCurves(curves) {
   const quantities = new Map();
   for (const each of curves) {
@@ -240,29 +251,48 @@ function showCurves(curves) {
   ];
 }
 
-function showPhases(artifacts) {
-  const stages = [...Map.groupBy(artifacts, (each) => each.stage)];
-  const total = artifacts.reduce((sum, each) => sum + each.seconds, 0);
-  const inside = stages.map(([name, all]) => ({
-    name,
-    points: all.filter((each) => each.iteration).map((each) => [each.iteration, each.seconds]),
-  }));
-  const rows = stages.map(([name, all]) => {
-    const seconds = all.map((each) => each.seconds).sort((a, b) => a - b),
-      sum = seconds.reduce((a, b) => a + b, 0);
-    return row([
-      name,
-      all.length,
-      duration(sum),
-      `${((100 * sum) / (total || 1)).toFixed(1)} %`,
-      duration(seconds[Math.floor(seconds.length / 2)]),
-      duration(seconds.at(-1)),
-    ]);
+const median = (values) => values.toSorted((a, b) => a - b)[Math.floor(values.length / 2)];
+
+function showPhases({ phases, medians }) {
+  const total = phases.reduce((sum, each) => sum + each.seconds, 0);
+  const rows = phases.map(({ stage, points, times, seconds }) => {
+    const each = points.map(([, value]) => value);
+    return [
+      stage,
+      times,
+      duration(seconds),
+      `${((100 * seconds) / (total || 1)).toFixed(1)} %`,
+      duration(medians[stage] ?? median(each)),
+      duration(Math.max(...each)),
+    ];
   });
+  const inside = phases.map(({ stage, points }) => ({ name: stage, points: points.filter(([iteration]) => iteration) }));
   return h(
     "div",
     { class: "figures" },
     chart("seconds by phase", inside, "iteration"),
     table(["stage", "times", "in all", "share", "median", "longest"], rows, { "aria-label": "Seconds by phase" }),
   );
+}
+
+/** Shows how well the stages that train used their devices: medians over what a stage made, and the most memory. */
+function showEfficiency(artifacts) {
+  const share = (part) => `${(100 * part).toFixed(1)} %`;
+  const measured = artifacts.filter((each) => each.efficiency && each.tokens_per_s !== null);
+  const rows = [...Map.groupBy(measured, (each) => each.stage)].map(([stage, made]) => {
+    const figures = made.map((each) => each.efficiency);
+    const used = figures.map((each) => each.mfu).filter((each) => each !== null);
+    const waited = figures.filter((each) => each.step_s).map((each) => each.communication_s / each.step_s);
+    return [
+      stage,
+      made.length,
+      number(median(made.map((each) => each.tokens_per_s))),
+      number(median(figures.map((each) => each.flops_per_s)) / 1e12, 3),
+      used.length ? share(median(used)) : "the device's peak is not known",
+      bytes(Math.max(...figures.map((each) => each.peak_memory_bytes))),
+      waited.length ? `${share(median(waited))} of a step` : "one process, or not measured",
+    ];
+  });
+  const head = ["stage", "measured", "tokens/s", "TFLOP/s", "MFU", "peak memory of a rank", "in collectives"];
+  return rows.length > 0 && [h("h2", null, "Efficiency"), table(head, rows, { "aria-label": "Efficiency" })];
 }

@@ -4,7 +4,7 @@ import { chart, sparkline } from "./chart.js";
 import { groupCurves } from "./run.js";
 
 const MOST = 6;
-const LOOK_MS = 5000;
+const LOOK_AT_RUNS_MS = 5000;
 const OVER = ["succeeded", "damaged"]; // one that failed may be resumed
 
 export async function showRuns() {
@@ -80,7 +80,7 @@ export async function showRuns() {
       names.filter((name) => !over.has(name)),
       async (name) => (await read(name)) || over.add(name),
     );
-    await new Promise((resume) => setTimeout(resume, Math.max(LOOK_MS, 10 * (performance.now() - began))));
+    await new Promise((resume) => setTimeout(resume, Math.max(LOOK_AT_RUNS_MS, 10 * (performance.now() - began))));
     names = await ask("/runs").then((now) => now.runs, () => names); // of a server that is away all stays as it was
     add(names);
   }

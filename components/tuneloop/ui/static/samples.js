@@ -1,4 +1,5 @@
 // The completions of an iteration or an evaluation: searched, ordered, token by token, and beside another version's.
+import { FROZEN, listPaths } from "./frozen.js";
 import { ask, fold, h, link, number, query, remember, show } from "./dom.js";
 
 const COLOURS = { logprob: "log-probability", advantage: "advantage", version: "version", mask: "mask" };
@@ -58,6 +59,7 @@ export async function showSamples(name, at) {
         "p",
         null,
         `${page.found} of ${page.total} completions, by version ${number(page.version)}. `,
+        page.held < page.total && `This file has ${page.held} of them; tuneloop ui shows all. `,
         moveLinks(name, at, page),
       ),
       controls(page, colour, wanted, choose),
@@ -121,12 +123,15 @@ function moveLinks(name, at, { iteration, evaluations }) {
   const kept = chosen.size ? `?${chosen}` : "";
   const to = (place, words, rel) => h("a", { href: `${link(name, "samples", place)}${kept}`, rel }, words);
   const i = /^\d+$/.test(at) ? Number(at) : 0;
-  const links = [
+  const held = listPaths(link(name, "samples", "")).map((path) => path.split("/samples/")[1]);
+  const named = (key) => (/^\d+$/.test(key) ? `iteration ${key}` : key);
+  const live = [
     i > 1 && to(i - 1, "iteration before", "prev"),
     i > 0 && i < iteration && to(i + 1, "next iteration", "next"),
-    !i && iteration > 0 && to(iteration, `iteration ${iteration}`, "next"),
+    !i && iteration > 0 && to(iteration, named(`${iteration}`), "next"),
     ...evaluations.filter((key) => key !== at).map((key) => to(key, key)),
   ];
+  const links = FROZEN ? held.filter((key) => key !== at).map((key) => to(key, named(key))) : live;
   return links.filter(Boolean).map((each, n) => [n ? " · " : "", each]);
 }
 
@@ -186,6 +191,9 @@ function showRow(page, row, colour, choose, atOnce) {
     );
   const said = row.completion_ids ? showTokens(page, row, colour, atOnce) : [row.completion];
   const cut = row.completion_ids && row.length > row.completion_ids.length;
+  const more = FROZEN
+    ? ` … of ${row.length} tokens`
+    : h("a", { href: `?place=${row.place}` }, ` … all ${row.length} tokens`);
   return h(
     "li",
     null,
@@ -206,7 +214,7 @@ function showRow(page, row, colour, choose, atOnce) {
         "div",
         null,
         h("h2", null, "completion"),
-        h("p", { class: "text" }, said, cut && h("a", { href: `?place=${row.place}` }, ` … all ${row.length} tokens`)),
+        h("p", { class: "text" }, said, cut && more),
       ),
       row.answer && h("div", null, h("h2", null, "answer"), h("p", { class: "text" }, row.answer)),
     ),

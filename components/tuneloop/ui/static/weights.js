@@ -1,6 +1,8 @@
 // The weight versions of a run, and where an exported model came from.
-import { ask, bytes, duration, fold, h, leaves, link, longTable, number, show, since, table } from "./dom.js";
+import { has } from "./frozen.js";
+import { ask, bytes, duration, fold, h, leaves, link, longTable, number, query, show, since, table } from "./dom.js";
 import { chart } from "./chart.js";
+import { showLeftOut } from "./run.js";
 
 const TIMINGS = {
   encode_s: "encode",
@@ -22,6 +24,7 @@ export async function showWeights(name) {
   }));
   show(
     h("h1", null, `Weights of ${name}`),
+    showLeftOut(run.left_out),
     h("h2", null, "Published versions"),
     published.length
       ? longTable(
@@ -75,32 +78,41 @@ export async function showWeights(name) {
 
 /** Shows from which artifacts a model was made, the nearest first, and those of all but the last iteration folded. */
 export async function showLineage(name) {
-  const { artifacts } = await ask(link(name));
+  const { artifacts, left_out: leftOut } = await ask(link(name));
   const byKey = new Map(artifacts.map((each) => [each.key, each]));
   const last =
     artifacts.findLast((each) => each.kind === "model") ?? artifacts.findLast((each) => each.role === "trainer");
-  const start = byKey.get(new URLSearchParams(location.search).get("of")) ?? last;
+  const start = byKey.get(query().get("of")) ?? last;
   if (!start)
     return show(h("h1", null, `Lineage of ${name}`), h("p", null, "Nothing that was trained has been committed yet."));
   const found = new Set([start]); // a Set goes on through what is added while it is walked
   const outside = new Set();
+  let cut = false;
   for (const each of found)
-    for (const input of Object.values(each.inputs)) byKey.has(input) ? found.add(byKey.get(input)) : outside.add(input);
+    for (const input of Object.values(each.inputs))
+      if (byKey.has(input)) found.add(byKey.get(input));
+      else if (input.includes("@")) outside.add(input);
+      else cut = true; // the key of one that a report leaves out
   const newest = Math.max(0, ...[...found].map((each) => each.iteration ?? 0));
   const near = [...found].filter((each) => (each.iteration ?? newest) === newest);
   const far = [...found].filter((each) => !near.includes(each)).sort((a, b) => b.iteration - a.iteration);
   const ends = [...found].filter((each) => !Object.keys(each.inputs).length);
-  const prompts = ends.find((each) => each.kind === "prompts");
+  const prompts = (cut ? artifacts : ends).find((each) => each.kind === "prompts");
   show(
     h("h1", null, `Lineage of ${start.key}`),
     h(
       "p",
       null,
       `${start.key} (${short(start.digest)}) was made from ${found.size - 1} artifacts of this run`,
+      cut ? " that are in this file, and earlier ones that are not" : "",
       outside.size ? ` and ${outside.size} from outside it` : "",
-      `; it goes back to ${ends.map((each) => each.key).join(", ") || "what is outside"}. Its digest covers all of them. `,
-      newest > 0 && h("a", { href: link(name, "samples", newest) }, `Its last completions, of iteration ${newest}`),
+      cut ? "" : `; it goes back to ${ends.map((each) => each.key).join(", ") || "what is outside"}`,
+      ". Its digest covers all of them. ",
+      newest > 0 &&
+        has(link(name, "samples", newest)) &&
+        h("a", { href: link(name, "samples", newest) }, `Its last completions, of iteration ${newest}`),
     ),
+    showLeftOut(leftOut),
     listArtifacts("Artifacts", near),
     far.length > 0 &&
       fold("earlier", `Iterations before ${newest} (${far.length} artifacts)`, false, () =>
@@ -137,7 +149,7 @@ export async function showLineage(name) {
         number(each.version),
         short(each.digest),
         from(each),
-        each.device ?? "not recorded",
+        `${each.device ?? "not recorded"}${each.world_size > 1 ? `, ${each.world_size} ranks` : ""}`,
         each.code ?? "not recorded",
         each.image ?? "not recorded",
         bytes(each.bytes),

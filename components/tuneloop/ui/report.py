@@ -1,0 +1,121 @@
+"""The report of a run: the live page with all that it would ask a server for, in one file that opens offline."""
+
+import base64
+import hashlib
+import html
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from tuneloop.runs.delivery import list_deliveries
+from tuneloop.runs.run_record import Curve, Run
+from tuneloop.runs.summary import judge_run
+from tuneloop.ui.describe import describe_run, describe_state
+from tuneloop.ui.samples import FILES, TOKENS, open_file, read_page
+from tuneloop.weights.inspect import list_versions
+
+STATIC = Path(__file__).parent / "static"
+SCRIPTS = [f"{name}.js" for name in ("frozen", "dom", "chart", "run", "runs", "weights", "samples", "app")]
+"""The page's modules, each behind those that it imports."""
+POLICY = (
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-{}'; style-src "
+    "'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'\">"
+)
+POINTS, FEWEST, MOST = 10_000, 20, 460
+"""Points of all curves together, and the fewest and the most of one: two for each two pixels."""
+ARTIFACTS, VERSIONS, ROWS, CHARACTERS, IDS, PAGE_BYTES = 240, 100, 12, 2000, 200, 80_000
+"""Most artifacts of iterations, weight versions, completions of a page, characters and tokens of one, and bytes of a
+page of them: a run of 1,000 iterations, or one with long completions, fits into 1 MB."""
+
+
+def render_page(run: Run) -> str:
+    """Render the report of `run` as an HTML page of at most 1 MB. Raises Corrupt where what it shows was changed."""
+    at, found = f"/runs/{run.name}", describe_run(run)
+    verdict = judge_run(run, found["curves"], found["alarms"])
+    left = {*[each["key"] for each in found["artifacts"] if each["iteration"] is not None][:-ARTIFACTS]}
+    found |= {"artifacts": [each for each in found["artifacts"] if each["key"] not in left], "left_out": len(left)}
+    found |= {"phases": [{**each, "points": _thin(each["points"], MOST)} for each in found["phases"]]}
+    found |= {"curves": _thin_curves(found["curves"]), "verdict": verdict}
+    weights = {"published": list_versions(run.weights_url, VERSIONS), "deliveries": list_deliveries(run)[-VERSIONS:]}
+    samples = {f"{at}/samples/{place}": page for place, page in _read_samples(run)}
+    open_file.cache_clear()  # a server keeps files open; here nobody asks again
+    answers = {at: found, f"{at}/now": describe_state(run, None), f"{at}/weights": {**weights, "served": {}}, **samples}
+    return freeze_page(run.name, at, answers, verdict)
+
+
+def render_metrics(stage: str, rows: Sequence[Mapping[str, Any]], over: str) -> str:
+    """Render an HTML page with a chart for each quantity that `stage` recorded over the one named `over`."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for name in row.keys() - {over}:
+            curve = curves.setdefault(name, Curve(name, stage, None, f"as {stage} recorded it", over))
+            curve.add(row[over], row[name], 0.0)
+    shown = _thin_curves(sorted(curves.values(), key=lambda curve: curve.name))
+    return freeze_page(stage, "/curves", {"/curves": {"title": stage, "curves": shown}})
+
+
+def freeze_page(title: str, start: str, answers: Mapping[str, Any], first: str = "") -> str:
+    """Freeze the live page into one file that reaches no server: `answers` has path → what one would answer there.
+
+    It begins with the address `start`; `first` is a sentence that is there without any script.
+    """
+    style, page, *modules = ((STATIC / name).read_text("utf-8") for name in ("style.css", "index.html", *SCRIPTS))
+    script = re.sub(r"^import [^;]*;\n|^export ", "", "".join(modules), flags=re.MULTILINE)
+    ours = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style))
+    data, title = _encode({"start": start, "answers": answers}).decode(), html.escape(title)
+    inside = {
+        "<title>tuneloop</title>": f"{POLICY.format(*ours)}\n<title>{title}</title>",
+        '<link rel="stylesheet" href="/static/style.css">': f"<style>{style}</style>",
+        '<script type="module" src="/static/app.js"></script>': (
+            f'<script type="application/json" id="frozen">{data}</script>\n<script type="module">{script}</script>'
+        ),
+        "<p>Reading …</p>": f"<h1>{title}</h1><p>{html.escape(first)}</p><noscript>A script draws the rest.</noscript>",
+    }
+    return re.sub("|".join(map(re.escape, inside)), lambda found: inside[found[0]], page)
+
+
+def _encode(value: Any) -> bytes:
+    """Encode as JSON in which no markup can begin."""
+    return to_json(value, inf_nan_mode="null").replace(b"<", rb"\u003c")
+
+
+def _thin_curves(curves: Sequence[Curve]) -> list[Curve]:
+    most = max(FEWEST, min(MOST, POINTS // max(len(curves), 1)))
+    thinned = [(curve, _thin([*zip(curve.x, curve.y)], most)) for curve in curves]
+    return [replace(curve, x=[x for x, _ in kept], y=[y for _, y in kept], at=[]) for curve, kept in thinned]
+
+
+def _thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Keep of many points the ends, and the least and the greatest of each part; of a number six digits."""
+    points = [point for point in points if math.isfinite(point[1])]
+    size = math.ceil(2 * len(points) / most) if len(points) > most else 1
+    parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
+    kept = {*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))}
+    return [(float(f"{x:.9g}"), float(f"{y:.6g}")) for x, y in sorted(kept)]
+
+
+def _read_samples(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where they are, and the first completions of the first and the last evaluation and iteration."""
+    for scores, by_key in ((run.evaluations(), True), (run.training_rewards(), False)):
+        held = [score.entry for score in scores if {*FILES} & score.entry.manifest.files.keys()]
+        for place in dict.fromkeys(entry.key if by_key else str(entry.iteration) for entry in held[:1] + held[-1:]):
+            yield place, _shorten_page(read_page(run, place, {}))
+
+
+def _shorten_page(page: dict[str, Any]) -> dict[str, Any]:
+    rows = [{name: _cut(name, value) for name, value in row.items()} for row in page["rows"][:ROWS]]
+    while rows and len(_encode(rows)) > PAGE_BYTES:
+        rows.pop()
+    used = {number for row in rows for number in row.get("completion_ids", ())}
+    return {**page, "rows": rows, "held": len(rows), "pieces": {number: page["pieces"][number] for number in used}}
+
+
+def _cut(name: str, value: Any) -> Any:
+    if name in TOKENS:
+        return [round(each, 4) for each in value[:IDS]]
+    return f"{value[:CHARACTERS]} … (cut)" if isinstance(value, str) and len(value) > CHARACTERS else value
