@@ -447,6 +447,43 @@ def test_a_worker_of_a_fleet_is_refitted(
 
 
 @once
+def test_a_deterministic_server_says_what_a_fresh_engine_says(versions: list[Artifact]) -> None:
+    """Whatever it was asked before, and is asked meanwhile; also by who has hung up."""
+    args = {**ARGS, "deterministic": True}
+    ALIVE.append(fresh := Vllm(args))
+    fresh.load(versions[0])
+    want = tokens(fresh.generate(REQUESTS, SAMPLED, quiet))
+    running = launch("--policy", versions[0].ref, "--engine-args", json.dumps(args))
+
+    def ask(requests: list[Request]) -> list[Any]:
+        client = Client(running.url, LIMIT_S, deterministic=True)
+        client.load(versions[0])
+        return tokens(client.generate(requests, SAMPLED, quiet))
+
+    def hang_up(done: int) -> None:
+        until(lambda: count_requests(running.url) > 0)
+        raise KeyboardInterrupt
+
+    try:
+        assert [ask(REQUESTS), ask(REQUESTS[2:5]) and ask(REQUESTS)] == [want, want]
+        with ThreadPoolExecutor(8) as pool:
+            others = [pool.submit(ask, REQUESTS[i : i + 3]) for i in range(4)]
+            asked = [pool.submit(ask, REQUESTS) for _ in range(4)]
+            assert [each.result(LIMIT_S) for each in asked] == [want] * 4
+            assert all(each.result(LIMIT_S) for each in others)
+        left = Client(running.url, LIMIT_S, deterministic=True)
+        left.load(versions[0])
+        with pytest.raises(KeyboardInterrupt):
+            left.generate([Request("a", LONG[0], [*range(32)])], Sampling(1.0, 200, ()), hang_up)
+        assert ask(REQUESTS) == want
+        told = running.ask("GET", "/version")[1]["determinism"]
+        assert (told["batch_invariant"], told["threads"]) == (False, fresh.determinism["threads"])
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+@once
 def test_the_port_is_taken(server: Running, versions: list[Artifact]) -> None:
     port = server.url.rpartition(":")[2]
     line = server_command(versions[0], port)
