@@ -120,6 +120,14 @@ def test_same_batch_same_bits(engine: Vllm) -> None:
 
 
 @once
+def test_prompts_of_more_tokens_than_a_step_takes(engine: Vllm) -> None:
+    """vLLM would cut one of them into chunks, which it cannot do on a CPU with a seed for each completion."""
+    budget = engine.engine.vllm_config.scheduler_config.max_num_batched_tokens
+    many = [Request(f"r{i}", [3 + (i * 7 + j) % 250 for j in range(480)], [i]) for i in range(budget // 480 + 2)]
+    assert all(len(group[0].ids) == 2 for group in engine.generate(many, Sampling(1.0, 2, ()), quiet))
+
+
+@once
 def test_stops_at_a_stop_token(engine: Vllm) -> None:
     ((free,),) = engine.generate([Request("a", SHORT[0], [1])], SAMPLED, quiet)
     stop = free.ids[3]
