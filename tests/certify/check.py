@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.certify.attempts import Violation, run_apart
 from tuneloop.core.store import Store
 from tuneloop.runs.audit import audit_run, compute_root
 from tuneloop.runs.retention import delete_leftovers, find_leftovers
@@ -54,6 +57,23 @@ def inspect_run(name: str, store: str) -> Standing:
     keys = tuple(sorted({CHANCE.sub("data", key) for key in files if not key.endswith(LOCK)}))
     problems += [f"still locked: {path}" for path in _find_held_locks(run)]
     return Standing(root, keys, len(leftovers), tuple(problems))
+
+
+def inspect_apart(name: str, store: str, scratch: Path, prepare: Callable[[], int | None] = lambda: None) -> Standing:
+    """Inspect a run in a process of its own, which does `prepare` first. Raises `Violation` where that fails."""
+    told = scratch / "standing"
+
+    def work() -> int:
+        if code := prepare():
+            return code
+        told.write_text(json.dumps(asdict(inspect_run(name, store))))
+        return 0
+
+    ended = run_apart(work, scratch)
+    if ended.code:
+        raise Violation(f"a look at the run ended with {ended.code}: {ended.output}")
+    found = json.loads(told.read_text())
+    return Standing(found["root"], tuple(found["keys"]), found["left"], tuple(found["problems"]))
 
 
 def _find_held_locks(run: Run) -> list[str]:

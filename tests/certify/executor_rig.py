@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.certify import interpose, pod
 from tests.certify.attempts import BY_HAND, LIMIT_S, Ends, Violation, read_met, run_apart
-from tests.certify.check import Standing, compare, inspect_run, list_temporary
+from tests.certify.check import Standing, compare, inspect_apart, list_temporary
 from tests.certify.interpose import Act, Call, Interposer
 from tests.certify.kinds import Injection, Place
 from tests.waiting import until
@@ -174,20 +174,9 @@ class ExecutorRig:
         return pause
 
     def _inspect(self) -> Standing:
-        told = self.home / "standing"
-
-        def work() -> int:
-            if code := run_cli(["status", RUN, "--store", f"{self.home}/store"]):
-                return code
-            told.write_text(json.dumps(asdict(inspect_run(RUN, f"{self.home}/store"))))
-            return 0
-
-        ended = run_apart(work, self.home)
-        if ended.code:
-            raise Violation(f"a look at the run ended with {ended.code}: {ended.output}")
-        found = json.loads(told.read_text())
-        keys = tuple(key for key in found["keys"] if not key.startswith(LOCAL))
-        return Standing(found["root"], keys, found["left"], tuple(found["problems"]))
+        store = f"{self.home}/store"
+        found = inspect_apart(RUN, store, self.home, lambda: run_cli(["status", RUN, "--store", store]))
+        return replace(found, keys=tuple(key for key in found.keys if not key.startswith(LOCAL)))
 
     def _wait_for_processes(self) -> None:
         """See that all processes of this run end."""

@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import obstore
 
 from tests.certify import interpose
-from tests.certify.attempts import Ends, Violation, read_met, run_apart, run_until_ended
+from tests.certify.attempts import Ends, Violation, read_met, run_until_ended
 from tests.certify.bucket import NAME, Plan, Served
-from tests.certify.check import Standing, compare, inspect_run, list_temporary
+from tests.certify.check import Standing, compare, inspect_apart, list_temporary
 from tests.certify.interpose import Act, Interposer
 from tests.certify.kinds import ERRNOS, SERVER_FAULTS, Injection, Place
 from tests.certify.sequence import RUN, run_sequence
+from tuneloop.core.errors import EXIT_USER
 
 DAY = 86_400.0
 
@@ -105,6 +106,8 @@ class StagesRig:
         problems, ends.temporary = compare(standing, self.calm), list_temporary(self.home / "tmp")
         if not {128 + signal.SIGKILL, 128 + signal.SIGTERM} & {*ends.codes}:
             problems += [f"leaked: temporary {name}" for name in ends.temporary]
+        if "disk full" in injection.kind and EXIT_USER in ends.codes:
+            problems.append(f"a full disk is no mistake, but attempts ended with {ends.codes}")
         if problems:
             raise Violation("\n".join([*problems, *(f"lost: {each}" for each in lost)]))
         return ends, standing
@@ -155,18 +158,7 @@ class StagesRig:
         return work
 
     def _inspect(self, place: Place) -> Standing:
-        told = self.home / "standing"
-
-        def work() -> int:
-            _shorten_pauses()
-            told.write_text(json.dumps(asdict(inspect_run(RUN, self._store(place)))))
-            return 0
-
-        ended = run_apart(work, self.home)
-        if ended.code:
-            raise Violation(f"the audit ended with {ended.code}: {ended.output}")
-        found = json.loads(told.read_text())
-        return Standing(found["root"], tuple(found["keys"]), found["left"], tuple(found["problems"]))
+        return inspect_apart(RUN, self._store(place), self.home, _shorten_pauses)
 
     def _store(self, place: Place) -> str:
         return f"s3://{NAME}" if place in ("objects", "requests") else f"file://{self.home}/store"

@@ -8,11 +8,11 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.certify.attempts import Ended, Ends, Violation, name_end, run_apart, run_until_ended
-from tests.certify.check import Standing, compare, inspect_run
+from tests.certify.attempts import Ended, Ends, Violation, name_end, run_until_ended
+from tests.certify.check import Standing, compare, inspect_apart
 from tests.certify.kinds import Injection, Place
 from tuneloop.core.component import Results, Stage, component
 from tuneloop.local.results import Result
@@ -88,17 +88,7 @@ class WeekRig:
         return train.run(["--checkpoint", f"file://{self.home}/store/{RUN}/train"])
 
     def _inspect(self) -> Standing:
-        told = self.home / "standing"
-
-        def work() -> int:
-            told.write_text(json.dumps(asdict(inspect_run(RUN, f"{self.home}/store"))))
-            return 0
-
-        ended = run_apart(work, self.home)
-        if ended.code:
-            raise Violation(f"the audit ended with {ended.code}: {ended.output}")
-        found = json.loads(told.read_text())
-        return Standing(found["root"], tuple(found["keys"]), found["left"], tuple(found["problems"]))
+        return inspect_apart(RUN, f"{self.home}/store", self.home)
 
     def _clear(self) -> None:
         shutil.rmtree(self.home, ignore_errors=True)

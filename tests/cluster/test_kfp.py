@@ -33,7 +33,7 @@ IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
 SETTINGS = [
     *("data.train=16", "data.eval=4", "data.sft=32", "sft.max_steps=4", "sft.per_device_train_batch_size=4"),
     *("sft.device=cpu", "nodes=2", f"cluster.images={IMAGES}"),
-    *(f"cluster.{role}={{cpu: 100m, memory: 1500Mi}}" for role in ("trainer", "cpu")),
+    *(f"cluster.{role}={{cpu: 100m, memory: 2Gi}}" for role in ("trainer", "cpu")),
 ]
 
 
@@ -89,6 +89,8 @@ class Tasks:
         container = {
             **{"name": "main", "image": image, "command": ["sh", "-c", script, "sh", *command]},
             "envFrom": [{"configMapRef": {"name": "tuneloop-store"}}, {"secretRef": {"name": "tuneloop-store"}}],
+            # Without a request of CPU a pod gets what nobody else wants, which beside other tests is nothing.
+            "resources": {"requests": {"cpu": "200m", "memory": "512Mi"}},
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         }
         spec = {

@@ -115,6 +115,22 @@ class Added(LLMBackend):
     def validate(self):
         self.require("rate")
 ''',
+    "components/tuneloop/trackers/added.py": '''
+"""A line for each row."""
+from tuneloop import trackers
+
+
+class Tracker(trackers.Tracker):
+    def open_run(self, key, name, pipeline, settings, started):
+        self.file = open(self.address, "w")
+
+    def log_rows(self, rows):
+        self.file.writelines(f"{sorted(row)}\\n" for row in rows.values())
+
+    def close_run(self, phase, ended, notes):
+        self.file.close()
+        return f"{phase}: {self.address}"
+''',
     "components/tuneloop/inference/fleet/added.py": '''
 """One worker, whose name is the URL's."""
 from tuneloop.inference.fleet import Worker
@@ -227,7 +243,7 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
     )
     assert [path.replace("<name>", "added") for path in table] == list(ADDED)
     for name in ("components", "pipelines", "manifests/components/pipelines", "tests/golden"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("pyproject.toml", "tests/conftest.py", "tests/__init__.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in ADDED.items():
@@ -235,7 +251,7 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text.lstrip())
 
     def done(*words: str) -> str:
-        env = {**os.environ, "PYTHONPATH": f"{tmp_path}/components:{tmp_path}"}
+        env = {**os.environ, "PYTHONPATH": f"{tmp_path}/components:{tmp_path}", "TUNELOOP_TRACKERS": "added+rows.txt"}
         found = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=10 * LIMIT_S)
         assert found.returncode == 0, f"$ {' '.join(words)}\n{found.stdout[-2000:]}\n{found.stderr[-2000:]}"
         return found.stdout
@@ -257,7 +273,7 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
     )
     done(*golden, "--update-golden")
     done(*golden)
-    done(
+    ran = done(
         *tuneloop,
         "run",
         "added",
@@ -268,6 +284,7 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
         "--set",
         "update.algorithm_args.boost=2",
     )
+    assert "  added        succeeded: rows.txt" in ran and "policy_update/" in (tmp_path / "rows.txt").read_text()
     rollouts = Artifact(f"{tmp_path}/runs/r/rollout").manifest
     assert (rollouts.facts["engine"], rollouts.params["environment"]) == ("added", "added")
     assert Artifact(f"{tmp_path}/runs/r/added").manifest.results == {"kept": 4}

@@ -240,6 +240,18 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path, page: 
     page.wait("not up to date")
 
 
+def test_a_run_that_failed_is_seen_to_be_resumed(tmp_path: Path, page: Page) -> None:
+    """In the list and on its own page, which stay open."""
+    make_run(tmp_path, "again", 2, whole=False)
+    with serve(tmp_path) as site:
+        for place in ("/", "/runs/again"):
+            fail_run(tmp_path, "again")
+            page.open(f"{site}{place}", "failed")
+            with lock_workdir(tmp_path / "again"):  # as its executor would
+                Journal(tmp_path / "again").write(Workflow("toy", started=10.0))
+                page.wait("running")
+
+
 def test_a_large_run_is_shown_at_once(tmp_path: Path, page: Page) -> None:
     """1,000 iterations, and an iteration of 100,000 rollouts; what a page has is bounded, whatever the run has.
 

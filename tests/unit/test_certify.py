@@ -15,7 +15,7 @@ from tests.waiting import LIMIT_S
 from tuneloop.core.ends import RETRY_STAGE
 
 ROOT = Path(__file__).parents[2]
-COUNT = 60
+COUNT = 36
 
 
 def test_faults_of_every_kind_change_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import tuneloop
 ROOT = Path(tuneloop.__file__).parent
 HEAVY = {
     *("torch", "vllm", "transformers", "datasets", "peft", "safetensors", "tokenizers", "ray"),
-    *("kubernetes", "hera", "kfp", "mlflow", "httpx2", "fastapi", "starlette", "uvicorn"),
+    *("kubernetes", "hera", "kfp", "mlflow", "tensorboard", "wandb", "httpx2", "fastapi", "starlette", "uvicorn"),
     *("math_verify", "reasoning_gym"),
 }
 """Libraries that are slow to import, or that come with an extra."""

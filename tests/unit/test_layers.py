@@ -11,6 +11,8 @@ HEAVY = (
     "kfp",
     "hera",
     "mlflow",
+    "tensorboard",
+    "wandb",
     "kubernetes",
     "pandas",
     "httpx2",

@@ -95,11 +95,7 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
 
 
 def check_colocation(workflow: Mapping[str, Any]) -> None:
-    """Refuse runs that do not fit on one node.
-
-    Raises:
-        UserError: with what they come to.
-    """
+    """Refuse runs that do not fit on one node. Raises UserError with what they come to."""
     for role, of in compute_colocations(workflow).items():
         for what, amount in of.excess():
             sums = f"{of.runs} runs{f', {role}s,' if role else ''} {what} {_terms(of)[what]} = {format_gib(amount)}"

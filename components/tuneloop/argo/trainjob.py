@@ -76,11 +76,7 @@ def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
 
 
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """Render as one plain pod, in a Job.
-
-    Raises:
-        UserError: the backend wants several nodes.
-    """
+    """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
     pod = _pod(backend, name, cluster)

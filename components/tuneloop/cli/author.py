@@ -101,11 +101,7 @@ def render_pipeline(
 
 
 def print_or_write_text(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to the file `output`.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Print `text`, or write it to the file `output`. Raises UserError where it cannot be written."""
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -58,10 +58,8 @@ def submit_run(
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
-    from tuneloop.cluster.preflight import check_cluster
-    from tuneloop.cluster.queue_problems import find_queue_warnings
     from tuneloop.config.loading import dump_workflow, find_pipeline, read_yaml_documents
-    from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
+    from tuneloop.inference.fleet.graph import bring_up, render_graph
     from tuneloop.runs import forking
     from tuneloop.workflow.settings import RUN_LABEL
 
@@ -84,12 +82,7 @@ def submit_run(
         if origin:
             forking.record_fork(run, made, origin, settings)
         return _submit_to(server, made, run, namespace, wait)
-    there = connect_to_cluster(namespace, context)
-    if graph:
-        find_api_version(there)
-    check_cluster(there, made)
-    for warning in find_queue_warnings(there, made):
-        typer.echo(f"note: {warning}", err=True)
+    there = _connect_and_check(made, graph, namespace, context)
     if check:
         argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
         typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
@@ -108,6 +101,23 @@ def submit_run(
     argo.wait_for_run(there, run)
     ended = retry_until_available(lambda: run_workflows.find_workflows(there, run))
     return print_verdict(run, ended, time.monotonic() - begun, said, options)
+
+
+def _connect_and_check(
+    made: dict[str, Any], graph: dict[str, Any] | None, namespace: str, context: str | None
+) -> Connection:
+    """Connect to a cluster, see that it has all that a workflow and its graph need, and say what may make it wait."""
+    from tuneloop.cluster.preflight import check_cluster
+    from tuneloop.cluster.queue_problems import find_queue_warnings
+    from tuneloop.inference.fleet.graph import find_api_version
+
+    there = connect_to_cluster(namespace, context)
+    if graph:
+        find_api_version(there)
+    check_cluster(there, made)
+    for warning in find_queue_warnings(there, made):
+        typer.echo(f"note: {warning}", err=True)
+    return there
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
 
 TRACK = Annotated[
-    bool, typer.Option("--track/--no-track", help="Mirror the run into MLflow (MLFLOW_TRACKING_URI) as it goes.")
+    bool, typer.Option("--track/--no-track", help="Mirror the run as it goes: TUNELOOP_TRACKERS names where; MLflow.")
 ]
 PARALLELISM = Annotated[int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")]
 WARM = Annotated[
@@ -112,6 +112,7 @@ def fork_run(
     run, new = open_run(name, store), new or f"{name}-at-{iteration}"
     if run.record is None:
         raise UserError("RUN", name, f"was not started here; on a cluster: `tuneloop submit --fork {name} {iteration}`")
+    records.check_name(new, "--name")
     if records.read_record(new, store):
         raise UserError("--name", new, f"is the name of a run; `tuneloop resume {new}` continues it; or choose another")
     found = find_pipeline(run.record.path)
@@ -196,7 +197,7 @@ def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> 
 
     workflow = run.read_workflow()
     start = time.monotonic()
-    with mirror_in_background(run, enabled=track) as tracker, Display(run.name, workflow) as display:
+    with mirror_in_background(run, enabled=track) as mirrors, Display(run.name, workflow) as display:
         outcome = execute_parts(
             workflow,
             workdir=run.directory,
@@ -209,7 +210,7 @@ def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> 
         )
     run.refresh()
     ended = "succeeded" if outcome.phase == "Succeeded" else f"{outcome.phase.lower()}: {outcome.message}"
-    summary = summarize_run(run, report=write_report(run), mlflow=tracker.said)
+    summary = summarize_run(run, report=write_report(run), mirrors=mirrors)
     typer.echo(f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summary}")
     if outcome.phase != "Succeeded":
         typer.echo(describe_failure(run, outcome), err=True)

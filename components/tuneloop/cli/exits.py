@@ -1,13 +1,12 @@
 """How a command ends: errors are one line, and the exit code says whose they are."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 
 import typer
 
-from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, Unavailable, UserError, print_diagnostic, report_error
+from tuneloop.core.errors import EXIT_USER, NoKeys, Retryable, UserError, find_full_disk, print_diagnostic, report_error
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -27,8 +26,8 @@ def run_command(command: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return report_error(Unavailable(f"disk full ({error}); free space, then run it again"))
+        if full := find_full_disk(error):
+            return report_error(full)
+        raise
     except typer.TyperException as error:
         return print_diagnostic(f"error: {error.format_message()} (see --help)", EXIT_USER)

@@ -36,8 +36,7 @@ def serve_gateway(
         import uvicorn
 
         from tuneloop.gateway.app import Gateway, build_app
-        from tuneloop.gateway.worker import UVICORN
-        from tuneloop.inference.server import bind_address, serve_until_signalled
+        from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
     except ImportError as error:
         raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     with contextlib.ExitStack() as stack:
@@ -67,5 +66,5 @@ def serve_gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        server = uvicorn.Server(uvicorn.Config(build_app(made), **{**UVICORN, "timeout_graceful_shutdown": GRACE_S}))
+        server = uvicorn.Server(uvicorn.Config(build_app(made), timeout_graceful_shutdown=GRACE_S, **UVICORN))
         serve_until_signalled(server, listener, made.close)

@@ -1,6 +1,7 @@
 """Commands that read runs: they work while a run goes on, after it, and from another machine with ``--store``."""
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -86,11 +87,18 @@ def report_run(
     typer.echo(write_report(open_run(name, store), output))
 
 
-def track_run(name: RUN, store: STORE = "runs", follow: FOLLOW = False) -> None:
-    """Mirror a run into MLflow. To MLFLOW_TRACKING_URI, default sqlite:///mlflow.db; again brings it up to date."""
-    from tuneloop.runs.tracking import mirror_run
+def track_run(
+    name: RUN,
+    trackers: Annotated[list[str] | None, typer.Argument(help="NAME or NAME+ADDRESS; see docs/tracking.md.")] = None,
+    store: STORE = "runs",
+    follow: FOLLOW = False,
+) -> None:
+    """Mirror a run into MLflow, TensorBoard or W&B. Default: as TUNELOOP_TRACKERS says; again brings it up to date."""
+    from tuneloop.runs.tracking import EVERY, list_trackers, mirror_run
 
-    typer.echo(mirror_run(open_run(name, store), follow=follow))
+    run, pause = open_run(name, store), threading.Event()
+    for each in trackers or list_trackers() or ["mlflow"]:
+        typer.echo(mirror_run(run, each, lambda: follow and not pause.wait(EVERY) and run.phase == "running"))
 
 
 def open_run(name: str, store: str) -> "Run":

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import RUN, STORE
-from tuneloop.cli.inspect import open_run
+from tuneloop.cli.arguments import JSON, RUN, STORE
+from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
@@ -118,7 +118,7 @@ def explain_version(
 
 def promote_version(
     name: RUN,
-    version: Annotated[int, typer.Argument(min=0, help="Of the run's weights.")],
+    version: Annotated[str, typer.Argument(help="Of the run's weights, as 4 or v4.")],
     promoted: Annotated[str, typer.Argument(metavar="NAME", help="What it is to be called, as production.")],
     least: Annotated[list[str], typer.Option("--min", metavar="METRIC=VALUE", help="That its evaluation reached.")],
     store: STORE = "runs",
@@ -130,27 +130,33 @@ def promote_version(
         wanted = {metric: float(value) for metric, _, value in (each.partition("=") for each in least)}
     except ValueError:
         raise UserError("--min", ", ".join(least), "write METRIC=VALUE, as in mean_reward=0.9") from None
-    told = promotion.promote_version(open_run(name, store), version, promoted, wanted)
-    typer.echo(f"{promoted}: version {version} of {name}, {told['ref']}")
+    if not (number := version.removeprefix("v")).isdecimal():
+        raise UserError("VERSION", version, "write its number, as in 4 or v4")
+    told = promotion.promote_version(open_run(name, store), int(number), promoted, wanted)
+    typer.echo(f"{promoted}: version {int(number)} of {name}, {told['ref']}")
 
 
 def list_promotions(
     promoted: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Default: all names.")] = None,
     store: STORE = "runs",
+    as_json: JSON = False,
 ) -> None:
     """List promoted versions, newest first. With who named them, when, by which figures; and references for tools."""
     from tuneloop.runs import promotion
 
+    chosen = [told for told in reversed(promotion.read_history(Store(store))[0]) if promoted in (None, told["name"])]
+    if promoted and not chosen:
+        raise UserError("NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that")
+    if as_json:
+        return print_json({"promotions": chosen})
+    if not chosen:
+        return typer.echo(f"nothing was promoted in {store}")
     rows = []
-    for told in reversed(promotion.read_history(Store(store))[0]):
+    for told in chosen:
         figures = ", ".join(f"{name} {told['figures'][name]:g} (≥ {least:g})" for name, least in told["least"].items())
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
         rows.append((told["name"], told["run"], str(told["version"]), when, told["who"], figures, told["ref"]))
-    if not rows and promoted is None:
-        return typer.echo(f"nothing was promoted in {store}")
-    if not (chosen := [row for row in rows if promoted in (None, row[0])]):
-        raise UserError("NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that")
-    print_table(("name", "run", "version", "when", "who", "figures", "reference"), chosen, cut="reference")
+    print_table(("name", "run", "version", "when", "who", "figures", "reference"), rows, cut="reference")
 
 
 def rescore_run(

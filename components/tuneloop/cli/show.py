@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, UserError
+from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, UserError, find_full_disk
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
@@ -97,5 +97,6 @@ def write_report(run: Run, output: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render_page(run))
     except OSError as error:
-        raise UserError("--output", str(path), f"cannot be written ({error.strerror})") from error
+        mistake = UserError("--output", str(path), f"cannot be written ({error.strerror})")
+        raise find_full_disk(error) or mistake from error
     return path

@@ -7,6 +7,7 @@ import typer
 
 from tuneloop.cli.arguments import CONTEXT, STORE
 from tuneloop.core.errors import UserError
+from tuneloop.core.store import local_path
 from tuneloop.kube.connection import connect_to_cluster
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -27,6 +28,8 @@ def serve_ui(
         from tuneloop.ui.app import build_app
     except ImportError as error:
         raise UserError("ui", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
+    if (folder := local_path(store)) and not folder.is_dir():
+        raise UserError("--store", store, "is no directory; correct it, or start a run there first")
     cluster = connect_to_cluster(namespace, context) if namespace else None
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))
@@ -34,5 +37,5 @@ def serve_ui(
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"http://{shown}:{listener.getsockname()[1]}/", err=True)
         hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
-        config = uvicorn.Config(build_app(store, cluster, hosts), log_level="warning", access_log=False)
+        config = uvicorn.Config(build_app(store, cluster, hosts), log_level="warning", access_log=False, lifespan="off")
         serve_until_signalled(uvicorn.Server(config), listener)

@@ -20,11 +20,7 @@ from tuneloop.workflow.settings import RUN_LABEL
 
 
 class Server:
-    """An Argo server.
-
-    Raises:
-        UserError: `url` has no scheme.
-    """
+    """An Argo server. Raises UserError where `url` has no scheme."""
 
     def __init__(self, url: str, namespace: str = NAMESPACE) -> None:
         from hera.workflows import WorkflowsService
@@ -83,11 +79,7 @@ class Server:
 
 
 def read_server_address() -> str:
-    """Read the URL of the Argo server from the environment.
-
-    Raises:
-        UserError: it names none.
-    """
+    """Read the URL of the Argo server from the environment. Raises UserError where it names none."""
     if not (host := os.environ.get("ARGO_SERVER")):
         remedy = "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
         raise UserError("ARGO_SERVER", host, remedy)

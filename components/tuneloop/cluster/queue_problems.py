@@ -175,11 +175,7 @@ def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[s
 
 
 def parse_resource_quantity(text: Any) -> Decimal:
-    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number.
-
-    Raises:
-        UserError: it is not a quantity.
-    """
+    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number. Raises UserError where it is none."""
     from kubernetes.utils import parse_quantity
 
     try:

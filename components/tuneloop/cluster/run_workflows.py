@@ -87,11 +87,7 @@ def list_queues(workflow: Mapping[str, Any]) -> list[str]:
 
 
 def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
-    """Return the workflows of a run, oldest first.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the workflows of a run, oldest first. Raises UserError where there is none."""
     if not (found := list_workflows(cluster, run)):
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
         raise UserError("run", run, remedy)

@@ -87,11 +87,7 @@ def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def delete_schedule(cluster: Connection, name: str) -> None:
-    """Delete the schedule `name`; its runs stay.
-
-    Raises:
-        UserError: there is no such schedule.
-    """
+    """Delete the schedule `name`; its runs stay. Raises UserError where there is no such schedule."""
     standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
     if not any(standing.values()):
         raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")

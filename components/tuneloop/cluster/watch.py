@@ -47,11 +47,7 @@ class Status:
 
 
 def read_status(cluster: Connection, run: str) -> Status:
-    """Read the status of a run from the cluster.
-
-    Raises:
-        UserError: there is no such run on the cluster.
-    """
+    """Read the status of a run from the cluster. Raises UserError where the cluster has no such run."""
     found = find_workflows(cluster, run)
     merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
     last = found[-1]

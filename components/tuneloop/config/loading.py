@@ -157,11 +157,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def read_yaml_documents(field: str, file: Path) -> list[Any]:
-    """Read the documents of a YAML file, which `field` names.
-
-    Raises:
-        UserError: it cannot be read, or is not YAML.
-    """
+    """Read the documents of a YAML file, which `field` names. Raises UserError where it is unreadable, or no YAML."""
     try:
         return list(yaml.safe_load_all(file.read_text()))
     except OSError as error:

@@ -77,15 +77,12 @@ class LoopPipelineConfig(PipelineConfig):
         return {"weights": self.engine.weights or f"{run}/weights"} if self.engine.pull else {}
 
     @model_validator(mode="after")
-    def _check_batches(self) -> "LoopPipelineConfig":
+    def _check_division(self) -> "LoopPipelineConfig":
+        """Check how batches, pods and workflows divide the loop."""
         groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
         if parts > groups:
             remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
             raise UserError("update.updates_per_batch", parts, remedy)
-        return self
-
-    @model_validator(mode="after")
-    def _check_pods(self) -> "LoopPipelineConfig":
         pod = self.loop.iterations_per_pod
         if isinstance(pod, int) and pod:
             if (part := self.loop.per_workflow) % pod:
@@ -95,7 +92,8 @@ class LoopPipelineConfig(PipelineConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_servers(self) -> "LoopPipelineConfig":
+    def _check_engine(self) -> "LoopPipelineConfig":
+        """Check what the engine's servers exclude."""
         engine, gpus = self.engine, self.cluster.sampler.gpus
         if engine.replicas > 1 and self.cluster.share:
             raise UserError("engine.replicas", engine.replicas, "runs that share devices have one server: unset it")
@@ -104,17 +102,12 @@ class LoopPipelineConfig(PipelineConfig):
         if engine.name == "vllm" and gpus and not (known and gpus == tensor * pipeline):
             remedy = f"has to be engine.args.tensor_parallel_size × pipeline_parallel_size ({tensor} × {pipeline})"
             raise UserError("cluster.sampler.gpus", gpus, remedy)
-        return self
-
-    @model_validator(mode="after")
-    def _check_overlap(self) -> "LoopPipelineConfig":
-        if self.engine.colocate and self.loop.asynchronous:
+        if engine.colocate and self.loop.asynchronous:
             remedy = "gives the GPU to one process at a time: leave loop.asynchronous out"
             raise UserError("engine.colocate", True, remedy)
-        if self.loop.asynchronous and (self.engine.pull or self.engine.fleet):
+        if self.loop.asynchronous and (engine.pull or engine.fleet):
             remedy = (
                 "samples with the version before the newest, which a server that follows the newest no longer has: "
-                "leave engine.pull and engine.fleet out"
             )
-            raise UserError("loop.asynchronous", True, remedy)
+            raise UserError("loop.asynchronous", True, f"{remedy}leave engine.pull and engine.fleet out")
         return self

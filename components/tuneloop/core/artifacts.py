@@ -26,15 +26,16 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import xxhash
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from tuneloop.core import cache, fencing
-from tuneloop.core.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.errors import Corrupt, Unavailable, UserError, find_full_disk
 from tuneloop.core.store import (
     Conflict,
     Store,
@@ -188,17 +189,16 @@ class Artifact:
             want, where = self.manifest.files[name], f"{self.url}/{self.manifest.root}/{name}"
             if local and not (directory / name).is_file():
                 raise Corrupt("artifact", where, "is missing; " + _MEND)
-            proof = _is_whole(directory / name, want) if local else self._take(directory, name, want)
+            is_whole = partial(_is_whole, want=want)
+            if local:
+                proof: object = is_whole(directory / name)
+            else:
+                fetch = partial(Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size)
+                proof = cache.take_file(directory, name, want.size, is_whole, fetch)
             if not proof:
                 raise Corrupt("artifact", where, f"differs from its manifest (SHA-256 {want.sha256}); " + _MEND)
             self._proved[name] = proof
         return directory
-
-    def _take(self, directory: Path, name: str, want: File) -> BinaryIO | None:
-        def fetch(path: Path) -> None:
-            Store(self.url).copy_file(f"{self.manifest.root}/{name}", path, want.size)
-
-        return cache.take_file(directory, name, want.size, lambda path: _is_whole(path, want), fetch)
 
 
 def _is_whole(path: Path, want: File) -> bool:
@@ -256,7 +256,8 @@ class Draft:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError("store", self.url, f"{error.strerror}; choose a place that can be written") from error
+            mistake = UserError("store", self.url, f"{error.strerror}; choose a place that can be written")
+            raise find_full_disk(error) or mistake from error
 
     def contribute(self, part: int) -> None:
         """Hand this machine's files, as its `part`, to the one that commits, where the store is not a volume that they

@@ -12,7 +12,6 @@ A name appears once all bytes are there. Still nothing is trusted: who takes a f
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import UserError, find_full_disk
 
 DIRECTORY, LIMIT = "TUNELOOP_CACHE", "TUNELOOP_CACHE_BYTES"
 """Variables: where the cache is, and the most bytes that it keeps (default: half of what would be free without it)."""
@@ -46,9 +45,8 @@ def _refusals(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(DIRECTORY, str(cache), f"{error.strerror}; name a directory that can be written") from error
+        mistake = UserError(DIRECTORY, str(cache), f"{error.strerror}; name a directory that can be written")
+        raise find_full_disk(error) or mistake from error
 
 
 def take_file(

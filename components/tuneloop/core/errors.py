@@ -4,6 +4,7 @@ Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (ne
 75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up, anything else a bug.
 """
 
+import errno
 import functools
 import os
 import re
@@ -60,6 +61,13 @@ class Unavailable(Retryable):
 
 class Corrupt(UserError):
     """Bytes that differ from what their manifest says."""
+
+
+def find_full_disk(error: BaseException) -> Unavailable | None:
+    """Return what an error of the system means that passes once somebody has freed space; None for any other."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Unavailable(f"disk full ({error}); free space, then run it again")
+    return None
 
 
 def print_diagnostic(line: str, code: int, replace: bool = True) -> int:

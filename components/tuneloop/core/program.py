@@ -1,7 +1,6 @@
 """A stage as a program: flags in, exit code and output files out."""
 
 import argparse
-import errno
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from tuneloop.core.errors import (
     Unavailable,
     UserError,
     describe_error,
+    find_full_disk,
     print_diagnostic,
     write_termination_message,
 )
@@ -47,8 +47,8 @@ def _run(work: Callable[[], None]) -> int:
             wait_before_ending()
         return code
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _say(*describe_error(Unavailable(f"disk full ({error.filename}); free space, then run it again")))
+        if full := find_full_disk(error):
+            return _say(*describe_error(full))
         if _lost_peer(error):
             lost = Unavailable(f"another process of this stage has ended ({error})")
             return _say(*describe_error(lost), replace=False)  # that one says why

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlparse
 import obstore
 from obstore import exceptions
 
-from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError
+from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError, find_full_disk
 from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, ObjectFile, is_plain_http, shorten_error
 
 RANGE, READERS = 8 << 20, 16
@@ -73,11 +73,7 @@ def local_path(url: str) -> Path | None:
 
 
 def open_for_reading(path: Path) -> io.BufferedReader:
-    """Open `path` for reading.
-
-    Raises:
-        UserError: this user may not.
-    """
+    """Open `path` for reading. Raises UserError where this user may not."""
     try:
         return path.open("rb")
     except PermissionError as error:
@@ -140,11 +136,7 @@ class Store:
                 os.replace(self._staged(key, data), self.root / key)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write `key` if it is absent.
-
-        Raises:
-            Conflict: it exists.
-        """
+        """Write `key` if it is absent. Raises Conflict where it exists."""
         with self._faults(key):
             try:
                 if self.root is None:
@@ -369,8 +361,8 @@ class Store:
             what = "cannot be made" if self.root is not None else shorten_error(error)
             raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise Unavailable(f"store: {self.url}: disk full; free space, then run it again") from error
+            if full := find_full_disk(error):
+                raise full from error
             if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise UserError("store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place") from error
             raise

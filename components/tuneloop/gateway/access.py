@@ -3,21 +3,26 @@
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import anyio
 import anyio.to_thread
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.server_token import create_token_file
-from tuneloop.inference.refusals import Refused
+from tuneloop.inference.refusals import REFUSAL_S, Refused
 from tuneloop.kube.connection import read_api_message
 
 REMEMBERED = 30.0
 """Seconds for which an answer of the API server holds; a token withdrawn meanwhile is still taken."""
+MOST = 4096
+"""Tokens that were taken, and as many that were refused, whose answer is remembered."""
+WAITING = 256
+"""Tokens that wait for the API server's answer at most, of those that were not taken lately."""
 PREFIX = "tml-"
 """Tinker's client library takes a key that begins like this, or a JWT."""
 LOCAL = "local"
@@ -78,22 +83,41 @@ class TokenReviews:
 
         self.authentication, self.authorization = client.AuthenticationV1Api(api), client.AuthorizationV1Api(api)
         self.audience = audience
-        self._known: dict[Any, tuple[float, Any]] = {}
-        self._callers: dict[bytes, tuple[float, Caller]] = {}
+        self._allowed: dict[tuple[Caller, str], tuple[float, bool]] = {}
+        self._callers: dict[bytes, tuple[float, Caller | None]] = {}
+        self._refused: dict[bytes, tuple[float, Caller | None]] = {}  # apart: a flood of these drives out no caller
+        self._waiting = 0  # tokens of strangers
         self._lanes = anyio.CapacityLimiter(4), anyio.CapacityLimiter(4)  # a flood of strangers keeps newcomers waiting
 
     async def caller(self, token: str) -> Caller | None:
         key, now = hashlib.sha256(token.encode()).digest(), time.monotonic()
-        if (known := self._callers.get(key)) and now - known[0] < REMEMBERED:
-            return known[1]
-        if caller := await anyio.to_thread.run_sync(self._review, token, limiter=self._lanes[known is not None]):
-            self._callers = dict([*self._callers.items()][-4096:]) | {key: (now, caller)}
-        else:  # withdrawn, perhaps: it waits among strangers from now on
-            self._callers.pop(key, None)
+        for answers in (self._callers, self._refused):
+            if (known := answers.get(key)) and now - known[0] < REMEMBERED:
+                return known[1]
+        stranger = key not in self._callers
+        if stranger and self._waiting >= WAITING:
+            await anyio.sleep(REFUSAL_S)
+            raise Refused(503, f"{WAITING} tokens wait for the API server's answer already; try again")
+        self._waiting += stranger
+        try:
+            caller = await anyio.to_thread.run_sync(self._review, token, limiter=self._lanes[not stranger])
+        finally:
+            self._waiting -= stranger
+        for answers in (self._callers, self._refused):  # one that was withdrawn waits among strangers from now on
+            answers.pop(key, None)
+        answers = self._callers if caller else self._refused
+        answers[key] = now, caller
+        if len(answers) > MOST:
+            answers.pop(next(iter(answers)))
         return caller
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
-        return bool(self._remembered((caller, namespace), lambda: self._ask(caller, namespace)))
+        key, now = (caller, namespace), time.monotonic()
+        if (known := self._allowed.get(key)) and now - known[0] < REMEMBERED:
+            return known[1]
+        answer = self._ask(caller, namespace)
+        self._allowed = {k: v for k, v in self._allowed.items() if now - v[0] < REMEMBERED} | {key: (now, answer)}
+        return answer
 
     def _review(self, token: str) -> Caller | None:
         spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
@@ -120,20 +144,11 @@ class TokenReviews:
             return False
         return bool(answer.status.allowed)
 
-    def _remembered(self, key: Any, ask: Callable[[], Any]) -> Any:
-        now = time.monotonic()
-        if (known := self._known.get(key)) and now - known[0] < REMEMBERED:
-            return known[1]
-        answer = ask()
-        self._known = {k: v for k, v in self._known.items() if now - v[0] < REMEMBERED} | {key: (now, answer)}
-        return answer
-
 
 class TokenFile:
     """One token in a file that only its owner reads, for the namespace ``local``.
 
-    Raises:
-        UserError: the file cannot be written, or others can read it.
+    Raises UserError where the file cannot be written, or others can read it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,11 +172,7 @@ class TokenFile:
 
 
 def token_of(headers: Any) -> str:
-    """Read the bearer token of a request, or Tinker's key.
-
-    Raises:
-        Refused: 401.
-    """
+    """Read the bearer token of a request, or Tinker's key; raise Refused (401) where it has none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     token = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not token:

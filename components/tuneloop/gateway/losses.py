@@ -27,11 +27,7 @@ THRESHOLDS: dict[str, dict[str, float]] = {
 
 
 def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
-    """Check the options of the loss `name`, and return them with defaults.
-
-    Raises:
-        UserError: no such loss, or option.
-    """
+    """Check the options of the loss `name`, and return them with defaults. Raises UserError at one that is unknown."""
     if name not in INPUTS:
         raise UserError("loss_fn", name, f"unknown; known: {', '.join(INPUTS)}")
     known = THRESHOLDS.get(name, {})

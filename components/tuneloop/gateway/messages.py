@@ -32,11 +32,7 @@ class LoraConfig(Body):
     train_attn: bool = True
 
     def to_peft(self) -> Lora | None:
-        """Return the same in peft's words.
-
-        Raises:
-            UserError: a choice of layers that is not had here.
-        """
+        """Return the same in peft's words. Raises UserError at a choice of layers that is not had here."""
         if not self.rank:
             return None
         if self.train_unembed:

@@ -57,6 +57,7 @@ class Processes:
             listener.listen(128)
             command = [sys.executable, "-m", "tuneloop.gateway.worker", "--session", session.id]
             command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
+            command += ["--parent", str(os.getpid())]  # which may be killed before the worker can ask who it is
             command += ["--idle", str(self.settings.worker.idle), "--grace", str(self.settings.worker.grace)]
             command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # where `tuneloop run` has them, too
             process = subprocess.Popen(

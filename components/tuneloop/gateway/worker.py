@@ -44,9 +44,8 @@ from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
-from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.refusals import Refused, create_app
-from tuneloop.inference.server import bind_address, serve_until_signalled
+from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
 from tuneloop.sharing.opening import open_turns
 
 if TYPE_CHECKING:
@@ -71,10 +70,6 @@ FETCH_S = 15.0
 """Seconds that results are waited for to be fetched at the end; a client that lives polls all the time."""
 MARGIN_S = 5.0
 """Of the grace that is kept for the end itself."""
-
-UVICORN: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "timeout_keep_alive": 75}
-UVICORN |= {"http": TimedProtocol, "ws": "none"}
-"""Connections are kept longer than clients keep them: else one is closed just as a request is sent over it."""
 
 log = logging.getLogger("tuneloop.session")
 
@@ -320,12 +315,11 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     import uvicorn
 
     listener = socket.socket(fileno=options.fd) if options.fd is not None else bind_address(options.host, options.port)
-    server = uvicorn.Server(uvicorn.Config(worker.app(), **UVICORN))
-    parent = os.getppid()
+    server = uvicorn.Server(uvicorn.Config(worker.app(), timeout_graceful_shutdown=2, **UVICORN))
 
     def watch() -> None:
         while time.monotonic() - worker.heard < options.idle and not worker.stopping.wait(min(1.0, options.idle / 4)):
-            if options.fd is not None and os.getppid() != parent:
+            if options.parent and os.getppid() != options.parent:
                 os._exit(0)  # a gateway that was killed leaves none of its children behind
         if not worker.stopping.is_set():
             log.info("nobody asked for anything in %g s: ending", options.idle)
@@ -374,6 +368,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")
     parser.add_argument("--fd", type=int, help="a listening socket that it was given, in place of a port")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end as soon as this is not its parent any more")
     return parser.parse_args(argv)
 
 

@@ -228,11 +228,7 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
 
 
 def read_canary(policy: Artifact) -> dict[str, Any]:
-    """Read ``canary.json`` of a checkpoint.
-
-    Raises:
-        UserError: it does not have one.
-    """
+    """Read ``canary.json`` of a checkpoint. Raises UserError where it does not have one."""
     if "canary.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "has no canary.json; make it with base_model, sft or policy_update")
     return json.loads(policy.part("canary.json").read_text())

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tuneloop.core.server_token import VARIABLE, read_tokens
+from tuneloop.inference import refusals
 
 HEADERS_S = 20.0
 """Seconds after its opening within which a request with a token is to be there."""
@@ -44,8 +44,7 @@ class TokenGuard:
             tokens = read_tokens()
             if tokens and not any(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
                 told = f"no token of this run: send Authorization: Bearer TOKEN, from the file that {VARIABLE} names"
-                headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}  # what is left of a body is not read
-                return await JSONResponse({"error": told}, 401, headers)(scope, receive, send)
+                return await (await refusals.refuse_stranger(told))(scope, receive, send)
             scope.setdefault("state", {})["caller"] = "of the run"
         await self.app(scope, receive_part, send)
 
@@ -66,6 +65,19 @@ class TimedProtocol(H11Protocol):
         if clock := self.strangers.pop(self, None):
             clock.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP; a connection that began so as late as a 401."""
+
+        def answer() -> None:
+            if not self.transport.is_closing():
+                H11Protocol.send_400_response(self, msg)
+
+        if self.cycle is None:
+            self.transport.pause_reading()
+            self.loop.call_later(refusals.REFUSAL_S, answer)
+        else:
+            answer()
 
     def _judge(self) -> None:
         self.strangers.pop(self).cancel()

@@ -1,5 +1,7 @@
 """Refusals of a server, and how an application of FastAPI answers with them: ``{"error": one line}``."""
 
+import asyncio
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -8,6 +10,9 @@ from starlette.exceptions import HTTPException
 
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
+
+REFUSAL_S = 1.0
+"""Seconds after which who has no valid token is told so: no more often does each of many connections ask."""
 
 
 class Refused(RuntimeError):
@@ -18,12 +23,18 @@ class Refused(RuntimeError):
         super().__init__(reason)
 
 
+async def refuse_stranger(told: str) -> JSONResponse:
+    """Answer 401 after `REFUSAL_S`, and close the connection: what is left of the request is not read."""
+    await asyncio.sleep(REFUSAL_S)
+    return JSONResponse({"error": told}, 401, {"WWW-Authenticate": "Bearer", "Connection": "close"})
+
+
 def create_app(mistake: int) -> FastAPI:
     """Make an application without pages that answers our errors: a user's with the status `mistake`, one that may pass
     with 503."""
     app = FastAPI(openapi_url=None, strict_content_type=False)
 
-    def refuse(request: Request, error: Exception) -> JSONResponse:
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):  # its errors() are pydantic's, below the place in the request
             for found in error.errors():
                 where = found["loc"][1:]
@@ -33,8 +44,10 @@ def create_app(mistake: int) -> FastAPI:
         if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
             error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503
-        headers = {"WWW-Authenticate": "Bearer", "Connection": "close"} if status == 401 else {}  # its body is unread
-        return JSONResponse({"error": str(error).encode(errors="replace").decode()}, status, headers)
+        told = str(error).encode(errors="replace").decode()
+        if status == 401:
+            return await refuse_stranger(told)
+        return JSONResponse({"error": told}, status, {"Retry-After": "1"} if status == 503 else {})
 
     for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refuse)

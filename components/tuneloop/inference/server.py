@@ -15,7 +15,9 @@ or the engine has failed.
 """
 
 import argparse
+import asyncio
 import errno
+import logging
 import os
 import resource
 import signal
@@ -43,6 +45,9 @@ from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused
 
+UVICORN: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
+UVICORN |= {"log_level": "error", "access_log": False}  # a stranger's request fills no log
+UVICORN |= {"timeout_keep_alive": 75}  # longer than clients keep one, which may just be sending a request over it
 GRACE_S = 20
 """How long running answers may take after SIGTERM, less than the 30 s that a pod has: what is left then is cut off, and
 its clients keep what they have, and ask another server for the rest. New requests are refused."""
@@ -99,13 +104,12 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     import uvicorn
 
     app = HttpApi(loop, follower, Store(options.attempts) if options.attempts else None).app()
-    http: Any = {"http": TimedProtocol, "ws": "none"}
     host, port = listener.getsockname()[:2]
     if not (read_tokens() or host.startswith("127.")):
         print_diagnostic(f"serve: note: asks nobody for a token, as {VARIABLE} names no file that is there", 0)
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S, **http))
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **UVICORN))
     loop.failed = lambda: setattr(server, "should_exit", True)  # whoever started this process starts another one
     serve_until_signalled(server, listener)
     if follower:
@@ -137,6 +141,8 @@ def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))  # a container's is often 1,024
+    cut_off = logging.getLogger("uvicorn.error")  # of which it says nothing
+    cut_off.addFilter(lambda said: not (said.exc_info and isinstance(said.exc_info[1], asyncio.CancelledError)))
     draining = threading.Event()
 
     def drain_and_end() -> None:
@@ -159,11 +165,7 @@ def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[
 
 
 def bind_address(host: str, port: int) -> socket.socket:
-    """Listen on an address of this machine.
-
-    Raises:
-        UserError: the port is taken, or the address is not this machine's.
-    """
+    """Listen on an address of this machine. Raises UserError where it is another's, or the port is taken."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

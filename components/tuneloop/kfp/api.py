@@ -35,11 +35,7 @@ class RunApi:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
 
     def read_run(self, run_id: str) -> dict[str, Any]:
-        """Read a run's message (``v2beta1Run``).
-
-        Raises:
-            NotThere: there is no such run.
-        """
+        """Read a run's message (``v2beta1Run``). Raises NotThere where there is no such run."""
         return _call("GET", f"{self._runs}/{run_id}")
 
     def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:

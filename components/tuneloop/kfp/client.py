@@ -72,11 +72,7 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
 
 
 def check_kfp_is_installed() -> None:
-    """Refuse to go on without kfp.
-
-    Raises:
-        UserError: kfp is not installed.
-    """
+    """Refuse to go on without kfp. Raises UserError where kfp is not installed."""
     if find_spec("kfp") is None:
         raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
 
@@ -159,11 +155,7 @@ def submit_run(
 
 
 def find_run(client: Any, run: str) -> Any:
-    """Find the newest run of that name, with its details.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Find the newest run of that name, with its details. Raises UserError where there is none."""
     if not (found := _named(client, run)):
         raise UserError("run", run, "no run of that name on this backend")
     with translate_api_errors(run):

@@ -168,11 +168,7 @@ class Journal:
 
 @contextmanager
 def lock_workdir(workdir: Path) -> Iterator[None]:
-    """Keep other executors off `workdir`.
-
-    Raises:
-        UserError: another one is running there.
-    """
+    """Keep other executors off `workdir`. Raises UserError where another one is running there."""
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / "lock").open("a") as file:
         try:

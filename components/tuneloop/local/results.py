@@ -95,11 +95,7 @@ def find_reason(results: Mapping[str, Result]) -> str:
 
 
 def resolve_inputs(template: Mapping[str, Any], parameters: Mapping[str, str], scope: Scope) -> dict[str, str]:
-    """Return a template's inputs: arguments over defaults.
-
-    Raises:
-        ExpressionError: an input without value.
-    """
+    """Return a template's inputs: arguments over defaults. Raises ExpressionError at one without a value."""
     values: dict[str, str] = {}
     for parameter in template.get("inputs", {}).get("parameters", []):
         name = parameter["name"]

@@ -103,11 +103,7 @@ class _Job(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def find_reward(name: str) -> Reward:
-    """Find the reward called `name`.
-
-    Raises:
-        UserError: unknown, not importable, or not a reward.
-    """
+    """Find the reward called `name`. Raises UserError where it is unknown, not importable, or not a reward."""
     try:
         plugin = plugins.load_variant("rewards", name)
     except ImportError as error:

@@ -52,7 +52,11 @@ def audit_run(run: Run) -> Iterator[Proof]:
         for name, ref in entry.manifest.inputs.items():
             if (digest := split_ref(ref)[1]) not in known:
                 known.add(str(digest))
-                yield _prove_outsider(name, ref)
+                try:  # of an input that no artifact of the run is, the manifest is proved, and no file is read
+                    proof = Proof(Artifact(ref).ref, None)
+                except UserError as error:
+                    proof = Proof(ref, None, (f"input {name} is not in this run: {error}",))
+                yield proof
         yield _prove(run, entry, [*_check_manifest(run, entry)])
     for entry in run.checkpoints:
         try:
@@ -68,16 +72,11 @@ def audit_run(run: Run) -> Iterator[Proof]:
 def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
     checked = [*verify_artifact(run, entry)]
     left = {name for name, one in zip(sorted(entry.manifest.files), checked) if one.found}
-    deleted = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files} and _is_left_behind(run, entry)
+    deleted = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files}  # as retention leaves old ones:
+    deleted = deleted and entry.key in [each.key for each in run.checkpoints if each.iteration is not None][:-1]
     wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
     problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
     return Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
-
-
-def _is_left_behind(run: Run, entry: Entry) -> bool:
-    """Say whether this is a checkpoint of the loop that later ones follow: retention deletes their files."""
-    looped = [checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None]
-    return entry.key in looped[:-1]
 
 
 def _check_manifest(run: Run, entry: Entry) -> Iterator[str]:
@@ -88,11 +87,3 @@ def _check_manifest(run: Run, entry: Entry) -> Iterator[str]:
     else:
         if manifest.digest != entry.manifest.digest:
             yield f"{entry.key}/{MANIFEST} is another than before: {manifest.digest}, not {entry.manifest.digest}"
-
-
-def _prove_outsider(name: str, ref: str) -> Proof:
-    """Prove the manifest of an input that no artifact of the run is; its files are not read."""
-    try:
-        return Proof(Artifact(ref).ref, None)
-    except UserError as error:
-        return Proof(ref, None, (f"input {name} is not in this run: {error}",))

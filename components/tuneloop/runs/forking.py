@@ -33,7 +33,10 @@ def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> 
     workflow, loop = found.build(settings), getattr(found.module.build_argo, "loop", None)
     made = {entry.stage: entry for entry in run.entries if entry.iteration == max(iteration, 1)}
     if loop is None or not {step.name for step in loop.steps} <= made.keys():
-        raise UserError("ITERATION", iteration, f"{run.name}, in iteration {run.iteration} now, has not committed it")
+        remedy = f"{run.name}, in iteration {run.iteration} now, has not committed it"
+        if run.origin and max(iteration, 1) <= (begun := run.origin["iteration"]):
+            remedy = f"{run.name} began after iteration {begun} of {run.origin['run']}; fork that run"
+        raise UserError("ITERATION", iteration, remedy)
     _check_done(workflow, run)
     last = next(int(p["value"]) for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations")
     if iteration >= last:

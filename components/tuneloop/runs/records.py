@@ -105,11 +105,7 @@ def _is_of(name: str, store: str) -> bool:
 
 
 def read_records(store: str = ROOT) -> list[Record]:
-    """Read the records of the runs below `store`, oldest first.
-
-    Raises:
-        Corrupt: one is damaged.
-    """
+    """Read the records of the runs below `store`, oldest first. Raises Corrupt where one is damaged."""
     found = (read_record(name, store) for name in list_runs(store))
     return sorted((record for record in found if record), key=lambda r: r.created)
 

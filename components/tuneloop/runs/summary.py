@@ -24,7 +24,7 @@ def format_size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def summarize_run(run: Run, report: Path | None = None, mlflow: str = "") -> str:
+def summarize_run(run: Run, report: Path | None = None, mirrors: Mapping[str, str] | None = None) -> str:
     """Summarize the results of a run, one aligned line per fact."""
     model = next((entry for entry in reversed(run.entries) if entry.manifest.kind == "model"), None)
     by_stage = {stage: sum(seconds for _, seconds in points) for stage, points in run.phase_seconds().items()}
@@ -35,7 +35,7 @@ def summarize_run(run: Run, report: Path | None = None, mlflow: str = "") -> str
         "ran on": ", ".join(list_devices(run.entries)),
         "model": f"{run.url}/{model.key}/{model.manifest.root}" if model else "",
         "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
-        "mlflow": mlflow,
+        **(mirrors or {}),
     }
     return format_facts(facts)
 

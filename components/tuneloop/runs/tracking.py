@@ -1,246 +1,145 @@
-"""Mirror a run into MLflow: one run, found again by tag. Curves of a trainer step by optimizer steps, those of weights
-by version, all others by iteration.
+"""Mirror a run into a tracker (`tuneloop.trackers`): curves of a trainer step by optimizer steps, those of weights by
+version, all others by iteration; samples are tables.
 
-Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes: runs
-are looked up by the tag ``tuneloop_key``, and a point of a curve carries the time of its artifact, by which MLflow
-knows it from a new one. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured.
-
-A server that does not answer is found out in a moment, where MLflow's client would try again for minutes. A run goes
-on without it: no stage fails by it, and what was not mirrored can be at any time.
+Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes. What
+is committed is also its queue: a tracker that is slow or away holds nothing up, and no stage fails by it.
 """
 
-import importlib.util
+import errno
 import os
-import re
 import select
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
+
+from xxhash import xxh3_128_hexdigest
 
 from tuneloop.core.errors import UserError, print_diagnostic
 from tuneloop.runs.delivery import find_delivery, get_measurements
 from tuneloop.runs.records import list_leaves
-from tuneloop.runs.run_record import Run
+from tuneloop.runs.run_record import Entry, Run
+from tuneloop.trackers import Rows, Tracker, find_tracker
 
-URI = "sqlite:///mlflow.db"
-KEY = "tuneloop_key"
-STATUS = {"running": "RUNNING", "succeeded": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-MISSING = "not mirrored: mlflow is not installed; install tuneloop[tracking]"
-PATIENCE = 60.0
-"""Seconds that a finished run waits for its mirror."""
-ANSWERS = 3.0
-"""Seconds within which a server answers at all."""
-UNAVAILABLE = (502, 503, 504)
-"""What a proxy says of a server that is away."""
-EVERY = 2.0
-"""Seconds between two looks of a mirror that follows a run."""
+ANSWERS, PATIENCE, EVERY = 3.0, 60.0, 2.0
+"""Seconds that a finished run waits for a mirror without a word, and then until it is given up; between two looks."""
+TABLE, BETWEEN = 16, 10
+"""Samples in a table; iterations between two batches that have one, as each evaluation has."""
 
 
-def mirror_run(run: Run, *, follow: bool = False, going_on: Callable[[], bool] | None = None) -> str:
-    """Mirror `run` and say where, in one line.
+def mirror_run(run: Run, chosen: str = "mlflow", going_on: Callable[[], bool] = lambda: False) -> str:
+    """Mirror `run` into the tracker that `chosen` names, and say where, in one line.
 
     Args:
-        follow: go on until the run ends.
-        going_on: waits a moment and says whether to look again; default: until the run is not running.
+        going_on: waits a moment and says whether to look again; default: the run is mirrored as it is.
 
     Raises:
-        UserError: MLflow does not answer, or refuses (its address, its store, the run).
+        UserError: the tracker is none, is not installed, does not answer, or refuses (its address, its store, the run).
     """
-    if importlib.util.find_spec("mlflow") is None:
-        return MISSING
-    if trouble := probe_server():
-        remedy = f"{trouble}: nothing was mirrored; once it answers, `tuneloop track {run.name}` mirrors all"
-        raise UserError("MLFLOW_TRACKING_URI", format_tracking_uri(), remedy)
-    from mlflow.exceptions import MlflowException
-
+    tracker, name, record = find_tracker(chosen), chosen.partition("+")[0], run.record
+    if trouble := tracker.find_trouble():
+        raise UserError("tracker", name, f"{trouble}: nothing was mirrored; once it does, `tuneloop track` mirrors all")
+    started = record.created if record else min((e.started for e in run.entries), default=time.time())
+    key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
+    logged, mirrored, more = dict[str, int](), set[str](), True
     try:
-        made = Mirror(run)
-        made.sync()
-        while going_on() if going_on else follow and _running(run):
-            made.sync(whole=False)
-        made.sync()
-        return made.close()
-    except MlflowException as error:
-        raise UserError("MLFLOW_TRACKING_URI", format_tracking_uri(), " ".join(str(error).split())) from error
+        tracker.open_run(key, run.name, pipeline, dict(list_leaves(record.config if record else {})), started)
+        while more:
+            more = going_on()
+            run.refresh(whole=False if more else None)
+            fresh = [entry for entry in run.entries if entry.key not in mirrored]
+            tracker.log_rows(collect_rows(run, fresh, logged))
+            mirrored |= {entry.key for entry in fresh}
+        notes = "\n".join(f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in run.curves())
+        ended = max((entry.finished for entry in run.entries), default=time.time())
+        at = tracker.close_run(run.phase, ended, f"{notes}\n\n{run.url}")
+        return at + (f", {run.iteration} iterations" if run.iteration else "")
+    except Exception as error:
+        if type(error).__module__.startswith(name) or (isinstance(error, OSError) and error.errno != errno.ENOSPC):
+            raise UserError(name, tracker.address, " ".join(str(error).split())) from error
+        raise
 
 
-def format_tracking_uri() -> str:
-    """Format the address of MLflow for people, without user and password."""
-    return re.sub(r"(?<=://)[^/]*@", "", os.environ.get("MLFLOW_TRACKING_URI") or URI)
-
-
-def probe_server() -> str:
-    """Return why the MLflow server is unavailable; empty if it answers or none is needed."""
-    import httpx2
-
-    at = format_tracking_uri()
-    if not at.startswith(("http://", "https://")):
-        return ""
-    why = ["timed out"]
-
-    def ask() -> None:
-        try:  # through a proxy, as MLflow does, which may also have been told to trust any certificate
-            status = httpx2.get(f"{at.rstrip('/')}/health", timeout=ANSWERS, verify=False).status_code
-            why.append(f"status {status}" if status in UNAVAILABLE else "")  # whatever else it says, it is there
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            why.append(str(error))
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(ANSWERS)  # looking up a name has no timeout of its own
-    return why[-1] and f"does not answer ({why[-1]})"
-
-
-class Mirror:
-    """The MLflow side of one run; `sync` brings it up to date."""
-
-    def __init__(self, run: Run) -> None:
-        from mlflow import MlflowClient
-
-        self.run = run
-        self.client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or URI)
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or (run.record.pipeline if run.record else "tuneloop")
-        found = self.client.get_experiment_by_name(name)
-        self.experiment = str(found.experiment_id if found else self.client.create_experiment(name))
-        self.id = self._find_or_make()
-        self.client.update_run(self.id, status="RUNNING")  # a resumed run goes on in the same one
-        if run.record:
-            self._params(run.record.config)
-        self.logged: dict[str, int] = {}
-        self.mirrored: set[str] = set()
-
-    def sync(self, *, whole: bool | None = None) -> None:
-        """Mirror what was committed since; `whole` is that of `Run.refresh`."""
-        from mlflow.entities import Metric
-
-        self.run.refresh(whole=whole)
-        fresh = [entry for entry in self.run.entries if entry.key not in self.mirrored]
-        for curve in self.run.curves({entry.key for entry in fresh}) if fresh else ():
-            name = f"{curve.stage}/{curve.name}"
-            first = self.logged.get(name, 0)
+def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Rows:
+    """Collect what `fresh` artifacts tell; `logged` counts the points of each curve, and is brought up to date."""
+    rows: dict[tuple[str, int, float], dict[str, Any]] = defaultdict(dict)
+    for curve in run.curves({entry.key for entry in fresh}) if fresh else ():
+        name = f"{curve.stage}/{curve.name}"
+        first = logged.get(name, 0)
+        logged[name] = first + len(curve.x)
+        for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at)):
             # Several optimizer steps of one iteration share an x: their own count is the step then.
-            recorded = curve.role == "trainer"
-            points = [
-                Metric(name, y, int(at * 1000), first + index + 1 if recorded else int(x))
-                for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at))
-            ]
-            self._log(points)
-            self.logged[name] = first + len(points)
-        for entry in fresh:
-            if entry.iteration is not None:
-                stage, at = entry.manifest.stage, int(entry.finished * 1000)
-                values = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
-                values = {k: v for k, v in values.items() if k not in self.logged} | {f"seconds/{stage}": entry.seconds}
-                points = [Metric(k, v, at, entry.iteration) for k, v in values.items()]
-                if entry.manifest.role == "sampler" and (one := find_delivery(self.run, entry)):
-                    points += [Metric(f"weights/{k}", v, at, one.version) for k, v in get_measurements(one).items()]
-                self._log(points)
-            self.mirrored.add(entry.key)
-
-    def close(self) -> str:
-        """Write how the run stands, and say where its mirror is."""
-        phase = self.run.phase
-        notes = (f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in self.run.curves())
-        self.client.set_tag(self.id, "mlflow.note.content", "\n".join(notes))
-        self.client.set_tag(self.id, "tuneloop.store", self.run.url)
-        if phase != "running":
-            ended = max((entry.finished for entry in self.run.entries), default=time.time())
-            self.client.set_terminated(self.id, STATUS.get(phase, "FINISHED"), int(ended * 1000))
-        experiment = self.client.get_experiment(self.experiment).name
-        name = self.client.get_run(self.id).info.run_name
-        return f"{format_tracking_uri()}, experiment {experiment}, run {name}" + (
-            f", {self.run.iteration} iterations" if self.run.iteration else ""
-        )
-
-    def _find_or_make(self) -> str:
-        run, key = self.run, self.run.record.id if self.run.record else self.run.url
-        if found := self.client.search_runs([self.experiment], f"tags.{KEY} = '{key}'", max_results=1):
-            return str(found[0].info.run_id)
-        started = run.record.created if run.record else min((e.started for e in run.entries), default=time.time())
-        tags = {KEY: key, "tuneloop.run": run.name}
-        return str(self.client.create_run(self.experiment, int(started * 1000), tags, run.name).info.run_id)
-
-    def _params(self, config: Mapping[str, Any]) -> None:
-        """Log the configuration as parameters; those that are there already stay."""
-        from mlflow.entities import Param
-
-        standing = self.client.get_run(self.id).data.params
-        flat = [Param(k, str(v)[:6000]) for k, v in list_leaves(config) if k not in standing]
-        for start in range(0, len(flat), 100):
-            self.client.log_batch(self.id, params=flat[start : start + 100])
-
-    def _log(self, points: list[Any]) -> None:
-        for start in range(0, len(points), 1000):
-            self.client.log_batch(self.id, metrics=points[start : start + 1000])
+            place = ("optimizer_step", first + index + 1) if curve.role == "trainer" else ("iteration", int(x))
+            rows[*place, at][name] = float(y)
+    for entry in fresh:
+        stage, role, step, at = entry.manifest.stage, entry.manifest.role, entry.iteration or 0, entry.finished
+        due = role == "evaluator" or (role == "scorer" and step % BETWEEN == 1)
+        if due and (samples := run.samples(entry)[:TABLE]):
+            rows["iteration", step, at][f"samples/{entry.stage}"] = samples
+        if entry.iteration is not None:
+            stated = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
+            rows["iteration", step, at] |= {k: v for k, v in stated.items() if k not in logged}
+            rows["iteration", step, at][f"seconds/{stage}"] = entry.seconds
+            if role == "sampler" and (one := find_delivery(run, entry)):
+                rows["version", one.version, at] |= {f"weights/{k}": v for k, v in get_measurements(one).items()}
+    return rows
 
 
-@dataclass
-class Follower:
-    """A mirror in a process of its own; `said` is its closing line."""
-
-    said: str = ""
+def list_trackers() -> list[str]:
+    """List what ``TUNELOOP_TRACKERS`` names, separated by spaces; by default MLflow, where it is installed."""
+    return os.environ.get("TUNELOOP_TRACKERS", "mlflow" if find_spec("mlflow") else "").split()
 
 
 @contextmanager
-def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[Follower]:
-    """Mirror `run` while the block runs, in another process: no stage waits for the import of MLflow."""
-    if not enabled:
-        yield Follower()
-        return
-    if importlib.util.find_spec("mlflow") is None:
-        yield Follower(MISSING)
-        return
-    if trouble := probe_server():
-        print_diagnostic(f"MLflow: {format_tracking_uri()} {trouble}: the run goes on without it", 0)
-        yield Follower(f"not mirrored: {format_tracking_uri()} {trouble}; `tuneloop track {run.name}` does it later")
-        return
-    told = Follower()
-    log = run.directory / "mlflow.log"
-    with log.open("w") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,  # Ctrl-C is for the run; this process ends when its input does
-            text=True,
-        )
+def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str, str]]:
+    """Mirror `run` while the block runs, each tracker in another process: no stage waits for it, or for its imports.
+
+    Yields what is filled in when the block has ended: name of a tracker → where the mirror is, or why there is none.
+    """
+    told, children = dict[str, str](), dict[str, tuple[Tracker, subprocess.Popen[str]]]()
+    for each in list_trackers() if enabled else ():
+        name, tracker = each.partition("+")[0], find_tracker(each)
+        if trouble := tracker.find_trouble():
+            print_diagnostic(f"{name}: {trouble}: the run goes on without it", 0)
+            told[name] = f"not mirrored: {trouble}; `tuneloop track {run.name} {name}` does it later"
+            continue
+        command, pipe = [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, each], subprocess.PIPE
+        with (run.directory / f"{name}.log").open("w") as log:  # in a session of its own, as Ctrl-C is for the run
+            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, text=True)
+        children[name] = tracker, child
     try:
         yield told
     finally:
-        told.said = _closing(child) or f"not mirrored whole: see {log}; `tuneloop track {run.name}` tries again"
+        for _, child in children.values():
+            child.stdin = child.stdin and child.stdin.close()  # what each of them waits for
+        for name, (tracker, child) in children.items():
+            later = f"see {run.directory}/{name}.log; `tuneloop track {run.name} {name}` tries again"
+            told[name] = _wait_for_mirror(name, tracker, child) or f"not mirrored whole: {later}"
 
 
-def _closing(child: subprocess.Popen[str]) -> str:
+def _wait_for_mirror(name: str, tracker: Tracker, child: subprocess.Popen[str]) -> str:
     """Return the last line of the process that mirrors, once it has seen the run's end; empty where it failed."""
-    try:
+    for patience, then in (ANSWERS, f"takes in the rest, {PATIENCE:g} s at most"), (PATIENCE, "is given up"):
         try:
-            out, _ = child.communicate(timeout=ANSWERS)
+            out, _ = child.communicate(timeout=patience)
+            return "" if child.returncode else out.strip().rpartition("\n")[2]
         except subprocess.TimeoutExpired:
-            if trouble := probe_server():
-                print_diagnostic(f"MLflow: {format_tracking_uri()} {trouble}", 0)
-                raise
-            print_diagnostic(f"MLflow: {format_tracking_uri()} takes in the rest, {PATIENCE:g} s at most", 0)
-            out, _ = child.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-        return ""
-    return "" if child.returncode else out.strip()
-
-
-def _running(run: Run) -> bool:
-    time.sleep(EVERY)
-    return run.phase == "running"
+            trouble = tracker.find_trouble()
+            print_diagnostic(f"{name}: {trouble or then}", 0)
+            if trouble:
+                break
+    child.kill()
+    child.wait()
+    return ""
 
 
 if __name__ == "__main__":
     os.nice(10)
+    name, store, chosen = sys.argv[1:]
     # Until standard input ends, which it does when the run's process ends, however it ends.
-    said = mirror_run(Run.open(*sys.argv[1:]), going_on=lambda: not select.select([sys.stdin], [], [], EVERY)[0])
+    said = mirror_run(Run.open(name, store), chosen, lambda: not select.select([sys.stdin], [], [], EVERY)[0])
     print(said, flush=True)

@@ -73,11 +73,7 @@ class Document(BaseModel, frozen=True):
         return self._but(waiting=(*self.waiting, Seat(ticket=ticket, who=who, since=since)), served=served)
 
     def beat(self, ticket: str) -> "Document":
-        """Show that one lives.
-
-        Raises:
-            Refused: it has no seat (any more).
-        """
+        """Show that one lives. Raises Refused where it has no seat (any more)."""
         if self.seat(ticket) is None:
             raise Refused(f"{ticket} has lost its place")
         return self._but(

@@ -217,21 +217,13 @@ class Held:
         return Grant(group=group, number=self.number, ticket=self.ticket, renewed=self.renewed, until=until)
 
     def check(self) -> None:
-        """Make sure of the turn, by this machine's clock alone.
-
-        Raises:
-            Retryable: it was lost.
-        """
+        """Make sure of the turn, by this machine's clock alone. Raises Retryable where it was lost."""
         if self.lost.is_set() or read_clock() >= self.grant.until:
             self.lost.set()
             raise Unavailable(f"turn {self.number} of group {self.turns.group} was lost")
 
     def beat(self) -> "Held":
-        """Renew the turn, once.
-
-        Raises:
-            Retryable: it was lost, or the place is in trouble.
-        """
+        """Renew the turn, once. Raises Retryable where it was lost, or the place is in trouble."""
         self.check()
         before = read_clock()
 

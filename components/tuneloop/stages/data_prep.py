@@ -136,7 +136,8 @@ def data_prep(
     if preparation == "ray":
         stage.notes["examined"] = dict(tally.hosts)
     stage.facts.update(rows=counts, source=source, rewards=rewards, **unchecked)
-    stage.log(", ".join(f"{name} {number}" for name, number in counts.items()))
+    short = f" of {train} asked for: {source} has no more" if counts["train"] < train else ""
+    stage.log(", ".join(f"{name} {number}" for name, number in counts.items()) + short)
     return {name: counts[name] for name in ("train", "eval", "sft")}
 
 
@@ -261,11 +262,7 @@ class Tally:
         self.examples += troubles[: 3 - len(self.examples)]
 
     def check(self) -> None:
-        """Check that every gold answer earned full marks.
-
-        Raises:
-            UserError: one did not; the first ones are named.
-        """
+        """Check that every gold answer earned full marks. Raises UserError with the first ones that did not."""
         if self.wrong:
             best, of = full_marks(self.rewards), self.total - self.unchecked
             told = f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "

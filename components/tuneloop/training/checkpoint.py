@@ -50,11 +50,7 @@ def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Comp
 
 
 def model_dir(policy: Artifact) -> Path:
-    """Return the directory ``model/`` of a checkpoint.
-
-    Raises:
-        UserError: `policy` is not one.
-    """
+    """Return the directory ``model/`` of a checkpoint. Raises UserError where `policy` is not one."""
     if "model/config.json" not in policy.manifest.files or "version" not in policy.manifest.facts:
         raise UserError("checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint")
     return policy.part("model")
@@ -134,11 +130,7 @@ def load_masters(target: Policy, policy: Artifact) -> None:
 
 
 def lora_base(policy: Artifact) -> Artifact:
-    """Open the checkpoint that the adapters in ``trainer/`` belong to.
-
-    Raises:
-        UserError: it is gone.
-    """
+    """Open the checkpoint that the adapters in ``trainer/`` belong to. Raises UserError where it is gone."""
     base = policy.manifest.facts["base"]
     try:
         return Artifact(base)

@@ -36,11 +36,7 @@ OTHER_KIND: dict[type[BaseModel], str] = {
 
 
 def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
-    """Find the class of the algorithm called `name`.
-
-    Raises:
-        UserError: unknown, or of another kind.
-    """
+    """Find the class of the algorithm called `name`. Raises UserError where it is unknown, or of another kind."""
     found = plugins.load_variant("algorithms", name, "Algorithm")
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise UserError("algorithm", name, OTHER_KIND[kind])

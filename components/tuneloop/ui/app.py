@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from tuneloop.cluster.run_workflows import ACTIVE, list_cluster_runs
+from tuneloop.cluster.run_workflows import list_cluster_runs
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import Connection
@@ -30,6 +30,8 @@ from tuneloop.workflow.settings import RUN_LABEL
 STATIC = Path(__file__).parent / "static"
 FILES = [(f"/static/{path.name}", path.name) for path in STATIC.iterdir()]
 FILES += [(page, "index.html") for page in ("/", "/compare", "/runs/{rest:path}")]
+UNCOMMITTED = f"{RUN_LABEL},workflows.argoproj.io/phase!=Succeeded"
+"""Selects the workflows whose runs may have committed nothing: those under way, and those that failed."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -53,7 +55,7 @@ def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str
             return set()
 
     def answer_runs(_: Request) -> Response:
-        return _answer({"store": store, "runs": sorted({*list_runs(store), *list_submitted(ACTIVE)})})
+        return _answer({"store": store, "runs": sorted({*list_runs(store), *list_submitted(UNCOMMITTED)})})
 
     def read_on(run: Run | None, name: str, *, whole: bool) -> Run:
         """Return a run as it is now: the one that was known, unless it was deleted or another has its name."""

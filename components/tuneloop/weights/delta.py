@@ -175,11 +175,7 @@ def _buffer(size: int) -> Bytes:
 
 
 def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:
-    """Check tensor checksums.
-
-    Raises:
-        Corrupt: the first that differs.
-    """
+    """Check tensor checksums. Raises Corrupt at the first that differs."""
     for name, digest in found:
         if digest != expected.get(name):
             raise blame(f"its {name} has xxh3-128 {digest}, published was {expected.get(name)}")

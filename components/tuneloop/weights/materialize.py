@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel
 
 from tuneloop.core.artifacts import file_digest
-from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.errors import Corrupt, UserError, find_full_disk
 from tuneloop.core.store import Store
 from tuneloop.weights import codec, delta, versions
 from tuneloop.weights.layout import Blame, Bytes, Checkpoint, Tensor, build_blame, parse_header, visible_files
@@ -352,7 +352,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
             raise UserError("directory", str(directory), remedy)
         lock = (directory / LOCK).open("a")
     except OSError as error:
-        raise UserError("directory", str(directory), f"{error.strerror}; choose one that can be written") from error
+        mistake = UserError("directory", str(directory), f"{error.strerror}; choose one that can be written")
+        raise find_full_disk(error) or mistake from error
     with lock as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

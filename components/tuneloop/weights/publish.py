@@ -227,11 +227,7 @@ class _Attempt:
         return sum(t.end - t.start for t in self.new.tensors.values())
 
     def commit(self, restore_bound: float, encoding: codec.Encoding | None) -> None:
-        """Upload files, then the index that makes the version exist.
-
-        Raises:
-            Conflict: the version exists by now.
-        """
+        """Upload files, then the index that makes the version exist. Raises Conflict where it exists by now."""
         assert self.full is not None
         store, main = self.chain.store, self.full
         if self.delta is not None and self.delta.tuneloop.restore_cost <= restore_bound:

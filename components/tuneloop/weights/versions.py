@@ -174,11 +174,7 @@ class Chain:
         return None if self.pointed is None else self.entry(self.pointed.version).version
 
     def target(self, version: int | None) -> int:
-        """Return `version`, or the latest.
-
-        Raises:
-            UserError: it is not published.
-        """
+        """Return `version`, or the latest. Raises UserError where it is not published."""
         wanted = self.latest if version is None else version
         if wanted is None or wanted not in self.versions:
             asked = "latest" if version is None else version

@@ -33,11 +33,7 @@ def format_json(value: Any) -> str:
 
 
 def parse_string_literal(word: str) -> str:
-    """Return the text of a string literal.
-
-    Raises:
-        ExpressionError: an escape that JSON does not have.
-    """
+    """Return the text of a string literal. Raises ExpressionError at an escape that JSON lacks."""
     body = word[1:-1].replace("\\'", "'") if word[0] == "'" else word[1:-1]
     try:
         return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
@@ -66,11 +62,7 @@ def is_number(value: Any) -> bool:
 
 
 def require_number(value: Any, op: str) -> Any:
-    """Return `value`.
-
-    Raises:
-        ExpressionError: it is not a number, which the operator needs.
-    """
+    """Return `value`. Raises ExpressionError where it is not a number, which the operator needs."""
     if not is_number(value):
         hint = "asInt() and asFloat() make one of text"
         raise ExpressionError(f"{op!r} needs a number, got {format_json(value)} ({hint})")
@@ -127,11 +119,7 @@ _ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def to_int(value: Any) -> int:
-    """Convert a value as `asInt` does.
-
-    Raises:
-        ExpressionError: it is not a number.
-    """
+    """Convert a value as `asInt` does. Raises ExpressionError where it is not a number."""
     if isinstance(value, str):
         if not re.fullmatch(r"[-+]?\d+", value):
             raise ValueError("not an integer")
@@ -140,9 +128,5 @@ def to_int(value: Any) -> int:
 
 
 def to_float(value: Any) -> float:
-    """Convert a value as `asFloat` does.
-
-    Raises:
-        ExpressionError: it is not a number.
-    """
+    """Convert a value as `asFloat` does. Raises ExpressionError where it is not a number."""
     return float(value) if isinstance(value, str) else float(require_number(value, "float"))

@@ -753,8 +753,14 @@ def test_what_cannot_be_forked_is_one_line(call: Call, tmp_path: Path) -> None:
     refused(call("fork", "x", "1", "--set", "iteration=2"), "did you mean iterations?")
     refused(call("fork", "x", "1", "--name", "x"), "is the name of a run; `tuneloop resume x` continues it")
     refused(call("fork", "x", "1", "--name", "bare"), "--name: 'bare': is the name of another run")
+    refused(call("fork", "x", "1", "--name", "a/b"), "--name: 'a/b': use at most 40 lower-case letters")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["bare", "x"]
     assert not (tmp_path / "runs/x/pins").exists()
+
+
+def test_a_page_over_nothing_is_refused(call: Call, tmp_path: Path) -> None:
+    refused(call("ui", "--store", f"{tmp_path}/none"), "--store: '", "none': is no directory; correct it")
+    refused(call("ui"), "--store: 'runs': is no directory; correct it, or start a run there first")
 
 
 def test_a_command_ends_whatever_threads_still_run() -> None:
@@ -767,3 +773,16 @@ def test_a_command_ends_whatever_threads_still_run() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split(), done.stderr) == (3, ["said", "joined", "registered"], "")
+
+
+def test_a_run_says_where_its_mirrors_are(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
+    monkeypatch.setenv("TUNELOOP_TRACKERS", "nonsense")
+    refused(call("run", TOY, "--run", "mine", "--no-warm"), "trackers: 'nonsense': unknown; known: mlflow")
+    monkeypatch.setenv("TUNELOOP_TRACKERS", f"tensorboard+{tmp_path}/curves")
+    done = call("run", TOY, "--run", "mine", "--no-warm")
+    assert done.code == 0, done.err
+    (at,) = re.findall(r"^  tensorboard  (\S+/curves/mine-\w{8}), \d+ iterations$", done.out, re.M)
+    (first,) = Path(at).iterdir()
+    assert call("track", "mine").out == f"{at}, 2 iterations\n" and not first.exists()

@@ -16,7 +16,7 @@ import pytest
 from tests.certify.bucket import NAME, Plan, Served, serve
 from tuneloop.core.artifacts import MANIFEST, Artifact, Draft
 from tuneloop.core.component import Results, Stage, component
-from tuneloop.core.errors import Unavailable
+from tuneloop.core.errors import EXIT_RETRY, Unavailable
 from tuneloop.core.store import Conflict, Store
 
 AGAIN = {"max_retries": 3, "backoff": {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(seconds=1)}}
@@ -96,6 +96,25 @@ def test_a_stage_whose_store_goes_away_leaves_no_temporary_files(
     with pytest.raises(Unavailable, match="gone"):
         unpublished(out=URL)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("tuneloop-")] == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_where_a_directory_is_made_is_no_mistake(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told as a store that cannot be written, which ends a stage for good."""
+    make = os.mkdir
+
+    def refuse(path: str, *more: int) -> None:
+        if "data-" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        make(path, *more)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    words = ["--thing", str(tmp_path / "a")]
+    assert local.run(words) == EXIT_RETRY
+    monkeypatch.setattr(os, "mkdir", make)
+    assert local.run(words) == 0
 
 
 def test_names_are_durable_before_the_manifest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ ATTRIBUTES = {
     "algorithms": "Algorithm",
     "environments": "create_environment",
     "fleet": "open_fleet",
+    "trackers": "Tracker",
 }
 
 

@@ -7,10 +7,12 @@ import http.client
 import http.server
 import json
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from tests.unit.inference.rollout_server import ROOT, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.gateway.access import Caller, TokenReviews
+from tuneloop.inference.refusals import Refused
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -113,6 +116,21 @@ def test_a_refused_caller_does_not_hold_its_connection(token: tuple[str, str]) -
         assert int(limits.partition("Max open files")[2].split()[0]) >= min(hard, 2**16)
 
 
+def test_what_is_no_http_is_answered_late_and_once(token: tuple[str, str]) -> None:
+    """One that is gone by then leaves no word in the log, in which a line for each would be a stranger's to write."""
+    with serving(**{VARIABLE: token[0], "REFUSAL_S": "0.5"}) as (child, address):
+        begun = time.monotonic()
+        stays, gone = connect(address), connect(address)
+        for each in (stays, gone):
+            each.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        gone.close()
+        answer = b"".join(iter(lambda: stays.recv(2**16), b""))
+        assert time.monotonic() - begun >= 0.5 and answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP") == 2
+        assert ask_version(http.client.HTTPConnection(address, timeout=LIMIT_S), token[1]) == 200
+        child.send_signal(signal.SIGTERM)
+        assert child.stderr and child.stderr.read() == ""
+
+
 class ReviewServer(http.server.ThreadingHTTPServer):
     """An API server that knows one token, and takes as long for others as `decided` is not set."""
 
@@ -172,6 +190,49 @@ def test_a_flood_of_tokens_makes_no_known_caller_wait(
         assert await asyncio.gather(*others) == [None] * 100
 
     asyncio.run(flood_and_ask())
+
+
+def test_a_refused_token_is_asked_for_once_and_drives_out_no_caller(
+    reviews: tuple[ReviewServer, TokenReviews], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, access = reviews
+    server.decided.set()
+    monkeypatch.setattr("tuneloop.gateway.access.MOST", 2)
+
+    async def ask() -> None:
+        assert await access.caller("known")
+        for _ in range(3):
+            assert await access.caller("wrong") is None
+        assert server.asked == 1, "it is remembered"
+        for number in range(3):
+            assert await access.caller(f"other-{number}") is None
+        assert await access.caller("known") and (server.asked, server.known) == (4, 1)
+        assert await access.caller("other-2") is None and server.asked == 4
+        assert await access.caller("wrong") is None and server.asked == 5, "more than two are not remembered"
+        monkeypatch.setattr("tuneloop.gateway.access.REMEMBERED", 0.0)
+        assert await access.caller("wrong") is None and server.asked == 6
+
+    asyncio.run(ask())
+
+
+def test_who_would_wait_behind_too_many_tokens_is_to_try_again(
+    reviews: tuple[ReviewServer, TokenReviews], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, access = reviews
+    monkeypatch.setattr("tuneloop.gateway.access.WAITING", 9)
+
+    async def flood() -> None:
+        others = [asyncio.create_task(access.caller(f"other-{number}")) for number in range(20)]
+        while server.asked < 4 or sum(each.done() for each in others) < 11:
+            await asyncio.sleep(0.01)
+        server.decided.set()
+        answers = await asyncio.gather(*others, return_exceptions=True)
+        refused = [each for each in answers if isinstance(each, Refused)]
+        assert [each.status for each in refused] == [503] * 11 and "9 tokens wait" in str(refused[0])
+        assert answers.count(None) == 9 and server.asked == 9
+        assert await access.caller("known"), "there is room again"
+
+    asyncio.run(flood())
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:

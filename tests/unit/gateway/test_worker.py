@@ -1,5 +1,6 @@
 """A worker's thread, and turns on the device between sessions."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -78,6 +79,16 @@ with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn(
         said = process.communicate(timeout=LIMIT_S)[1]
         assert process.returncode == 75 and "unavailable: turn 1 of group group was lost" in said
         held.check()
+
+
+def test_a_worker_whose_gateway_was_killed_before_it_began_ends(tmp_path: Path) -> None:
+    """Whoever asks late for its parent finds another one, and would stay for its idle hour."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    words = ["--session", "a.session-1", "--artifacts", str(tmp_path), "--port", "0", "--parent", str(gone.pid)]
+    command = [sys.executable, "-m", "tuneloop.gateway.worker", *words]
+    done = subprocess.run(command, env={**os.environ, module.KEY: "key"}, timeout=LIMIT_S)
+    assert done.returncode == 0
 
 
 def test_a_busy_worker_lets_others_have_their_turn(

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.waiting import until
 from tuneloop.formats.rollouts import Completion
-from tuneloop.inference import guard, server
+from tuneloop.inference import guard, refusals, server
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.vllm import Vllm
 
@@ -82,6 +82,7 @@ def ask(address: str, method: str, path: str, body: Any = None, **headers: str) 
 
 if __name__ == "__main__":
     guard.HEADERS_S = float(os.environ.get("HEADERS_S", guard.HEADERS_S))
+    refusals.REFUSAL_S = float(os.environ.get("REFUSAL_S", refusals.REFUSAL_S))
     guard.STRANGERS = int(os.environ.get("STRANGERS", guard.STRANGERS))
     server.Vllm = Digits  # type: ignore[misc]
     os._exit(server.main(sys.argv[1:]))

@@ -36,7 +36,7 @@ PATHS = (
 def test_all_but_health_need_the_token_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_token_file(path := tmp_path / "token")
     token = path.read_text().strip()
-    with serving(**{VARIABLE: str(path)}) as (_, address):
+    with serving(**{VARIABLE: str(path), "REFUSAL_S": "0"}) as (_, address):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": token}):
             assert ask(address, "GET", "/version", **headers)[0] == 401
             for each in PATHS:

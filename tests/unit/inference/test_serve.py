@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -26,8 +27,7 @@ code = server.main(["--host", "127.0.0.1", "--port", "0"])
 """
 GATEWAY = """
 import socket
-from tuneloop.gateway.worker import UVICORN
-from tuneloop.inference.server import serve_until_signalled
+from tuneloop.inference.server import UVICORN, serve_until_signalled
 async def app(scope, receive, send): ...
 listener = socket.create_server(("127.0.0.1", 0))
 serve_until_signalled(uvicorn.Server(uvicorn.Config(app, **UVICORN)), listener)
@@ -67,8 +67,9 @@ serve_until_signalled(uvicorn.Server(uvicorn.Config(app, lifespan="off", log_lev
 
 @pytest.mark.parametrize("before", [[], [signal.SIGTERM]], ids=["at once", "while it drains"])
 def test_sigint_ends_a_server_that_still_streams(before: list[signal.Signals]) -> None:
-    with subprocess.Popen([sys.executable, "-c", STREAMING], text=True, stdout=subprocess.PIPE) as child:
-        assert child.stdout
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", STREAMING], text=True, **pipes) as child:
+        assert child.stdout and child.stderr
         try:
             connection = http.client.HTTPConnection("127.0.0.1", int(child.stdout.readline()), timeout=LIMIT_S)
             connection.request("GET", "/")
@@ -78,7 +79,8 @@ def test_sigint_ends_a_server_that_still_streams(before: list[signal.Signals]) -
                 child.send_signal(number)
                 assert child.stdout.readline() == "drains\n"
             child.send_signal(signal.SIGINT)
-            assert child.wait(60) == 0
+            assert child.wait(LIMIT_S) == 0
+            assert child.stderr.read() == "", "what was cut off is no fault"
         finally:
             child.kill()
 

@@ -119,6 +119,7 @@ def test_a_registry_that_is_away_is_asked_again() -> None:
         register_model("http://127.0.0.1:1", "sft", HANDLE)
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_setting(mlflow: str) -> None:
     with pytest.raises(UserError, match=r"kfp\.model_registry"):
         register_model(f"mlflow+{mlflow}", "", HANDLE)

@@ -74,6 +74,12 @@ def test_a_fork_goes_on_with_the_digests_of_the_run_that_it_left(tmp_path: Path)
     middle = Run("at-2", str(tmp_path))
     start = given(fork(middle, 3, name="again"))
     assert start["policy"] == Artifact(f"{middle.url}/iterations/3/policy-update").ref
+    for iteration in (0, 1, 2):
+        with pytest.raises(
+            UserError, match=f"ITERATION: {iteration}: at-2 began after iteration 2 of x; fork that run"
+        ):
+            fork(middle, iteration, name="before")
+    assert given(fork(Run("at-0", str(tmp_path)), 0, name="same"))["policy"] == Artifact(f"{run.url}/sft").ref
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tuneloop.runs.run_record import Run
 from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.versions import INDEX
 
-COUNT = 150
+COUNT = 50
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Names of versions: who gets one, what is said of it later, and that retention keeps it."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -40,10 +41,26 @@ def test_a_version_that_passes_has_a_name_with_a_history(run: Run, capsys: pytes
     newest, oldest = (line for line in capsys.readouterr().out.splitlines() if "sha256:" in line)
     assert newest.split()[2] == "2" and "mean_reward 0.75 (≥ 0.75)" in newest
     assert oldest.split()[2] == "4" and oldest.endswith(Artifact(f"{run.url}/iterations/3/policy-update").ref)
+    assert run_cli(["promoted", "production", "--json", *store]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["format"] == 1 and [each["version"] for each in told["promotions"]] == [2, 4]
+    assert told["promotions"] == [*reversed(read_history(Store(run.store_url))[0][:2])]
     first, *_ = read_history(Store(run.store_url))[0]
     assert first["evaluation"] == Artifact(f"{run.url}/evaluate-after").ref and first["figures"] == {"mean_reward": 1.0}
     assert run_cli(["promoted", "nobody", *store]) == 2
     assert "error: NAME: 'nobody': was not promoted in" in capsys.readouterr().err
+
+
+def test_a_promotion_that_stands_is_not_recorded_again(run: Run) -> None:
+    """One that has other figures to reach is, and one that gives a name back."""
+    for words in (("4", "0.9"), ("v4", "0.9"), ("v4", "0.8"), ("2", "0.7"), ("4", "0.8"), ("4", "0.8")):
+        assert promote(run, words[0], "production", "--min", f"mean_reward={words[1]}") == 0
+    assert promote(run, "4", "candidate", "--min", "mean_reward=0.8") == 0
+    made = [
+        (each["name"], each["version"], each["least"]["mean_reward"]) for each in read_history(Store(run.store_url))[0]
+    ]
+    production = [("production", *each) for each in ((4, 0.9), (4, 0.8), (2, 0.7), (4, 0.8))]
+    assert made == [*production, ("candidate", 4, 0.8)]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +74,7 @@ def test_a_version_that_passes_has_a_name_with_a_history(run: Run, capsys: pytes
         ),
         (["2", "production", "--min", "kindness=0.1"], "--min: 'kindness': is not a figure of"),
         (["2", "production", "--min", "mean_reward=nan"], "--min: 'mean_reward=nan': is not reached"),
+        (["four", "production", "--min", "mean_reward=0"], "VERSION: 'four': write its number, as in 4 or v4"),
         (["2", "production", "--min", "high"], "--min: 'high': write METRIC=VALUE"),
         (["2", "Production!", "--min", "mean_reward=0"], "NAME: 'Production!': use at most 40 lower-case letters"),
     ],

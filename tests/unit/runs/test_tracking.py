@@ -1,7 +1,4 @@
-import importlib.util
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tests.unit import toy
 from tests.unit.runs.test_delivery import pulled, rollout
 from tests.unit.weights.test_publication import chain
 from tests.waiting import LIMIT_S
+from tuneloop import trackers
 from tuneloop.core.errors import UserError
 from tuneloop.runs import run_record, tracking
 from tuneloop.runs.delivery import NUMBERS
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
+from tuneloop.trackers import mlflow
 
 pytest.importorskip("mlflow")
 
@@ -32,7 +32,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 def here(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "TUNELOOP_TRACKERS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -54,10 +54,9 @@ def started(store: Path, name: str, iterations: int) -> Run:
 
 
 def mirrored(client: Any, run: Run, experiment: str = "toy") -> Any:
-    [mirror] = client.search_runs(
-        [client.get_experiment_by_name(experiment).experiment_id],
-        f"tags.tuneloop_key = '{run.record.id if run.record else run.url}'",
-    )
+    key = run.record.id if run.record else xxhash.xxh3_128_hexdigest(run.url.encode())
+    at = client.get_experiment_by_name(experiment).experiment_id
+    [mirror] = client.search_runs([at], f"tags.tuneloop_key = '{key}'")
     return mirror
 
 
@@ -84,22 +83,25 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
     assert "temperature 1, training prompts" in mirror.data.tags["mlflow.note.content"]
 
 
-def test_a_mirror_that_follows_sends_what_is_new_once(client: Any, tmp_path: Path) -> None:
+def test_a_mirror_that_follows_sends_what_is_new_once(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = started(tmp_path, "new", 3)
-    toy.make(f"{tmp_path}/new", 3)
-    made = tracking.Mirror(run)
-    made.sync()
-    sent: list[str] = []
-    log = made._log
-    made._log = lambda points: (sent.extend(point.key for point in points), log(points))[1]  # type: ignore[method-assign]
-    made.sync(whole=False)
-    assert not sent
-    toy.make(f"{tmp_path}/new", 4, whole=False)
-    made.sync(whole=False)
-    assert sorted(key for key in sent if key.startswith("policy_update/")) == sorted(
+    sent: list[Any] = []
+    log = mlflow.Tracker.log_rows
+    monkeypatch.setattr(mlflow.Tracker, "log_rows", lambda self, rows: (sent.append(rows), log(self, rows))[1])
+
+    def go_on() -> bool:
+        if len(sent) == 2:
+            toy.make(f"{tmp_path}/new", 4, whole=False)
+        return len(sent) < 3
+
+    tracking.mirror_run(run, "mlflow", go_on)
+    first, nothing, new, last = sent
+    assert first and not nothing and not last
+    assert sorted(name for row in new.values() for name in row if name.startswith("policy_update/")) == sorted(
         f"policy_update/{name}" for name in ("entropy", "entropy", "kl", "kl", "loss", "loss", "version")
     )
-    made.sync()
     mirror = mirrored(client, run)
     history = client.get_metric_history(mirror.info.run_id, "policy_update/kl")
     assert [m.step for m in history] == list(range(1, 9)), "each optimizer step once, counted on"
@@ -117,7 +119,7 @@ def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) ->
 def test_what_mlflow_refuses_is_said_in_one_line(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client.delete_experiment(client.create_experiment("gone"))
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "gone")
-    with pytest.raises(UserError, match=r"^MLFLOW_TRACKING_URI: .*'active' state"):
+    with pytest.raises(UserError, match=r"^mlflow: .*'active' state"):
         tracking.mirror_run(started(tmp_path, "b", 1))
 
 
@@ -129,24 +131,25 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
     run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
     with tracking.mirror_in_background(run) as told:
         toy.make(f"{tmp_path}/f", 2)
-    assert told.said == f"{uri}, experiment toy, run f, 2 iterations"
+    assert told == {"mlflow": f"{uri}, experiment toy, run f, 2 iterations"}
     seconds = client.get_metric_history(mirrored(client, run).info.run_id, "seconds/rollout")
     assert [m.step for m in seconds] == [1, 2]
 
 
-def test_without_mlflow_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "mlflow" else real(name, *a))
+def test_without_mlflow_a_run_is_mirrored_only_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tracking, trackers):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     run = started(tmp_path, "c", 1)
-    assert tracking.mirror_run(run) == "not mirrored: mlflow is not installed; install tuneloop[tracking]"
     with tracking.mirror_in_background(run) as told:
         pass
-    assert told.said == tracking.MISSING
-
-
-def test_importing_tracking_does_not_import_mlflow() -> None:
-    code = "import sys, tuneloop.runs.tracking; sys.exit('mlflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert told == {}
+    with pytest.raises(UserError, match=r"^tracker: 'mlflow': is not installed; install tuneloop\[mlflow\]$"):
+        tracking.mirror_run(run)
+    monkeypatch.setenv("TUNELOOP_TRACKERS", "mlflow")
+    with pytest.raises(UserError, match="is not installed"), tracking.mirror_in_background(run):
+        pass
 
 
 def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
@@ -179,18 +182,18 @@ def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracking, "ANSWERS", 0.2 if listens else 60.0)
+    monkeypatch.setattr(mlflow, "ANSWERS", 0.2 if listens else 60.0)
     if listens:
         silent.listen()
     why = "timed out" if listens else "Connection refused"
     run = started(tmp_path, "away", 1)
     with tracking.mirror_in_background(run) as told:
         line = capsys.readouterr().err
-        assert line.startswith("MLflow: http://127.0.0.1:") and why in line and "the run goes on without it" in line
-    assert told.said.startswith("not mirrored: ") and "`tuneloop track away`" in told.said
-    with pytest.raises(UserError, match=rf"127\.0\.0\.1:\d+': does not answer \(.*{why}\)") as refused:
+        assert line.startswith("mlflow: http://127.0.0.1:") and why in line and "the run goes on without it" in line
+    assert told["mlflow"].startswith("not mirrored: ") and "`tuneloop track away mlflow`" in told["mlflow"]
+    with pytest.raises(UserError, match=rf"127\.0\.0\.1:\d+ does not answer \(.*{why}\)") as refused:
         tracking.mirror_run(run)
-    assert "secret" not in f"{line}{told.said}{refused.value}"
+    assert "secret" not in f"{line}{told}{refused.value}"
     assert not (run.directory / "mlflow.log").exists(), "no process was started for it"
 
 
@@ -217,7 +220,7 @@ def test_a_server_that_went_away_meanwhile_is_not_waited_for(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
-    monkeypatch.setattr(tracking, "ANSWERS", 60.0)
+    monkeypatch.setattr(mlflow, "ANSWERS", 60.0)
     run = started(tmp_path, "gone", 1)
     with tracking.mirror_in_background(run) as told:
         for _ in range(2):  # the process that follows the run has also found it well
@@ -226,5 +229,6 @@ def test_a_server_that_went_away_meanwhile_is_not_waited_for(
         server.server_close()
         assert (run.directory / "mlflow.log").exists()
         monkeypatch.setattr(tracking, "ANSWERS", 0.2)
+        monkeypatch.setattr(mlflow, "ANSWERS", 0.2)
     assert "does not answer" in capsys.readouterr().err
-    assert told.said.startswith("not mirrored whole: ")
+    assert told["mlflow"].startswith("not mirrored whole: ")

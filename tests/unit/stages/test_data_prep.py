@@ -57,9 +57,12 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_train_takes_what_the_others_leave(tmp_path: Path) -> None:
+def test_train_takes_what_the_others_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = prepare(tmp_path / "a", source_args={"digits": 2}, train=1000, sft=50)
     assert {name: len(rows) for name, rows in made.items()} == {"train": 40, "eval": 10, "sft": 50}
+    assert "train 40 of 1000 asked for: digits has no more\n" in "".join(capsys.readouterr())
+    prepare(tmp_path / "b", source_args={"digits": 2}, train=40, sft=50)
+    assert "asked for" not in "".join(capsys.readouterr())
 
 
 def test_no_demonstrations(tmp_path: Path) -> None:

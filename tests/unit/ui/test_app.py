@@ -1,7 +1,11 @@
 """What the pages are given of a finished, a running, a failed and a damaged run, and that no text can run in them."""
 
+import http.client
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from tests.policies import commit_policy
 from tests.rollouts import SAMPLES, commit_scored_rollouts
 from tests.unit import toy
 from tests.unit.cluster.api import serving
+from tests.waiting import LIMIT_S
 from tuneloop.cli.ui import LOOPBACK
 from tuneloop.cluster.watch import NODE_NAME
 from tuneloop.core.artifacts import MANIFEST, Artifact
@@ -148,6 +153,10 @@ def test_a_run_on_a_cluster_is_listed_before_its_first_commit(tmp_path: Path) ->
             spec = {"arguments": {"parameters": [{"name": "run", "value": run}, {"name": "store", "value": store}]}}
             server.objects["workflows", run] = {"metadata": metadata, "spec": spec}
         assert client.get("/api/runs").json()["runs"] == ["new"]
+        labels = server.objects["workflows", "new"]["metadata"]["labels"]
+        for phase, listed in (("Running", ["new"]), ("Failed", ["new"]), ("Error", ["new"]), ("Succeeded", [])):
+            labels["workflows.argoproj.io/phase"] = phase
+            assert client.get("/api/runs").json()["runs"] == listed, "who failed may have committed nothing"
         assert client.get("/api/runs/new/now").json()["phase"] == "pending"
         assert client.get("/api/runs/new").json()["artifacts"] == []
         assert client.get("/api/runs/elsewhere/now").status_code == 404
@@ -304,3 +313,20 @@ def test_a_workflow_that_was_changed_is_not_drawn(client: TestClient, tmp_path: 
     (tmp_path / "r/workflow.yaml").write_text("spec: {templates: [{dag: {tasks: []}}]}")
     answer = client.get("/api/runs/r")
     assert (answer.status_code, "is missing or was changed" in answer.json()["error"]) == (404, True)
+
+
+def test_ctrl_c_ends_it_without_a_word(tmp_path: Path) -> None:
+    """A connection is open, and nothing is told of what was cut off."""
+    make_run(tmp_path, "good", 1)
+    command = [sys.executable, "-m", "tuneloop.cli", "ui", "--store", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stderr
+            address = child.stderr.readline().strip().removeprefix("http://").rstrip("/")
+            kept = http.client.HTTPConnection(address, timeout=LIMIT_S)
+            kept.request("GET", "/api/runs")
+            assert json.loads(kept.getresponse().read())["runs"] == ["good"]
+            child.send_signal(signal.SIGINT)
+            assert (child.wait(LIMIT_S), child.stderr.read()) == (0, "")
+        finally:
+            child.kill()

@@ -91,11 +91,7 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> 
 
 
 def check_url(url: str) -> str:
-    """Check `url`, and return it without a trailing slash.
-
-    Raises:
-        UserError: it is not an absolute http or https URL.
-    """
+    """Check `url`, and return it without a trailing slash. Raises UserError where it is no absolute URL of http(s)."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise UserError("rollout_endpoint_url", url, "must be an absolute URL: http://host:port or https://host/path")
@@ -103,11 +99,7 @@ def check_url(url: str) -> str:
 
 
 def check_urls(text: str) -> list[str]:
-    """Check the URLs in `text`, which commas separate.
-
-    Raises:
-        UserError: one of them is none.
-    """
+    """Check the URLs in `text`, which commas separate. Raises UserError where one of them is none."""
     return [check_url(url.strip()) for url in text.split(",")]
 
 

@@ -114,11 +114,7 @@ def port_of(url: str) -> int | None:
 
 
 def parse_service_url(url: str) -> tuple[str, str, int | None]:
-    """Name, namespace and port of ``scheme://name.namespace:port``.
-
-    Raises:
-        UserError: something of another form.
-    """
+    """Name, namespace and port of ``scheme://name.namespace:port``. Raises UserError where it has another form."""
     parts = urlsplit(url)
     name, _, namespace = (parts.hostname or "").partition(".")
     port = port_of(url)

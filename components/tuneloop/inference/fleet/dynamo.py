@@ -27,11 +27,7 @@ class Dynamo:
 
     @property
     def host(self) -> str:
-        """The frontend's.
-
-        Raises:
-            UserError: asked outside a cluster.
-        """
+        """The frontend's. Raises UserError where asked outside a cluster."""
         if "KUBERNETES_SERVICE_HOST" not in os.environ:
             remedy = "a graph is found by its name in pods only; give rollout_endpoint_url and the workers' URLs here"
             raise UserError("fleet", f"dynamo://{self.name}.{self.namespace}", remedy)

@@ -218,11 +218,7 @@ def _wait(cluster: connection.Connection, name: str, timeout: float, tell: Calla
 
 
 def read_gates(cluster: connection.Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
-    """Read the three gates of a graph as they are now.
-
-    Raises:
-        UserError: there is no such graph.
-    """
+    """Read the three gates of a graph as they are now. Raises UserError where there is no such graph."""
     if (graph := find_graph(cluster, name)) is None:
         raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
     pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items

@@ -82,11 +82,7 @@ Backend = TypeVar("Backend", bound=type[LLMBackend])
 
 
 def register_backend(name: str) -> Callable[[Backend], Backend]:
-    """Register a backend under `name`.
-
-    Raises:
-        UserError: another one is known by it.
-    """
+    """Register a backend under `name`. Raises UserError where another one is known by it."""
 
     def add(made: Backend) -> Backend:
         standing = _known.setdefault(name, made)

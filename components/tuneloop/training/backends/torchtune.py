@@ -39,11 +39,7 @@ class Torchtune(LLMBackend):
         return [recipe, "--config", config, *given]
 
     def to_runtime_args(self) -> list[str]:
-        """Return the overrides alone.
-
-        Raises:
-            UserError: one that the runtime sets.
-        """
+        """Return the overrides alone. Raises UserError at one that the runtime sets."""
         if taken := sorted(self.overrides.keys() & {*MANAGED}):
             raise UserError(f"args.{taken[0]}", self.overrides[taken[0]], "is set by the runtime; leave it out")
         return self.to_args()[3:]

@@ -6,7 +6,6 @@ import { showLineage, showWeights } from "./weights.js";
 import { showSamples } from "./samples.js";
 
 const LOOK_MS = 3000;
-const ENDED = ["succeeded", "failed", "error"];
 
 let first, name, page, at;
 
@@ -47,7 +46,7 @@ async function follow(draw) {
       if (!drawn) throw error;
       say(`not up to date: ${error.message}`); // a server that is away is asked again
     }
-  } while (mark !== drawn || !ENDED.includes(now.phase));
+  } while (mark !== drawn || now.phase !== "succeeded"); // one that failed may be resumed
 }
 
 function addLinks({ iteration, evaluation }) {

@@ -5,7 +5,7 @@ import { groupCurves } from "./run.js";
 
 const MOST = 6;
 const LOOK_MS = 5000;
-const OVER = ["succeeded", "failed", "error", "damaged"];
+const OVER = ["succeeded", "damaged"]; // one that failed may be resumed
 
 export async function showRuns() {
   const { store, runs } = await ask("/runs");

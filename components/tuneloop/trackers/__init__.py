@@ -1,0 +1,52 @@
+"""Trackers: tools that show the curves and samples of runs, one file each, found by name (docs/tracking.md).
+
+A mirror (`tuneloop.runs.tracking`) may be killed at any point and begun again, and all is to be there once. So a
+tracker takes the same value only once, or begins its copy of the run anew.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from tuneloop.core.errors import UserError
+from tuneloop.core.plugins import load_variant
+
+Rows = Mapping[tuple[str, int, float], Mapping[str, float | list[dict[str, Any]]]]
+"""(axis, step, Unix seconds) → name → the value of a curve, or a table of samples. The axis says what the step counts:
+``iteration``, ``optimizer_step`` or ``version``."""
+
+
+class Tracker(Protocol):
+    """One tool at an `address`; empty: the tool's own default. Only from `open_run` on its library is imported."""
+
+    address: str
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def find_trouble(self) -> str:
+        """Return which address cannot be reached just now, and why; empty if it can."""
+        return ""
+
+    def open_run(self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float) -> None:
+        """Find or make the place of the run that has this key, always the same 32 hexadecimal digits."""
+
+    def log_rows(self, rows: Rows) -> None:
+        """Add what is new."""
+
+    def close_run(self, phase: str, ended: float, notes: str) -> str:
+        """Write how the run stands (`Run.phase`, Unix seconds, Markdown about its curves); return where it is shown."""
+
+
+def find_tracker(chosen: str) -> Tracker:
+    """Find the tracker that ``NAME`` or ``NAME+ADDRESS`` names.
+
+    Raises:
+        UserError: there is no such tracker, or its library is not installed.
+    """
+    name, _, address = chosen.partition("+")
+    kind: type[Tracker] = load_variant("trackers", name, "Tracker")
+    # These come with extras. A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.
+    if name in ("mlflow", "tensorboard", "wandb") and not getattr(find_spec(name), "origin", None):
+        raise UserError("tracker", name, f"is not installed; install tuneloop[{name}]")
+    return kind(address)

@@ -1,0 +1,279 @@
+"""Each tracker by its own package: what a mirror wrote is read back, and compared with what the run has."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit import toy
+from tests.unit.runs.test_tracking import started
+from tests.waiting import free_port, until
+from tuneloop.core.errors import UserError
+from tuneloop.core.plugins import list_shipped_variants
+from tuneloop.runs import tracking
+from tuneloop.runs.run_record import Run
+from tuneloop.trackers import find_tracker
+
+ROOT = Path(__file__).parents[3]
+NAMES = ("mlflow", "tensorboard", "wandb")
+Told = dict[str, list[tuple[int, float]]]
+
+
+def read_mlflow(place: Path) -> Told:
+    """With MLflow's client."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place}/mlflow.db")
+    if not (experiment := client.get_experiment_by_name("toy")):
+        return {}
+    return {
+        name: [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, name)]
+        for found in client.search_runs([experiment.experiment_id])
+        for name in found.data.metrics
+    }
+
+
+def read_tensorboard(place: Path) -> Told:
+    """With TensorBoard's reader of event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told: Told = {}
+    for directory in place.glob("*/"):
+        read = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+        for tag in read.Tags()["scalars"]:
+            told.setdefault(tag, []).extend((each.step, each.value) for each in read.Scalars(tag))
+    return told
+
+
+def read_rows(place: Path) -> Iterator[dict[str, Any]]:
+    """The rows of every offline run: W&B's own messages, in the log format of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for log in place.glob("wandb/offline-run-*/*.wandb"):
+        data, at, message = log.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:  # no header is cut by the end of a block
+                at += 32768 - at % 32768
+                continue
+            length, kind = struct.unpack_from("<HB", data, at + 4)
+            message, at = message + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                record, message = Record.FromString(message), b""
+                if record.WhichOneof("record_type") == "history":
+                    yield {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+
+
+def read_wandb(place: Path) -> Told:
+    """Each curve over its own axis."""
+    told: Told = {}
+    for row in read_rows(place):
+        (step,) = (row[axis] for axis in ("iteration", "optimizer_step", "version") if axis in row)
+        for name, value in row.items():
+            if "/" in name and isinstance(value, int | float):
+                told.setdefault(name, []).append((step, value))
+    return told
+
+
+READERS: dict[str, Callable[[Path], Told]] = {
+    "mlflow": read_mlflow,
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
+    for name in os.environ:
+        if name.startswith(("MLFLOW_", "WANDB_", "TUNELOOP_TRACKERS")):
+            monkeypatch.delenv(name)
+
+
+def choose(name: str, place: Path) -> str:
+    """The tracker `name` at an address of its own."""
+    return f"mlflow+sqlite:///{place}/mlflow.db" if name == "mlflow" else f"{name}+{place}"
+
+
+def check(told: Told, iterations: int) -> None:
+    """Compare with the toy run: every point once, at its step."""
+    steps = range(1, iterations + 1)
+    skills = [min(step, 3) for step in steps]  # of the policy that each batch is sampled with
+    expected: dict[str, list[tuple[int, float]]] = {
+        "sft/loss": [(step, 3.0 / step) for step in (1, 2, 3)],
+        "policy_update/kl": [(step, (0.02, 0.01)[step % 2]) for step in range(1, 2 * iterations + 1)],
+        "reward/mean_reward": [(step, toy.SHARES[skill]) for step, skill in zip(steps, skills)],
+        "rollout/mean_length": [(step, 8.0 - skill) for step, skill in zip(steps, skills)],
+    }
+    for name, points in expected.items():
+        assert sorted(told[name]) == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], name
+    assert [step for step, _ in sorted(told["seconds/reward"])] == [*steps]
+    every = Counter((name, step) for name, points in told.items() for step, _ in points)
+    assert set(every.values()) == {1}, "once each"
+
+
+def test_all_that_ship_are_tried_here() -> None:
+    assert list_shipped_variants("trackers") == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_and_values_are_those_of_the_run_however_often_it_is_mirrored(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    run, chosen = started(tmp_path, "mine", 2), choose(name, tmp_path / "there")
+    assert tracking.mirror_run(run, chosen).endswith(", 2 iterations")
+    told = READERS[name](tmp_path / "there")
+    check(told, 2)
+    assert sorted(told["evaluate/mean_reward"]) == [(0, 0.5), (2, 1.0)]
+    toy.make(f"{tmp_path}/mine", 4, whole=False)
+    for _ in range(2):
+        tracking.mirror_run(Run.open("mine", str(tmp_path)), chosen)
+    check(READERS[name](tmp_path / "there"), 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mirror_that_was_killed_is_continued(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    place, chosen = tmp_path / "there", choose(name, tmp_path / "there")
+    run = started(tmp_path, "mine", 2)
+    assert READERS[name](place) == {}  # MLflow makes its tables: two processes at a time cannot
+    command = [sys.executable, "-m", "tuneloop.runs.tracking", "mine", run.store_url, chosen]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        if name == "wandb":  # which keeps what it has in memory until its block of 32 KiB is full
+            until(lambda: [*place.glob("wandb/offline-run-*/*.wandb")], child=child)
+        else:
+            until(lambda: READERS[name](place).get("policy_update/kl"), child=child, pause=0.5)
+        child.kill()
+    if name == "tensorboard":  # it was killed inside a record
+        (events,) = place.glob("*/events.*")
+        events.write_bytes(events.read_bytes()[:-5])
+    toy.make(f"{tmp_path}/mine", 3, whole=False)
+    tracking.mirror_run(Run.open("mine", str(tmp_path)), chosen)
+    check(READERS[name](place), 3)
+
+
+def test_samples_are_tables(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("wandb")
+    from mlflow import MlflowClient
+    from mlflow.artifacts import load_dict
+
+    run, place = started(tmp_path, "mine", 2), tmp_path / "there"
+    for name in ("mlflow", "wandb", "mlflow"):
+        tracking.mirror_run(run, choose(name, place))
+    columns = ["id", "prompt", "completion", "answer", "score", "outcome"]
+    (at,) = (row[key] for row in read_rows(place) if (key := "samples/evaluate-after.path") in row)
+    (file,) = place.glob(f"wandb/offline-run-*/files/{at}")
+    kept = json.loads(file.read_text())
+    assert kept["columns"] == columns and kept["data"][0][:3] == ["p0", "reverse 0<b>", "right"]
+    client = MlflowClient(f"sqlite:///{place}/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
+    files = {each.path for each in client.list_artifacts(found.info.run_id, "samples")}
+    assert files == {
+        f"samples/{name}.json" for name in ("evaluate-before-000000", "evaluate-after-000000", "reward-000001")
+    }
+    kept = load_dict(f"{found.info.artifact_uri}/samples/reward-000001.json")
+    assert kept["columns"] == columns and len(kept["data"]) == 4
+
+
+def test_where_mlflow_keeps_no_files_the_curves_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    place = tmp_path / "there"
+    MlflowClient(f"sqlite:///{place}/mlflow.db").create_experiment("toy", artifact_location="/proc/nowhere")
+    tracking.mirror_run(started(tmp_path, "mine", 2), choose("mlflow", place))
+    check(read_mlflow(place), 2)
+    assert "mlflow: samples/reward-000001.json: " in capsys.readouterr().err
+
+
+@pytest.mark.local
+def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        pytest.importorskip(name)
+    (tmp_path / "file").write_text("in the way")
+    away, broken, well = f"mlflow+http://127.0.0.1:{free_port()}", f"wandb+{tmp_path}/file", "tensorboard"
+    monkeypatch.setenv("TUNELOOP_TRACKERS", f"{away} {broken} {well}")
+    monkeypatch.setenv("no_proxy", "*")
+    run = started(tmp_path, "mine", 1)
+    capsys.readouterr()
+    with tracking.mirror_in_background(run) as told:
+        (line,) = capsys.readouterr().err.splitlines()
+        toy.make(f"{tmp_path}/mine", 2, whole=False)
+    assert re.fullmatch(
+        r"mlflow: http://\S+ does not answer \(.*Connection refused\): the run goes on without it", line
+    )
+    assert told["mlflow"].startswith("not mirrored: http://127.0.0.1:")
+    assert told["wandb"].startswith("not mirrored whole: see ")
+    assert "tuneloop.core.errors.UserError: wandb: " in (run.directory / "wandb.log").read_text()
+    assert told["tensorboard"].startswith(f"{tmp_path}/there/tensorboard/mine-")
+    check(read_tensorboard(tmp_path / "there" / "tensorboard"), 2)
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=rf"^tensorboard: '{tmp_path}/file': .*(Not a directory|File exists)"):
+        tracking.mirror_run(started(tmp_path, "mine", 1), f"tensorboard+{tmp_path}/file")
+
+
+def test_a_later_mirror_of_the_same_run_ends_the_earlier_one(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run, chosen = started(tmp_path, "mine", 1), choose("tensorboard", tmp_path / "there")
+
+    def mirror_again() -> bool:
+        tracking.mirror_run(Run.open("mine", str(tmp_path)), chosen)
+        return True
+
+    looks = iter([lambda: True, mirror_again])
+    with pytest.raises(UserError, match="another mirror of this run has begun"):
+        tracking.mirror_run(run, chosen, lambda: next(looks)())
+    check(read_tensorboard(tmp_path / "there"), 1)
+
+
+def test_what_is_no_tracker_or_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UserError, match=r"^trackers: 'nonsense': unknown; known: mlflow, tensorboard, wandb, or a dotted"
+    ):
+        find_tracker("nonsense+/tmp")
+    # What W&B writes is a folder of its name: of that alone Python would make a package.
+    (tmp_path / "there" / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "there")])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match=r"^tracker: 'wandb': is not installed; install tuneloop\[wandb\]$"):
+        find_tracker("wandb")
+
+
+def test_a_mirror_imports_only_the_tracker_that_was_chosen(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from tuneloop import trackers
+from tuneloop.runs import tracking
+for name in {NAMES}:
+    trackers.find_tracker(name)
+print({{*{NAMES}}} & {{*sys.modules}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_tracker_in_the_docs_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs/tracking.md").read_text()
+    (shown,) = re.findall(r"^```python\n(# my_tracker\.py\n.*?)^```", text, re.M | re.S)
+    (tmp_path / "my_tracker.py").write_text(shown)
+    monkeypatch.syspath_prepend(tmp_path)
+    at = tracking.mirror_run(started(tmp_path, "mine", 1), f"my_tracker:Tracker+{tmp_path}")
+    assert at == f"{tmp_path}/mine.jsonl, 1 iterations"
+    rows = [json.loads(line) for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
+    assert [row["reward/mean_reward"] for row in rows if "reward/mean_reward" in row] == [0.5]
