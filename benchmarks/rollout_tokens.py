@@ -3,9 +3,10 @@
 The same requests: prompts of the digits task, a tiny model, one seed a completion, log-probabilities of the sampled
 tokens. Ours is `tuneloop.inference.server` in a process of its own and the stage `rollout` as its client: `generation`
 is what the stage spends in it, `whole stage` adds reading, tokenizing, canary, Parquet and commit. Bare is `vllm.LLM`
-in this process with the same arguments. The two take turns; medians.
+in this process with the same arguments. The two take turns; medians. With `--deterministic` a second server, which is
+so, takes its turn with the same requests.
 
-    python benchmarks/rollout_tokens.py [--batches 4 32] [--n 8] [--max-tokens 64] [--repeat 3]
+    python benchmarks/rollout_tokens.py [--batches 4 32] [--n 8] [--max-tokens 64] [--repeat 3] [--deterministic]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +37,43 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--deterministic", action="store_true", help="beside it, by a server that is deterministic")
     flags = parser.parse_args()
     from tuneloop.stages.base_model import base_model
     from tuneloop.stages.data_prep import data_prep
 
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as work, ExitStack() as servers:
         data_prep(out=f"{work}/prompts", train=512, eval=8, sft=64)
         base_model(out=f"{work}/policy", prompts=f"{work}/prompts")
         bare = Bare(Path(work))
-        print(f"{'completions':>11} {'bare vLLM':>10} {'generation':>11} {'ratio':>6} {'whole stage':>12}   tok/s")
-        with server(work) as url:
-            for size in flags.batches:
-                rates: list[tuple[float, float, float]] = []
-                for turn in range(flags.repeat + 1):  # the first warms up
-                    out = f"{work}/rollouts/{size}-{turn}"
-                    ours = stage_rates(work, url, out, size, flags.n, flags.max_tokens, turn)
-                    rates.append((bare.rate(out, flags.max_tokens), *ours))
-                base, generation, whole = (statistics.median(column) for column in zip(*rates[1:]))
-                print(
-                    f"{size * flags.n:>11} {base:>10.0f} {generation:>11.0f} {generation / base:>6.2f} {whole:>12.0f}",
-                    flush=True,
-                )
+        kinds: list[dict[str, Any]] = [{}, {"deterministic": True}][: 1 + flags.deterministic]
+        ours = [(servers.enter_context(server(work, kind)), kind) for kind in kinds]
+        beside = f" {'deterministic':>13} {'ratio':>6} {'whole stage':>12}" if flags.deterministic else ""
+        head = f"{'completions':>11} {'bare vLLM':>10} {'generation':>11} {'ratio':>6} {'whole stage':>12}{beside}"
+        print(f"{head}   tok/s")
+        for size in flags.batches:
+            base, generation, whole, *other = median_rates(work, bare, ours, size, flags)
+            line = f"{size * flags.n:>11} {base:>10.0f} {generation:>11.0f} {generation / base:>6.2f} {whole:>12.0f}"
+            if other:
+                line += f" {other[0]:>13.0f} {other[0] / generation:>6.2f} {other[1]:>12.0f}"
+            print(line, flush=True)
+
+
+def median_rates(
+    work: str, bare: Bare, ours: list[tuple[str, dict[str, Any]]], size: int, flags: argparse.Namespace
+) -> list[float]:
+    """Tokens per second: of bare vLLM, then of each server (URL and engine arguments) as `stage_rates` has them."""
+    rates: list[list[float]] = []
+    for turn in range(flags.repeat + 1):  # the first warms up
+        asked = {"prompts_per_iteration": size, "n": flags.n, "max_tokens": flags.max_tokens, "iteration": turn}
+        outs = [f"{work}/rollouts/{size}-{turn}-{i}" for i in range(len(ours))]
+        row = [
+            rate
+            for (url, kind), out in zip(ours, outs)
+            for rate in stage_rates(work, url, out, {**asked, "engine_args": kind})
+        ]
+        rates.append([bare.rate(outs[0], flags.max_tokens), *row])
+    return [statistics.median(column) for column in zip(*rates[1:])]
 
 
 class Bare:
@@ -90,11 +107,10 @@ class Bare:
         return sum(len(out.outputs[0].token_ids) for out in made) / seconds
 
 
-def stage_rates(work: str, url: str, out: str, size: int, n: int, max_tokens: int, turn: int) -> tuple[float, float]:
+def stage_rates(work: str, url: str, out: str, asked: dict[str, Any]) -> tuple[float, float]:
     """Tokens per second of one rollout: inside generation, and of the whole stage."""
     from tuneloop.stages.rollout import rollout
 
-    asked = {"prompts_per_iteration": size, "n": n, "max_tokens": max_tokens, "iteration": turn}
     began = time.perf_counter()
     manifest = rollout(out=out, policy=f"{work}/policy", prompts=f"{work}/prompts", endpoint=url, **asked)
     seconds = time.perf_counter() - began
@@ -103,13 +119,13 @@ def stage_rates(work: str, url: str, out: str, size: int, n: int, max_tokens: in
 
 
 @contextmanager
-def server(work: str) -> Iterator[str]:
-    """A running `tuneloop.inference.server`."""
+def server(work: str, more: dict[str, Any]) -> Iterator[str]:
+    """A running `tuneloop.inference.server`, with `more` engine arguments."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     line = [sys.executable, "-m", "tuneloop.inference.server", "--policy", f"{work}/policy", "--host", "127.0.0.1"]
-    line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
+    line += ["--port", str(port), "--engine-args", json.dumps({**ARGS, **more})]
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

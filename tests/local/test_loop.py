@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.frozen import read_answers
-from tests.local.loops import SMALL, command, digests, finish
+from tests.local.loops import SMALL, command, digests, finish, kill_when
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.local import journal
@@ -148,6 +148,35 @@ def test_a_loop_goes_on_with_the_replica_that_is_left(tmp_path: Path) -> None:
     assert {*served[0]} == {f"http://127.0.0.{host}:{port}" for host in (1, 2)}
     assert [sum(each["requests"] for each in of.values()) for of in served] == [48, 48]
     assert "lost" in served[0][f"http://127.0.0.2:{port}"] and "lost" not in served[0][f"http://127.0.0.1:{port}"]
+
+
+@pytest.mark.slow
+def test_deterministic_runs_with_vllm_have_one_root_whatever_was_killed(tmp_path: Path) -> None:
+    """One is left alone. Of the other all is killed in its first rollout, and its server in the second; then vLLM in
+    another process makes the second rollout again."""
+    settings = {"engine.name": "vllm", "engine.deterministic": True, "loop.iterations": 2}
+    settings |= {"rollout.prompts_per_iteration": 32, "engine.args.max_num_seqs": 4}  # so that it takes a while
+    finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings, **{"engine.port": free_port()}))
+    calm, killed, port = journal.read_state(tmp_path / "calm"), tmp_path / "killed", free_port()
+    assert calm
+    pods = [node.id for node in calm.nodes.values() if node.template == "rollout" and node.type == "Pod"]
+    line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path, **settings, **{"engine.port": port})
+    assert kill_when(line, killed, pods[0], lambda: generates(killed, "1")) == "Running"
+
+    line = command("resume", "killed", store=tmp_path)
+    child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until(lambda: generates(killed, "2"), 10 * LIMIT_S, child)
+    os.kill(serving(port), signal.SIGKILL)
+    printed, _ = child.communicate(timeout=10 * LIMIT_S)
+    assert child.returncode == 0, printed[-4000:]
+    found = journal.read_state(killed)
+    assert found and "engine: lost the server" in (killed / found.nodes[pods[1]].log).read_text()
+
+    assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+    assert finish(command("audit", "killed", store=tmp_path)) == finish(command("audit", "calm", store=tmp_path))
+    assert Artifact(f"{killed}/iterations/2/rollout").manifest.notes["determinism"]["batch_invariant"] is False
+    again = finish(command("replay", "killed", "2", "--stage", "rollout", store=tmp_path))
+    assert "iterations/2/rollout: equal, sha256:" in again
 
 
 def generates(workdir: Path, iteration: str) -> bool:

@@ -120,6 +120,14 @@ def test_same_batch_same_bits(engine: Vllm) -> None:
 
 
 @once
+def test_prompts_of_more_tokens_than_a_step_takes(engine: Vllm) -> None:
+    """vLLM would cut one of them into chunks, which it cannot do on a CPU with a seed for each completion."""
+    budget = engine.engine.vllm_config.scheduler_config.max_num_batched_tokens
+    many = [Request(f"r{i}", [3 + (i * 7 + j) % 250 for j in range(480)], [i]) for i in range(budget // 480 + 2)]
+    assert all(len(group[0].ids) == 2 for group in engine.generate(many, Sampling(1.0, 2, ()), quiet))
+
+
+@once
 def test_stops_at_a_stop_token(engine: Vllm) -> None:
     ((free,),) = engine.generate([Request("a", SHORT[0], [1])], SAMPLED, quiet)
     stop = free.ids[3]
@@ -444,6 +452,49 @@ def test_a_worker_of_a_fleet_is_refitted(
     client = Client(server.url, LIMIT_S)
     client.load(versions[0])
     assert tokens(client.generate(REQUESTS, GREEDY, quiet)) == fresh[0][0]
+
+
+@once
+def test_a_deterministic_server_says_what_a_fresh_engine_says(versions: list[Artifact]) -> None:
+    """Whatever it was asked before, and is asked meanwhile; also by who has hung up. Of these prompts an engine that is
+    not gives other bits when it is asked again (with two threads, here): most of their blocks are cached by then."""
+    args = {**ARGS, "deterministic": True}
+    long = [[3 + (i * 7 + j) % 250 for j in range(200 + 18 * i)] for i in range(16)]
+    many, sampled = (
+        [Request(f"r{i}", prompt, [10 * i, 10 * i + 1]) for i, prompt in enumerate(long)],
+        Sampling(1.0, 24, ()),
+    )
+    ALIVE.append(fresh := Vllm(args))
+    fresh.load(versions[0])
+    want = tokens(fresh.generate(many, sampled, quiet))
+    running = launch("--policy", versions[0].ref, "--engine-args", json.dumps(args))
+
+    def ask(requests: list[Request]) -> list[Any]:
+        client = Client(running.url, LIMIT_S, deterministic=True)
+        client.load(versions[0])
+        return tokens(client.generate(requests, sampled, quiet))
+
+    def hang_up(done: int) -> None:
+        until(lambda: count_requests(running.url) > 0)
+        raise KeyboardInterrupt
+
+    try:
+        assert [ask(many), ask(many[2:9]) and ask(many)] == [want, want]
+        with ThreadPoolExecutor(8) as pool:
+            others = [pool.submit(ask, many[3 * i : 3 * i + 5]) for i in range(4)]
+            asked = [pool.submit(ask, many) for _ in range(3)]
+            assert [each.result(LIMIT_S) for each in asked] == [want] * 3
+            assert all(each.result(LIMIT_S) for each in others)
+        left = Client(running.url, LIMIT_S, deterministic=True)
+        left.load(versions[0])
+        with pytest.raises(KeyboardInterrupt):
+            left.generate([Request("a", LONG[0], [*range(32)])], Sampling(1.0, 200, ()), hang_up)
+        assert ask(many) == want
+        told = running.ask("GET", "/version")[1]["determinism"]
+        assert (told["batch_invariant"], told["threads"]) == (False, fresh.determinism["threads"])
+    finally:
+        running.process.kill()
+        running.process.wait()
 
 
 @once

@@ -29,6 +29,10 @@ class EngineConfig(BaseModel):
     args: dict[str, Any] | None = Field(
         None, description="the engine's own options; default: for vllm a short context without graph capture"
     )
+    deterministic: bool = Field(
+        False,
+        description="of vllm: the same bits in every run, by one batch at a time, which is made anew where it was lost",
+    )
     pull: bool = Field(
         False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
     )
@@ -66,6 +70,10 @@ class EngineConfig(BaseModel):
             raise ValueError("colocate is of the run's own server, which loads checkpoints: set name vllm, unset pull")
         if self.replicas > 1 and (self.name != "vllm" or self.colocate):
             raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
+        if self.deterministic and self.name != "vllm":
+            raise ValueError("deterministic is of the run's own vLLM (transformers is so anyway): set name vllm")
+        if self.replicas > 1 and self.options.get("deterministic"):
+            raise ValueError("replicas share out a batch by which of them are there: unset deterministic or replicas")
         if (self.weights is not None or self.encoding != "gap8-xor") and not self.pull:
             raise ValueError("weights and encoding are of what is published: set pull")
         if self.fleet_has_base and not (self.name == "endpoint" and self.pull):
@@ -78,6 +86,8 @@ class EngineConfig(BaseModel):
         """`args`, or the default of the engine that was chosen; and the fleet."""
         short = {"max_model_len": 256, "enforce_eager": True}
         given = self.args if self.args is not None else short if self.name == "vllm" else {}
+        if self.deterministic:
+            given = {**given, "deterministic": True}
         if self.colocate:
             return {**given, "enable_sleep_mode": True}
         return {**given, "fleet": self.fleet} if self.fleet else given

@@ -152,6 +152,8 @@ def generate_completions(
         stage.notes["pulled"] = pulled
     if isinstance(engine, Replicas):
         stage.notes["replicas"] = engine.served
+    if determinism := getattr(engine, "determinism", None):
+        stage.notes["determinism"] = determinism
     if refitted := getattr(engine, "refitted", None):
         stage.notes["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)

@@ -85,6 +85,8 @@ class HttpApi:
         """Return what is served now."""
         engine = self.loop.engine
         status = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
+        if engine.determinism:
+            status["determinism"] = engine.determinism
         if self.follower:
             pulled = self.follower.pulled and {**self.follower.pulled, "converged_s": self.follower.converged_s()}
             status |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}

@@ -26,6 +26,7 @@ class Digits(Vllm):
     """An engine of 64 tokens that says one of them for each prompt, after `DURATION_S` seconds."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
+        self.deterministic, self.determinism = False, {}
         self.args, self.context, self.version, self.digest = dict(args), 64, 0, "xxh3-128:00"
         self.engine = None
         self.duration_s = float(os.environ.get("DURATION_S", 0))

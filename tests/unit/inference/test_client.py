@@ -330,6 +330,22 @@ def test_a_batch_goes_on_where_the_server_died(policy: Artifact, capfd: pytest.C
     assert "asks it for the 1 requests that are left" in told[3]
 
 
+def test_a_deterministic_batch_is_made_anew_where_the_server_died(policy: Artifact) -> None:
+    """What is left of it would be another batch. A server that promises nothing is refused."""
+    about = Mortal({**BOOT, "determinism": {"threads": 2}}, [2, 4, None])
+    with mortal(about) as endpoint:
+        client = Client(endpoint, 60.0, deterministic=True, patience_s=LIMIT_S)
+        client.load(policy)
+        assert client.determinism == {"threads": 2}
+        made = client.generate(BATCH, Sampling(1.0, 4, ()), lambda _: None)
+    assert about.asked == [["r0", "r1", "r2", "r3", "r4"]] * 3
+    assert ids(made) == [[[(2 * i + 1) % 50 + seed % 7] for seed in (2 * i, 2 * i + 1)] for i in range(5)]
+    with mortal(Mortal(BOOT, [None])) as endpoint:
+        client = Client(endpoint, 60.0, deterministic=True, patience_s=0.1)
+        with pytest.raises(UserError, match="its server is not deterministic"):
+            client.load(policy)
+
+
 def answers(endpoint: str) -> bool:
     """Whether a server is at the address."""
     try:

@@ -1,6 +1,7 @@
 """What an engine is told, looked at before anything runs."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 
@@ -42,6 +43,10 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
             "rollout.environment_args.second",
             "takes seconds, memory_mb, output_kb",
         ),
+        (("engine.args.deterministic=1",), "engine.args.deterministic", "must be true or false"),
+        (("engine.deterministic=true", "engine.name=transformers"), "engine", "set name vllm"),
+        (("engine.deterministic=true", "engine.replicas=2"), "engine", "which of them are there"),
+        (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "which of them are there"),
         (("evaluate.environment_args.seconds=1",), "evaluate.environment_args", "goes with environment"),
         (
             ("rollout.prompts_per_iteration=4", "update.updates_per_batch=5"),
@@ -56,8 +61,23 @@ def test_what_rollouts_can_not_do_is_refused_before_anything_runs(sets: tuple[st
     assert refused.value.field == field
 
 
+def test_all_that_sample_and_the_server_are_told_to_be_deterministic() -> None:
+    pipeline = find_pipeline("sft_then_grpo")
+    made = pipeline.build(pipeline.configure(sets=["engine.deterministic=true", "loop.iterations_per_pod=0"]))
+    told = {}
+    for template in made["spec"]["templates"]:
+        words = template.get("container", {}).get("args", [])
+        if "--engine-args" in words:
+            told[template["name"]] = json.loads(words[words.index("--engine-args") + 1])
+    short = {"max_model_len": 256, "enforce_eager": True, "deterministic": True}
+    assert told == dict.fromkeys(("serve", "rollout", "evaluate"), short)
+    with pytest.raises(UserError, match="deterministic goes with one"):
+        vllm.open_engine("http://a:1,http://b:1", short, 1.0)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_what_the_vllm_of_this_machine_does_not_know() -> None:
-    vllm.check_here({"max_model_len": 256, "enforce_eager": True, "enable_sleep_mode": True}, "engine.args.")
+    known = {"max_model_len": 256, "enforce_eager": True, "enable_sleep_mode": True, "deterministic": True}
+    vllm.check_here(known, "engine.args.")
     with pytest.raises(UserError, match=r"engine\.args\.max_modell_len: 3: .*did you mean max_model_len"):
         vllm.check_here({"max_modell_len": 3}, "engine.args.")

@@ -90,6 +90,7 @@ import os
 from tuneloop.inference import server
 from tuneloop.inference.engines.vllm import Vllm
 def begin(self, args):
+    self.deterministic, self.determinism = False, {}
     self.args, self.context, self.version, self.digest = {}, 64, 0, "sha256:00"
 def step(self):
     raise RuntimeError("an illegal memory access was encountered")

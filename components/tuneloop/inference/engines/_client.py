@@ -56,12 +56,15 @@ class Client:
             load a version.
         sleeps: it has its device by turns: it is woken to load, and put to sleep on `close`, where it drops its weights
             (vLLM's level 2): there are others by the time it is woken. Not run: there was no GPU.
+        deterministic: the server has to be so; of a POST that is lost nothing is kept, as what is left of it would be
+            another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`; outside a workflow an
             address that never answered is given up at once.
 
     Attributes:
         fail_fast: give up on a lost server at once; other replicas take its requests.
         pulled: where the server follows published versions, what the last pull took.
+        determinism: of a deterministic server what `Vllm` says of it.
 
     Every call waits while the server is away, and raises `Retryable` where that takes too long, or where it is lost
     again and again (`LOSSES`) or not ready in time, and `UserError` where it refuses what was asked.
@@ -70,7 +73,13 @@ class Client:
     name = "vllm"
 
     def __init__(
-        self, endpoint: str, timeout_s: float, *, sleeps: bool = False, patience_s: float | None = None
+        self,
+        endpoint: str,
+        timeout_s: float,
+        *,
+        sleeps: bool = False,
+        deterministic: bool = False,
+        patience_s: float | None = None,
     ) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -79,6 +88,7 @@ class Client:
         self._patience_s, self._met = patience_s, False
         self.context, self.version, self.digest = 0, -1, ""
         self.pulled: dict[str, Any] = {}
+        self.deterministic, self.determinism = deterministic, dict[str, Any]()
         self.fail_fast = False
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
@@ -110,17 +120,19 @@ class Client:
         def attempt() -> None:
             while left := [i for i in requests if i not in results][:size]:
                 waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
+                made, before = (dict[int, list[Completion]](), len(results)) if self.deterministic else (results, 0)
                 body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version, **more}
                 with self._open("POST", "/generate", body) as response:
                     for line in response.lines():
                         if line.strip():  # an empty one only says that the server is alive
                             answer = self._parse(line)
-                            results[left[answer["index"]]] = [Completion(**c) for c in answer["completions"]]
-                        done(len(results))
-                        if len(results) == finished:
+                            made[left[answer["index"]]] = [Completion(**c) for c in answer["completions"]]
+                        done(before + len(made))
+                        if before + len(made) == finished:
                             break
                     else:
-                        raise Lost(f"{self.endpoint}: broke off after {len(results)} of {len(requests)} requests")
+                        raise Lost(f"{self.endpoint}: broke off after {before + len(made)} of {len(requests)} requests")
+                results.update(made)
 
         self._persist(attempt, self._renew, lambda: len(results), len(requests))
 
@@ -217,6 +229,10 @@ class Client:
             served = self._json("POST", "/load", request)
         self.context, self.version, self.digest = served["context"], served["version"], served["digest"]
         self.pulled = served.get("pulled") or {}
+        self.determinism = served.get("determinism") or {}
+        if self.deterministic and not self.determinism:
+            remedy = "its server is not deterministic; start it with --engine-args '{\"deterministic\": true}'"
+            raise UserError("--endpoint", self.endpoint, remedy)
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         with self._open(method, path, body) as response:

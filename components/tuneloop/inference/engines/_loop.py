@@ -127,12 +127,17 @@ class EngineLoop(threading.Thread):
     ) -> Future[Ticket]:
         """Admit requests, if the version that is served then satisfies the caller.
 
+        A deterministic engine has one caller's at a time: those of another wait until these have finished.
+
         The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
         """
         how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
 
         def work() -> Ticket:
+            if self.engine.deterministic:
+                self._drain()
             self._check(version, min_version)
+            self.engine.begin_batch()
             ticket = Ticket(next(self._numbers), emit)
             try:
                 for i, request in enumerate(requests):

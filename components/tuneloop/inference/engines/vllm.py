@@ -3,6 +3,11 @@
 In process the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): it starts ten times
 faster, uses all cores, and is the one that a loop restarts each iteration. vllm itself is imported only when
 weights are loaded here; the client of a server does not need it.
+
+With the argument ``deterministic`` completions are a function of the weights, the sampling and the requests of one
+call: these make one batch, in their order, which shares no step with another call and finds nothing in the prefix
+cache that an earlier one left; where the device has batch-invariant kernels, vLLM takes them. docs/training.md says
+what has to be equal besides.
 """
 
 import ast
@@ -24,6 +29,8 @@ from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
 
+DETERMINISTIC = "deterministic"
+"""The engine argument that is tuneloop's own."""
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
@@ -54,11 +61,15 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
         timeout_s: how long a client waits for a server that says nothing.
 
     Raises:
-        UserError: an argument that tuneloop sets itself.
+        UserError: an argument that tuneloop sets itself; several servers that are to be deterministic.
     """
+    sleeps, deterministic = (bool(args.get(name)) for name in ("enable_sleep_mode", DETERMINISTIC))
     if endpoint and "," in endpoint:
+        if deterministic:
+            remedy = "several servers share out a batch by which of them are there: deterministic goes with one"
+            raise UserError("--endpoint", endpoint, remedy)
         return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
-    return Client(endpoint, timeout_s, sleeps=bool(args.get("enable_sleep_mode"))) if endpoint else Vllm(args)
+    return Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic) if endpoint else Vllm(args)
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
@@ -69,6 +80,8 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
     """
     for name in args.keys() & set(OURS):
         raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
+    if not isinstance(value := args.get(DETERMINISTIC, False), bool):
+        raise UserError(f"{prefix}{DETERMINISTIC}", value, "must be true or false")
 
 
 def check_here(args: Mapping[str, Any], prefix: str) -> None:
@@ -83,7 +96,7 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
     path = Path(spec.origin).with_name("engine") / "arg_utils.py"
     classes = [n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
     known = [ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)]
-    for name in args.keys() - set(known):
+    for name in args.keys() - {*known, DETERMINISTIC}:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
         raise UserError(f"{prefix}{name}", args[name], f"vLLM has no such option; {remedy}")
@@ -92,15 +105,21 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
 class Vllm:
     """`Engine` over vLLM's engine in this process.
 
-    `generate` and `score` are for one caller; a server drives `submit`, `step` and `abort` from the one thread that
-    owns the engine.
+    `generate` and `score` are for one caller; a server drives `begin_batch`, `submit`, `step` and `abort` from the one
+    thread that owns the engine.
+
+    Attributes:
+        determinism: where it was asked for, what decides the bits: ``device``, ``threads``, ``batch_invariant``; empty
+            before weights are loaded.
     """
 
     name = "vllm"
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         check_engine_args(args)
-        self.args = dict(args)
+        self.args = {name: value for name, value in args.items() if name != DETERMINISTIC}
+        self.deterministic = bool(args.get(DETERMINISTIC))
+        self.determinism: dict[str, Any] = {}
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""
         self._spans: dict[str, list[int]] = {}
@@ -128,7 +147,8 @@ class Vllm:
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
         shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:
-            self.engine = _start(model, self.args)
+            self.engine = _start(model, self.args, self.deterministic)
+            self.determinism = _describe_kernels() if self.deterministic else {}
             self.shape, self.context = shape, self.engine.model_config.max_model_len
         elif shape != self.shape:
             raise UserError("policy", str(model), "is a model of another shape; start another engine for it")
@@ -144,6 +164,7 @@ class Vllm:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
         completions: dict[str, Completion] = {}
         left = [len(names) for names in keys]
+        self.begin_batch()
         try:
             for request, names in zip(requests, keys):
                 for key, seed in zip(names, request.seeds):
@@ -158,6 +179,7 @@ class Vllm:
         return [[completions[key] for key in names] for names in keys]
 
     def score(self, ids: Sequence[int]) -> list[float]:
+        self.begin_batch()
         self.submit("score", ids, 0, Sampling(0.0, 1, ()), prompt_logprobs=True)
         while not (finished := list(self.step())):
             pass
@@ -170,8 +192,15 @@ class Vllm:
         self.engine, self.version, self.digest = None, -1, ""
 
     def flush(self) -> None:
-        """Drop all cached keys and values; requests that run compute theirs again."""
-        if self.engine is not None:
+        """Drop all cached keys and values; requests that run compute theirs again, unless it is deterministic: then
+        each batch begins with none, and goes on as it began."""
+        if self.engine is not None and not self.deterministic:
+            reset_prefix_cache(self.engine)
+
+    def begin_batch(self) -> None:
+        """Where it is deterministic, forget what is cached, so that what follows depends on no request before it;
+        nothing may be running."""
+        if self.deterministic:
             reset_prefix_cache(self.engine)
 
     def poison(self) -> None:
@@ -296,12 +325,15 @@ def quiet_vllm() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def _start(model: Path, args: Mapping[str, Any]) -> Any:
+def _start(model: Path, args: Mapping[str, Any], deterministic: bool) -> Any:
     """Start a vLLM engine on `model`, its core in this process."""
     quiet_vllm()
     try:
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
+
+        if deterministic and current_platform.is_cuda() and current_platform.has_device_capability(90):
+            os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # some modules read it when they are imported
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
@@ -325,6 +357,17 @@ def _start(model: Path, args: Mapping[str, Any]) -> Any:
         raise UserError("--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}") from error
 
 
+def _describe_kernels() -> dict[str, Any]:
+    """Describe what decides the bits of a batch, on the thread that computes it."""
+    import torch
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    cuda = current_platform.is_cuda_alike()
+    device = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
+    return {"device": device, "threads": torch.get_num_threads(), "batch_invariant": envs.VLLM_BATCH_INVARIANT}
+
+
 def inspect_here(model: Path) -> None:
     """Let vLLM look at the class of a model in this process, and not in a fresh one that imports all of vLLM again.
 
@@ -343,10 +386,12 @@ def _cpu_defaults() -> dict[str, Any]:
     """Return engine arguments for a machine without GPU, where vLLM's own are for a big one.
 
     Its cache would take most of the memory, compiling takes longer than a small loop, and bfloat16 without
-    instructions for it was measured at less than half of float32's speed.
+    instructions for it was measured at less than half of float32's speed. A prompt that is cut into chunks ends vLLM
+    0.32 here where its request has a seed ("CPU Generator does not use offset").
     """
     import torch
 
     native = {"avx512_bf16", "amx_bf16", "bf16"} & {k for k, has in torch.cpu.get_capabilities().items() if has}
     space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
-    return {"enforce_eager": True, "dtype": "auto" if native else "float32", **space}
+    chosen = {"enforce_eager": True, "enable_chunked_prefill": False, "dtype": "auto" if native else "float32"}
+    return {**chosen, **space}
