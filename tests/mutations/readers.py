@@ -29,7 +29,6 @@ from tuneloop.ui import samples
 from tuneloop.weights.inspect import delete_unused_versions
 from tuneloop.weights.materialize import materialize_version
 
-SAMPLED = ("id", "prompt", "completion", "answer", "score", "outcome")
 LIMIT_S = 120.0
 """A reader that takes longer hangs: undisturbed, each takes less than a second."""
 TIMES = {"created", "seconds", "lost_seconds", "cause"}
@@ -126,7 +125,7 @@ def _read_report(run: SampleRun) -> Any:
     with TemporaryDirectory() as scratch:
         inspect.report_run(RUN, run.store, Path(scratch) / "report.html")
     curves = [(c.name, c.stage, c.role, c.how, c.axis, c.x, c.y) for c in opened.curves()]
-    samples = [opened.samples(entry, SAMPLED) for entry in opened.with_role("evaluator", "scorer")]
+    samples = [opened.samples(entry) for entry in opened.with_role("evaluator", "scorer")]
     versions = [(e.key, e.manifest.facts["version"], e.manifest.digest) for e in opened.checkpoints]
     config = opened.record and opened.record.config
     return 0, (curves, samples, versions, config, opened.read_failures())

@@ -41,6 +41,7 @@ SETTLED = 2
 """An iteration that so many have followed is whole: each starts from the policy of the one before."""
 MANY = 64
 """More iterations than these are listed at once, not one by one."""
+SAMPLED = ("id", "prompt", "completion", "answer", "score", "outcome")
 RECORDING: tuple[Role, ...] = ("trainer", "sampler", "scorer")
 SAID = ("step", "mean", "mean_reward")
 """Columns of ``metrics.jsonl`` that are not curves, or are in the results already."""
@@ -354,7 +355,7 @@ class Run:
         found = {stage: [s for i, s in points if i] for stage, points in self.phase_seconds().items()}
         return {stage: statistics.median(values) for stage, values in found.items() if values}
 
-    def samples(self, entry: Entry, columns: Collection[str]) -> list[dict[str, Any]]:
+    def samples(self, entry: Entry, columns: Collection[str] = SAMPLED) -> list[dict[str, Any]]:
         """Return the rows of an evaluation or of a batch of rollouts, as stored, with those columns that it has."""
         import pyarrow.parquet
 
