@@ -83,7 +83,7 @@ class Policy:
         self.attention = best if attn_implementation == "auto" else attn_implementation
         self.packed = cuda if packing == "auto" else packing == "packed"
         self.max_length = max_length
-        self.model = self._adapt(open_model(model, torch.float32, self.attention))
+        self.model = self._open(model)
         text = self.model.config.get_text_config()
         self.context, self.vocab_size = int(getattr(text, "max_position_embeddings", 1 << 30)), int(text.vocab_size)
         self._index: Tensor | None = None
@@ -101,6 +101,9 @@ class Policy:
                 block.compile(dynamic=True)  # else the second length that it meets compiles it again, to other bits
         self.model.train()
         self._place(CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
+
+    def _open(self, directory: Path) -> Any:
+        return self._adapt(open_model(directory, torch.float32, self.attention))
 
     def _adapt(self, model: Any) -> Any:
         """Put kernels and adapters into a model of transformers, and return it."""
