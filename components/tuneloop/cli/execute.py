@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
 
 TRACK = Annotated[
-    bool, typer.Option("--track/--no-track", help="Mirror the run as it goes: TUNELOOP_TRACKERS names where; MLflow.")
+    bool,
+    typer.Option(
+        "--track/--no-track", help="Mirror the run as it goes, to where TUNELOOP_TRACKERS says; default: MLflow."
+    ),
 ]
 PARALLELISM = Annotated[int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")]
 WARM = Annotated[

@@ -95,7 +95,7 @@ def write_report(run: Run, output: Path | None = None) -> Path:
     path = output or run.directory / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_page(run))
+        path.write_text(render_page(run), encoding="utf-8")
     except OSError as error:
         mistake = UserError("--output", str(path), f"cannot be written ({error.strerror})")
         raise find_full_disk(error) or mistake from error

@@ -362,7 +362,7 @@ class Store:
             raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
             if full := find_full_disk(error):
-                raise full from error
+                raise Unavailable(f"store: {self.url}: {full}") from error
             if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise UserError("store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place") from error
             raise

@@ -5,7 +5,6 @@ Only what is committed is mirrored, so the mirror can be made at any time, in an
 is committed is also its queue: a tracker that is slow or away holds nothing up, and no stage fails by it.
 """
 
-import errno
 import os
 import select
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from tuneloop.core.errors import UserError, print_diagnostic
+from tuneloop.core.errors import UserError, find_full_disk, print_diagnostic
 from tuneloop.runs.delivery import find_delivery, get_measurements
 from tuneloop.runs.records import list_leaves
 from tuneloop.runs.run_record import Entry, Run
@@ -59,7 +58,7 @@ def mirror_run(run: Run, chosen: str = "mlflow", going_on: Callable[[], bool] = 
         at = tracker.close_run(run.phase, ended, f"{notes}\n\n{run.url}")
         return at + (f", {run.iteration} iterations" if run.iteration else "")
     except Exception as error:
-        if type(error).__module__.startswith(name) or (isinstance(error, OSError) and error.errno != errno.ENOSPC):
+        if type(error).__module__.startswith(name) or (isinstance(error, OSError) and not find_full_disk(error)):
             raise UserError(name, tracker.address, " ".join(str(error).split())) from error
         raise
 
@@ -90,8 +89,15 @@ def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Ro
 
 
 def list_trackers() -> list[str]:
-    """List what ``TUNELOOP_TRACKERS`` names, separated by spaces; by default MLflow, where it is installed."""
-    return os.environ.get("TUNELOOP_TRACKERS", "mlflow" if find_spec("mlflow") else "").split()
+    """List what ``TUNELOOP_TRACKERS`` names, separated by spaces; by default MLflow, where it is installed.
+
+    Raises UserError where it names one twice: a run has one mirror in each.
+    """
+    listed = os.environ.get("TUNELOOP_TRACKERS", "mlflow" if find_spec("mlflow") else "").split()
+    names = [each.partition("+")[0] for each in listed]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError("TUNELOOP_TRACKERS", " ".join(listed), f"names {twice} twice; name each tracker once")
+    return listed
 
 
 @contextmanager
@@ -105,7 +111,7 @@ def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str
         name, tracker = each.partition("+")[0], find_tracker(each)
         if trouble := tracker.find_trouble():
             print_diagnostic(f"{name}: {trouble}: the run goes on without it", 0)
-            told[name] = f"not mirrored: {trouble}; `tuneloop track {run.name} {name}` does it later"
+            told[name] = f"not mirrored: {trouble}; `tuneloop track {run.name}` does it later"
             continue
         command, pipe = [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, each], subprocess.PIPE
         with (run.directory / f"{name}.log").open("w") as log:  # in a session of its own, as Ctrl-C is for the run
@@ -117,7 +123,7 @@ def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str
         for _, child in children.values():
             child.stdin = child.stdin and child.stdin.close()  # what each of them waits for
         for name, (tracker, child) in children.items():
-            later = f"see {run.directory}/{name}.log; `tuneloop track {run.name} {name}` tries again"
+            later = f"see {run.directory}/{name}.log; `tuneloop track {run.name}` tries again"
             told[name] = _wait_for_mirror(name, tracker, child) or f"not mirrored whole: {later}"
 
 

@@ -21,7 +21,7 @@ class Tracker(trackers.Tracker):
         for old in self.directory.glob("events.*"):
             old.unlink()
         self.writer = EventFileWriter(str(self.directory))
-        [self.file] = self.directory.glob("events.*")
+        self.file = max(self.directory.glob("events.*"))
 
     def log_rows(self, rows: trackers.Rows) -> None:
         """Write one event for each row, and wait until all are in the file."""

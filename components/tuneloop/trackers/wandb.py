@@ -23,7 +23,7 @@ class Tracker(trackers.Tracker):
         root = Path(self.address or os.environ.get("WANDB_DIR") or ".").absolute()
         (root / "wandb").mkdir(parents=True, exist_ok=True)  # else W&B would write to the temporary folder
         for old in root.glob(f"wandb/offline-run-*-{key}"):
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(old.with_name(f"deleted-{old.name}")), ignore_errors=True)  # W&B may write there
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
         self.defined, project = set[str](), os.environ.get("WANDB_PROJECT") or pipeline
         given: dict[str, Any] = {"dir": root, "id": key, "project": project, "name": name, "config": dict(settings)}

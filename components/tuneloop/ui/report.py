@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pydantic_core import to_json
 
@@ -35,7 +36,7 @@ page of them: a run of 1,000 iterations, or one with long completions, fits into
 
 def render_page(run: Run) -> str:
     """Render the report of `run` as an HTML page of at most 1 MB. Raises Corrupt where what it shows was changed."""
-    at, found = f"/runs/{run.name}", describe_run(run)
+    at, found = f"/runs/{quote(run.name, safe='')}", describe_run(run)
     verdict = judge_run(run, found["curves"], found["alarms"])
     left = {*[each["key"] for each in found["artifacts"] if each["iteration"] is not None][:-ARTIFACTS]}
     found |= {"artifacts": [each for each in found["artifacts"] if each["key"] not in left], "left_out": len(left)}

@@ -198,6 +198,7 @@ def test_a_refused_token_is_asked_for_once_and_drives_out_no_caller(
     server, access = reviews
     server.decided.set()
     monkeypatch.setattr("tuneloop.gateway.access.MOST", 2)
+    monkeypatch.setattr("tuneloop.gateway.access.REMEMBERED", 3600.0)
 
     async def ask() -> None:
         assert await access.caller("known")

@@ -125,8 +125,9 @@ def test_what_mlflow_refuses_is_said_in_one_line(client: Any, tmp_path: Path, mo
 
 @pytest.mark.local
 def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_reader(
-    client: Any, uri: str, tmp_path: Path
+    client: Any, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
     toy.make(f"{tmp_path}/f", 1, whole=False)
     run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
     with tracking.mirror_in_background(run) as told:
@@ -190,7 +191,7 @@ def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
     with tracking.mirror_in_background(run) as told:
         line = capsys.readouterr().err
         assert line.startswith("mlflow: http://127.0.0.1:") and why in line and "the run goes on without it" in line
-    assert told["mlflow"].startswith("not mirrored: ") and "`tuneloop track away mlflow`" in told["mlflow"]
+    assert told["mlflow"].startswith("not mirrored: ") and "`tuneloop track away`" in told["mlflow"]
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:\d+ does not answer \(.*{why}\)") as refused:
         tracking.mirror_run(run)
     assert "secret" not in f"{line}{told}{refused.value}"

@@ -202,6 +202,7 @@ def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
     for name in NAMES:
         pytest.importorskip(name)
     (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
     away, broken, well = f"mlflow+http://127.0.0.1:{free_port()}", f"wandb+{tmp_path}/file", "tensorboard"
     monkeypatch.setenv("TUNELOOP_TRACKERS", f"{away} {broken} {well}")
     monkeypatch.setenv("no_proxy", "*")
@@ -277,3 +278,9 @@ def test_the_tracker_in_the_docs_is_one(tmp_path: Path, monkeypatch: pytest.Monk
     assert at == f"{tmp_path}/mine.jsonl, 1 iterations"
     rows = [json.loads(line) for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
     assert [row["reward/mean_reward"] for row in rows if "reward/mean_reward" in row] == [0.5]
+
+
+def test_a_tracker_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNELOOP_TRACKERS", "wandb+here mlflow wandb+there")
+    with pytest.raises(UserError, match="names wandb twice"):
+        tracking.list_trackers()

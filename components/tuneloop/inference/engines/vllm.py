@@ -88,7 +88,7 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
     """Refuse what the vLLM that is installed here does not know: by its source, for importing it takes seconds.
 
     Raises:
-        UserError: as `check`.
+        UserError: as `check_engine_args`.
     """
     spec = importlib.util.find_spec("vllm")
     if not args or spec is None or spec.origin is None:

@@ -1,5 +1,5 @@
 // Which page an address is, how it looks again, and its keys.
-import { FROZEN, followLinks, has, here } from "./frozen.js";
+import { FROZEN, followLinks, has, here, listPaths } from "./frozen.js";
 import { ask, h, link, say, show } from "./dom.js";
 import { showComparison, showRuns } from "./runs.js";
 import { showRecorded, showRun } from "./run.js";
@@ -55,7 +55,7 @@ function addLinks({ iteration, evaluation }) {
   const places = [iteration, evaluation].filter(Boolean).map((each) => link(name, "samples", each));
   const pages = {
     run: link(name),
-    samples: places.find(has),
+    samples: places.find(has) ?? listPaths(link(name, "samples", ""))[0],
     weights: link(name, "weights"),
     lineage: link(name, "lineage"),
   };

@@ -123,7 +123,7 @@ function moveLinks(name, at, { iteration, evaluations }) {
   const kept = chosen.size ? `?${chosen}` : "";
   const to = (place, words, rel) => h("a", { href: `${link(name, "samples", place)}${kept}`, rel }, words);
   const i = /^\d+$/.test(at) ? Number(at) : 0;
-  const held = listPaths(link(name, "samples", "")).map((path) => path.split("/samples/")[1]);
+  const held = listPaths(link(name, "samples", "")).map((path) => path.slice(link(name, "samples", "").length));
   const named = (key) => (/^\d+$/.test(key) ? `iteration ${key}` : key);
   const live = [
     i > 1 && to(i - 1, "iteration before", "prev"),
