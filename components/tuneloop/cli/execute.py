@@ -58,6 +58,7 @@ def run_pipeline(
     if record is None:
         check_model(resolved)
     check_local_run(resolved, workflow, store)
+    _check_trackers(track)
     fresh = records.Record(
         run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize_url(store)
     )
@@ -122,6 +123,7 @@ def fork_run(
     settings = found.configure(run.directory / "config.yaml", sets or ())
     workflow = forking.begin_workflow(found, settings, run, iteration)
     check_local_run(config := settings.model_dump(mode="json"), workflow, run.store_url)
+    _check_trackers(track)
     forking.record_fork(new, workflow, run, settings)
     fresh = records.Record(run=new, pipeline=found.name, path=str(found.path), config=config, store=run.store_url)
     return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow)), None, track, warm)
@@ -188,6 +190,15 @@ def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> i
         return 0
     check_local_run(run.record.config, run.read_workflow(), run.store_url)
     return _carry_out(run, parallelism, track, warm)
+
+
+def _check_trackers(track: bool) -> None:
+    """Refuse trackers that are unknown before anything is written."""
+    from tuneloop.runs.tracking import list_trackers
+    from tuneloop.trackers import find_tracker
+
+    for each in list_trackers() if track else ():
+        find_tracker(each)
 
 
 def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:

@@ -780,6 +780,7 @@ def test_a_run_says_where_its_mirrors_are(call: Call, tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
     monkeypatch.setenv("TUNELOOP_TRACKERS", "nonsense")
     refused(call("run", TOY, "--run", "mine", "--no-warm"), "trackers: 'nonsense': unknown; known: mlflow")
+    assert not list(tmp_path.rglob("run.json")), "nothing is written of a run that is refused"
     monkeypatch.setenv("TUNELOOP_TRACKERS", f"tensorboard+{tmp_path}/curves")
     done = call("run", TOY, "--run", "mine", "--no-warm")
     assert done.code == 0, done.err

@@ -117,7 +117,9 @@ export function longTable(name, head, values, make, most = 50) {
 }
 
 export const number = (value, digits = 4) =>
-  value === null || value === undefined ? "–" : String(Number(Number(value).toPrecision(digits)));
+  value === null || value === undefined
+    ? "–"
+    : String(Number.isInteger(value) ? value : Number(Number(value).toPrecision(digits)));
 
 export function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
