@@ -14,7 +14,9 @@ import io
 import os
 import re
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -312,7 +314,14 @@ def run_meanwhile(work: Callable[[], int]) -> Act:
     def act(call: Call) -> None:
         pid = os.fork()
         if not pid:
-            os._exit(work())
+            code = 1
+            try:
+                code = work()
+            except BaseException:
+                traceback.print_exc()
+            finally:  # never the exit functions of the one that stands still
+                sys.stderr.flush()
+                os._exit(code)
         os.waitpid(pid, 0)
 
     return act
