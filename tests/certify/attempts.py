@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.certify.interpose import FIRED
+from tests.certify.interpose import FIRED, wait_for_others
 from tuneloop.core import attempts as budget
 from tuneloop.core import component
 from tuneloop.core.ends import RETRY_STAGE, describe_exit
@@ -165,6 +165,7 @@ def _end_like_a_program(work: Callable[[], int], output: Path, env: Mapping[str,
         budget.wait_before_ending = component.program.wait_before_ending = lambda: None  # the clock is virtual
         before = _list_open()
         code = work()
+        wait_for_others()
         gc.collect()  # what nobody refers to any more is as good as closed
         left = {*threading.enumerate()} - {threading.main_thread()}
         left = {thread for thread in left if thread.is_alive() and not thread.daemon}
