@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.certify.interpose import FIRED
+from tests.certify.interpose import FIRED, wait_for_others
 from tuneloop.core import attempts as budget
 from tuneloop.core import component
 from tuneloop.core.ends import RETRY_STAGE, describe_exit
@@ -137,13 +137,8 @@ def run_apart(work: Callable[[], int], scratch: Path, env: Mapping[str, str] | N
     adopt_orphans()
     pid = os.fork()
     if not pid:
-        os.setsid()
-        _redirect(output)
         places = {TERMINATION_LOG: str(words), STAGES: str(told), FIRED: str(scratch / "fired")}
-        places["TMPDIR"] = str(scratch / "tmp")
-        os.environ.update({**places, **(env or {})})
-        tempfile.tempdir = None
-        _end_like_a_program(work)
+        _end_like_a_program(work, output, {**places, "TMPDIR": str(scratch / "tmp"), **(env or {})})
     code = _wait(pid)
     left = _end_group(pid)
     said = output.read_text(errors="replace")
@@ -158,14 +153,19 @@ def run_apart(work: Callable[[], int], scratch: Path, env: Mapping[str, str] | N
     return Ended(code, words.read_text(errors="replace").strip(), said, _read_stages(told))
 
 
-def _end_like_a_program(work: Callable[[], int]) -> None:
+def _end_like_a_program(work: Callable[[], int], output: Path, env: Mapping[str, str]) -> None:
     """Do the work, and end without the parent's exit functions; 99: something was left open."""
     code = 1
     try:
+        os.setsid()
+        _redirect(output)
+        os.environ.update(env)
+        tempfile.tempdir = None
         count_stages()
         budget.wait_before_ending = component.program.wait_before_ending = lambda: None  # the clock is virtual
         before = _list_open()
         code = work()
+        wait_for_others()
         gc.collect()  # what nobody refers to any more is as good as closed
         left = {*threading.enumerate()} - {threading.main_thread()}
         left = {thread for thread in left if thread.is_alive() and not thread.daemon}

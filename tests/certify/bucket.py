@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import struct
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.objects import list_page, tag
+from tuneloop.local.spawn import die_with
 
 NAME = "bucket"
 FAULTS = (
@@ -222,10 +224,16 @@ def serve() -> Iterator[Served]:
     """Serve a bucket from a process of its own, and name it in the environment as tuneloop and S3 clients read it."""
     server = HTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"bucket": Bucket()}))
     server.socket.listen(128)
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if not pid:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        server.serve_forever()
+        try:
+            die_with(parent)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            server.serve_forever()
+        except BaseException:
+            traceback.print_exc()
+        finally:  # never the parent's exit functions
+            os._exit(1)
     port = server.server_port
     server.socket.close()
     before = dict(os.environ)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,10 +40,16 @@ def serve_forks(path: Path) -> Iterator[None]:
     """Have pods forked from a process that has all imported that this one has."""
     pid = os.fork()
     if not pid:
-        os.setsid()
-        warm.LIBRARIES, sys.argv = {"server": ()}, ["warm", "server", str(path), "tests.certify.pod"]  # type: ignore[assignment]
-        warm.main()
-        os._exit(0)
+        code = 1
+        try:
+            os.setsid()
+            warm.LIBRARIES, sys.argv = {"server": ()}, ["warm", "server", str(path), "tests.certify.pod"]  # type: ignore[assignment]
+            warm.main()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:  # never the parent's exit functions, which would end the bucket: each fork of a pod comes here, too
+            os._exit(code)
     try:
         until(path.exists)
         yield

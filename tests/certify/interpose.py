@@ -14,7 +14,9 @@ import io
 import os
 import re
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ OBJECTS = ("put", "get", "get_range", "head", "list", "list_with_delimiter", "de
 FIRED = "CERTIFY_FIRED"
 """Variable that names the file which says at what call something was done."""
 Act = Callable[["Call"], None]
+_others: list[int] = []
 _STAGED = re.compile(r"data-[0-9a-f]{12,16}|(?<=\.)\d+-[0-9a-f]{8}")
 
 
@@ -307,15 +310,48 @@ def jump_clock(seconds: float) -> Act:
 
 
 def run_meanwhile(work: Callable[[], int]) -> Act:
-    """Let another process do `work`, from its beginning to its end, while this one stands still."""
+    """Let another process do `work` while this one stands still, to its end, or until it wants a lock that this one
+    holds; then this one goes on, and `wait_for_others` waits for it."""
 
     def act(call: Call) -> None:
         pid = os.fork()
         if not pid:
-            os._exit(work())
-        os.waitpid(pid, 0)
+            code = 1
+            try:
+                _close_locks()
+                code = work()
+            except BaseException:
+                traceback.print_exc()
+            finally:  # never the exit functions of the one that stands still
+                sys.stderr.flush()
+                os._exit(code)
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if _is_locked_out(pid):
+                _others.append(pid)
+                return
+            time.sleep(0.005)
 
     return act
+
+
+def wait_for_others() -> None:
+    """Wait for the processes that this one has gone on beside."""
+    while _others:
+        os.waitpid(_others.pop(), 0)
+
+
+def _close_locks() -> None:
+    """Close the files by which this process shares locks with the one that it is a fork of."""
+    for name in os.listdir("/proc/self/fdinfo"):
+        about = Path("/proc/self/fdinfo", name)
+        if about.exists() and "lock:" in about.read_text():
+            os.close(int(name))
+
+
+def _is_locked_out(pid: int) -> bool:
+    """Say whether a process waits for a lock: ``1: -> FLOCK ADVISORY WRITE PID …``."""
+    lines = map(str.split, Path("/proc/locks").read_text().splitlines())
+    return any(line[1] == "->" and line[5] == str(pid) for line in lines)
 
 
 def lose_power(root: Path, durable: Path, what: str) -> list[str]:

@@ -33,7 +33,7 @@ from tests.certify.kinds import Injection, Place, make_plan
 from tests.certify.sequence import run_sequence
 from tests.certify.stages_rig import StagesRig
 from tests.certify.week import WeekRig
-from tuneloop.local.spawn import adopt_orphans
+from tuneloop.local.spawn import adopt_orphans, die_with, end_all
 
 PRELOADED = (hera.workflows, pyarrow.parquet, tuneloop.ui.report)
 """Imported here, once, and not by each attempt."""
@@ -61,6 +61,7 @@ def make_certificate(
     began = time.monotonic()
     home = Path(tempfile.mkdtemp(prefix="certify-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     begun, outcomes, processor_s = list[Begun](), list[Outcome](), 0.0
+    adopt_orphans()
     try:
         workers = [
             _Worker(home / str(number), seed, injections, (number, jobs), only, kind)
@@ -78,6 +79,7 @@ def make_certificate(
                 if told.problem:
                     print(f"\nviolation {told.injection}\n{told.problem}", file=sys.stderr, flush=True)
     finally:
+        end_all()  # where one process has failed, the others
         shutil.rmtree(home, ignore_errors=True)
     for other in begun[1:]:
         _check_same(begun[0], other)
@@ -103,11 +105,12 @@ class _Worker:
     ) -> None:
         self.told = home.with_suffix(".told")
         self.told.touch()
-        self.pid = os.fork()
+        parent, self.pid = os.getpid(), os.fork()
         if self.pid:
             return
         code = 1
         try:
+            die_with(parent)
             with self.told.open("ab", buffering=0) as out:
                 _carry_out(home, seed, injections, share, only, kind, out)
             code = 0
@@ -168,6 +171,9 @@ def _make(rig: Rig, injection: Injection) -> Outcome:
         ends, standing = rig.run(injection)
     except Violation as violation:
         return Outcome(injection, problem=str(violation))
+    except BaseException as error:
+        error.add_note(f"at injection {injection}")
+        raise
     return Outcome(injection, standing.root, standing.left, ends=ends)
 
 

@@ -1,5 +1,6 @@
 """A run that something happens to is resumed and ends as the undisturbed one; `make certify` has a thousand faults."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from tests.certify.certificate import Certificate, Outcome
 from tests.certify.check import Standing, compare
-from tests.certify.interpose import lose_power
+from tests.certify.interpose import Call, lose_power, run_meanwhile, wait_for_others
 from tests.certify.kinds import KINDS, Injection, make_plan
 from tests.waiting import LIMIT_S
 from tuneloop.core.ends import RETRY_STAGE
@@ -85,6 +86,23 @@ def test_a_loss_of_power_takes_what_is_not_durable(tmp_path: Path) -> None:
     assert [(run / name).read_text() for name in ("before", "named", "synced", "neither")] == ["1", "", "2", ""]
     assert lose_power(run, durable, "names") == ["synced", "neither"]
     assert sorted(path.name for path in run.iterdir()) == ["before", "named"]
+
+
+def test_a_duplicate_that_wants_a_lock_of_the_first_goes_on_when_that_has_let_it_go(tmp_path: Path) -> None:
+    """The first stood still, with its lock, until the duplicate had ended: neither ever went on."""
+
+    def work() -> int:
+        with (tmp_path / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (tmp_path / "done").touch()
+        return 0
+
+    with (tmp_path / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_meanwhile(work)(Call("open", "", ""))
+        assert not (tmp_path / "done").exists()
+    wait_for_others()
+    assert (tmp_path / "done").exists()
 
 
 def test_pods_are_retried_as_rendered() -> None:

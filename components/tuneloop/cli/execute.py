@@ -180,13 +180,14 @@ def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) ->
 
 def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
     from tuneloop.cli.checks import check_local_run
+    from tuneloop.cli.show import write_report
     from tuneloop.runs.summary import summarize_run
 
     assert run.record
     if run.phase == "running":
         raise UserError("run", run.name, f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first")
-    if run.phase == "succeeded":
-        typer.echo(f"{run.name}: finished already\n{summarize_run(run)}")
+    if run.phase == "succeeded":  # its executor may have been killed before the report was whole
+        typer.echo(f"{run.name}: finished already\n{summarize_run(run, report=write_report(run))}")
         return 0
     check_local_run(run.record.config, run.read_workflow(), run.store_url)
     return _carry_out(run, parallelism, track, warm)

@@ -135,9 +135,13 @@ class Component:
             raise UserError(f"--{to_kebab_case(missing[0])}", None, "is required: the reference of an artifact")
         params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
-        stage = self._open(params, inputs, out)
+        standing = find_manifest(split_ref(out)[0])  # once: a second look might not find what the first one found
+        stage = self._open(params, inputs, out, Path(os.devnull) if standing else None)
         with handle_signals(stage):
-            standing = self._standing(stage) or self._run(stage, inputs)
+            if standing:
+                self._check_standing(stage, standing)
+            else:
+                standing = self._run(stage, inputs)
         if self.after and stage.leader:
             self.after(stage, standing)
         if stage.later and stage.leader:
@@ -206,7 +210,7 @@ class Component:
 
         return program.run_component(work)
 
-    def _open(self, params: Params, inputs: Mapping[str, Artifact], out: str) -> Stage:
+    def _open(self, params: Params, inputs: Mapping[str, Artifact], out: str, path: Path | None) -> Stage:
         env = os.environ
         # Ranks of one torchrun attempt must agree on a name without talking to one another.
         shared = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('TORCHELASTIC_RESTART_COUNT')}-{env.get('MASTER_PORT')}"
@@ -216,11 +220,10 @@ class Component:
         if self.identity:
             tracked |= self.identity(params)
         url = split_ref(out)[0]
-        path = Draft(url, attempt=attempt).path if find_manifest(url) is None else Path(os.devnull)
         return Stage(
             name=self.name,
             params=params,
-            out=path,
+            out=path or Draft(url, attempt=attempt).path,
             out_url=url,
             attempt=attempt,
             rank=int(env.get("RANK", "0")),
@@ -230,9 +233,7 @@ class Component:
             _inputs={name: artifact.ref for name, artifact in inputs.items()},
         )
 
-    def _standing(self, stage: Stage) -> Manifest | None:
-        if (standing := find_manifest(stage.out_url)) is None:
-            return None
+    def _check_standing(self, stage: Stage, standing: Manifest) -> None:
         for what, ours, theirs in (
             ("stage", self.name, standing.stage),
             *((f"--{to_kebab_case(k)}", v, standing.params.get(k)) for k, v in stage._tracked.items()),
@@ -242,7 +243,6 @@ class Component:
                 remedy = f"{stage.out_url} is committed already, made from {theirs!r}; use another run name"
                 raise UserError(what, ours, remedy)
         stage.log("committed already, nothing to do")
-        return standing
 
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
         if stage.leader:

@@ -145,7 +145,8 @@ def main() -> None:
     if not own:
         channel = _connection(channel)
         message |= {"env": env, "code": code}
-    channel.sendall(json.dumps(message).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):  # whoever connected is gone, which the requests' end will tell
+        channel.sendall(json.dumps(message).encode() + b"\n")
     die_with(None)
     adopt_orphans()
     request = serve_requests(channel)

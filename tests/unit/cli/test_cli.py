@@ -433,6 +433,15 @@ def test_the_same_run_again_is_done_and_another_configuration_is_refused(call: C
     refused(call("run", TOY, *at, "--set", "iterations=3"), "exists with another iterations", "tuneloop resume done")
 
 
+def test_a_run_whose_executor_was_killed_before_its_report_has_one_when_it_is_resumed(
+    call: Call, finished: Path
+) -> None:
+    page = finished / "runs" / "done" / "report.html"
+    page.write_text("")
+    assert str(page) in call("resume", "done", "--store", str(finished / "runs")).out
+    assert "</html>" in page.read_text()
+
+
 @pytest.mark.local
 def test_a_stage_that_fails_says_why_and_a_mended_run_resumes(call: Call) -> None:
     result = call("run", TOY, "--run", "b", "--set", "broken=true", *QUICK)

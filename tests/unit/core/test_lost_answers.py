@@ -56,6 +56,22 @@ def test_a_manifest_refused_for_another_that_is_not_there_is_tried_again(bucket:
     assert (Artifact(URL).path / "x").read_text() == "x"
 
 
+@pytest.mark.parametrize("late", range(4))
+def test_a_stage_that_stands_is_looked_up_once(bucket: Served, late: int) -> None:
+    """Had it been found at first and not again, the stage would have been done anew, and at no place of its own."""
+
+    @component("thing", results={})
+    def write(stage: Stage) -> Results:
+        """Write a file."""
+        (stage.out / "x").write_text("x")
+        return {}
+
+    bucket.begin(Plan("stale read", late, on=f"GET a/{MANIFEST}"))
+    assert write(out=URL).digest == write(out=URL).digest
+    bucket.end_plan()
+    assert (Artifact(URL).path / "x").read_text() == "x"
+
+
 def test_a_swap_that_another_writer_got_in_the_way_of_is_a_conflict(bucket: Served) -> None:
     bucket.begin(Plan("conflict 409", at=1, length=20, on="PUT if"))
     store = Store(URL)
@@ -83,7 +99,7 @@ def _be_away(stage: Stage, manifest: object) -> None:
 def test_a_stage_whose_store_goes_away_leaves_no_temporary_files(
     bucket: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.begin(Plan("error before", at=1, length=20, on=f"GET a/{MANIFEST}"))
+    bucket.begin(Plan("error before", length=20, on=f"GET a/{MANIFEST}"))
     with pytest.raises(Unavailable):
         unpublished(out=URL)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("tuneloop-")] == []

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -291,14 +292,15 @@ SHARED = "from tuneloop.local import warm; warm.LIBRARIES = {'server': ()}; warm
 
 @pytest.fixture
 def shared() -> Iterator[str]:
-    """Its socket, by a name that is short enough for one."""
+    """Its socket, by a name that is short enough for one. Neither it nor its forks have anything to complain of."""
     with tempfile.TemporaryDirectory() as place:
         path = f"{place}/socket"
-        process = subprocess.Popen([sys.executable, "-c", SHARED, "server", path], env=base_environment({}))
+        words = [sys.executable, "-c", SHARED, "server", path]
+        process = subprocess.Popen(words, env=base_environment({}), stderr=subprocess.PIPE, text=True)
         until(Path(path).exists, child=process)
         yield path
         process.kill()
-        process.wait()
+        assert process.communicate(timeout=LIMIT_S)[1] == ""
 
 
 def begin(launcher: Launcher, tmp_path: Path, name: str) -> tuple[Process, int]:
@@ -325,6 +327,13 @@ def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pyt
     (tmp_path / "two.end").touch()
     assert second.ended.wait(LIMIT_S) and second.code == 0
     two.close()
+
+
+def test_whoever_connects_to_a_warm_process_may_be_gone_at_once(shared: str) -> None:
+    for _ in range(9):
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect(shared)
+    Launcher(base_environment({WARM: shared}), warm=["stages"]).close()
 
 
 def test_a_shared_warm_process_of_another_environment_is_not_used(
