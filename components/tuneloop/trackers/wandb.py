@@ -44,6 +44,10 @@ class Tracker(trackers.Tracker):
             self.run.log(values)
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
+        """Finish the run, and W&B's own process, which until then may not have written it all."""
+        import wandb
+
         self.run.notes = notes
         self.run.finish(exit_code=int(phase in ("failed", "interrupted")))
+        wandb.teardown()
         return f"offline; `wandb sync {Path(self.run.dir).parent}` uploads it"
