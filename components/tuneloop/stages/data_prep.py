@@ -136,9 +136,13 @@ def data_prep(
     if preparation == "ray":
         stage.notes["examined"] = dict(tally.hosts)
     stage.facts.update(rows=counts, source=source, rewards=rewards, **unchecked)
-    short = f" of {train} asked for: {source} has no more" if counts["train"] < train else ""
-    stage.log(", ".join(f"{name} {number}" for name, number in counts.items()) + short)
+    stage.log(_describe_rows(counts, train, source))
     return {name: counts[name] for name in ("train", "eval", "sft")}
+
+
+def _describe_rows(counts: Mapping[Split, int], train: int, source: str) -> str:
+    short = f" of {train} asked for: {source} has no more" if counts["train"] < train else ""
+    return ", ".join(f"{name} {number}" for name, number in counts.items()) + short
 
 
 def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally: "Tally", bar: Progress) -> None:

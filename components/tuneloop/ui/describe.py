@@ -40,13 +40,12 @@ def describe_run(run: Run) -> dict[str, Any]:
     """Describe all that a run has committed, its curves, its alarms, its settings and its workflow."""
     curves, rendered = run.curves(), run.record and (run.directory / "workflow.yaml").is_file()
     workflow = run.read_workflow() if rendered else {}
-    phases = run.phase_seconds().items()
+    phases, artifacts = run.phase_seconds().items(), [_describe_artifact(run, entry) for entry in run.entries]
     return {
         **{"name": run.name, "record": run.record, "url": run.url, "devices": list_devices(run.entries)},
         **{"curves": curves, "alarms": find_alarms(curves), "failures": run.read_failures()},
         "templates": [each for each in workflow["spec"]["templates"] if "dag" in each] if workflow else [],
-        "artifacts": [_describe_artifact(run, entry) for entry in run.entries],
-        "bytes": sum(file.size for entry in run.entries for file in entry.manifest.files.values()),
+        **{"artifacts": artifacts, "bytes": sum(each["bytes"] for each in artifacts)},
         "phases": [{"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)} for k, p in phases],
         "medians": run.seconds_an_iteration(),
         "packages": _list_packages(run),
