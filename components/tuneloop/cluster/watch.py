@@ -50,12 +50,11 @@ def read_status(cluster: Connection, run: str) -> Status:
     """Read the status of a run from the cluster. Raises UserError where the cluster has no such run."""
     found = find_workflows(cluster, run)
     merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
-    last = found[-1]
     spent = [item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()]
     return Status(
         run=run,
-        phase=get_workflow_phase(last),
-        message=str(last.get("status", {}).get("message", "")),
+        phase=get_workflow_phase(found[-1]),
+        message=str(found[-1].get("status", {}).get("message", "")),
         workflows=[str(w["metadata"]["name"]) for w in found],
         nodes=merged,
         waiting=_waiting(cluster, run, merged),
@@ -67,16 +66,18 @@ def read_status(cluster: Connection, run: str) -> Status:
 def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
     """Read the nodes of a workflow's status in the order they started."""
     made = [_node(item) for item in list_status_nodes(workflow)]
-    if get_workflow_phase(workflow) in DONE:  # of a stopped workflow the controller leaves nodes as they were
-        for node in made:
-            if node.phase in ("Running", "Pending"):
-                node.phase, node.message = "Failed", node.message or "ended with the workflow"
+    over, ended = get_workflow_phase(workflow) in DONE, _seconds(workflow.get("status", {}).get("finishedAt"))
+    for node in made:
+        if over and node.phase in ("Running", "Pending"):  # of a stopped workflow the controller leaves these as is
+            node.phase, node.message = "Failed", node.message or "ended with the workflow"
+        if node.phase in DONE and node.started and not node.finished:  # Argo 3.7 may write no time for a deleted pod
+            later = (each.started for each in made if each.template == node.template and each.started > node.started)
+            node.finished = min(later, default=ended or time.time())
     return {node.id: node for node in sorted(made, key=lambda n: (n.started, n.name))}
 
 
 def _node(item: Mapping[str, Any]) -> Node:
     outputs = item.get("outputs", {})
-    code = outputs.get("exitCode")
     return Node(
         id=item["id"],
         name=item["name"],
@@ -89,7 +90,7 @@ def _node(item: Mapping[str, Any]) -> Node:
         daemoned=bool(item.get("daemoned")),
         started=_seconds(item.get("startedAt")),
         finished=_seconds(item.get("finishedAt")),
-        exit_code=None if code is None else int(code),
+        exit_code=None if (code := outputs.get("exitCode")) is None else int(code),
         progress=item.get("progress", ""),
         inputs=_values(item.get("inputs", {})),
         outputs=_values(outputs),

@@ -4,6 +4,7 @@ All but ``/health`` and ``/metrics`` need the run's token, where there is one (`
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -133,7 +134,8 @@ class HttpApi:
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, message: Any) -> None:
-            here.call_soon_threadsafe(events.put_nowait, (index, message))
+            with contextlib.suppress(RuntimeError):  # the server ended, which is no fault of the engine
+                here.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
         return StreamingResponse(self._stream(ticket, events, body), media_type="application/x-ndjson")

@@ -15,8 +15,10 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import _allowed
 from tuneloop.cluster.run_workflows import find_workflows
+from tuneloop.cluster.watch import read_nodes
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.runs.stages import list_cluster_stages
 from tuneloop.workflow.settings import RUN_LABEL
 
 
@@ -27,6 +29,31 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
     found = [made("demo-10", 5), made("demo-2", 5), made("demo", 1), made("demo-11", 5)]
     cluster: Any = SimpleNamespace(list=lambda *_, **__: found, namespace="n", context="c")
     assert [w["metadata"]["name"] for w in find_workflows(cluster, "demo")] == ["demo", "demo-2", "demo-10", "demo-11"]
+
+
+def test_an_attempt_without_the_time_of_its_end_ended_when_the_next_began() -> None:
+    """Argo 3.7.6 was seen to write such an end, of a pod that was deleted just as the controller made it anew."""
+
+    def node(name: str, phase: str, started: int, finished: int | None) -> dict[str, Any]:
+        when = {"startedAt": f"2026-11-23T20:{started}:00Z", "finishedAt": finished and f"2026-11-23T20:{finished}:00Z"}
+        return {
+            "id": name,
+            "name": name,
+            "displayName": name,
+            "type": "Pod",
+            "templateName": "end",
+            "phase": phase,
+            **when,
+        }
+
+    first, second = node("end(0)", "Error", 29, None), node("end(1)", "Succeeded", 31, 35)
+    found = read_nodes({"status": {"phase": "Succeeded", "nodes": {"b": second, "a": first}}})
+    (stage,) = list_cluster_stages(found, {})
+    assert (stage.retries, stage.lost_seconds, stage.seconds) == (1, 120, 240)
+    assert stage.cause.startswith("attempt 1 ended after 120 s: ")
+    over = {"phase": "Failed", "finishedAt": "2026-11-23T20:32:00Z", "nodes": {"a": first}}
+    (alone,) = read_nodes({"status": over}).values()
+    assert alone.finished - alone.started == 180
 
 
 def prepared(pipeline: str = "grpo", *settings: str, store: str = "s3://b/runs") -> dict[str, Any]:

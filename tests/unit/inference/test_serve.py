@@ -113,6 +113,50 @@ def test_a_server_whose_engine_has_failed_ends() -> None:
         assert "the engine failed (RuntimeError: an illegal memory access" in child.stderr.read().splitlines()[-1]
 
 
+LATE = """
+import os, threading, uvicorn
+from tuneloop.formats.rollouts import Completion
+from tuneloop.inference import server
+from tuneloop.inference.engines.vllm import Vllm
+ended, said, run = threading.Event(), threading.Event(), uvicorn.Server.run
+def begin(self, args):
+    self.deterministic, self.determinism, self.engine = False, {}, None
+    self.args, self.context, self.version, self.digest = {}, 64, 0, "sha256:00"
+def step(self):
+    print("steps", flush=True)
+    ended.wait()
+    try:
+        yield "0-0-0", Completion([1], [-0.5], "stop", 0, 0)
+    finally:
+        said.set()
+def run_and_let_the_step_end(self, **about):
+    run(self, **about)
+    ended.set()
+    said.wait()
+Vllm.__init__, Vllm.step, Vllm.submit = begin, step, lambda *_, **how: None
+uvicorn.Server.run, server.GRACE_S = run_and_let_the_step_end, 1
+os._exit(server.main(["--host", "127.0.0.1", "--port", "0"]))
+"""
+
+
+def test_what_an_engine_finishes_after_its_server_has_ended_is_no_failure() -> None:
+    """A step takes long on a busy machine, and may outlive the grace period; the server ended all the same."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", LATE], text=True, **pipes) as child:
+        assert child.stdout and child.stderr
+        try:
+            address = next(found[1] for line in child.stderr if (found := re.search(r"at http://(\S+)", line)))
+            connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
+            until(lambda: reaches(connection), child=child)
+            body = {"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]}
+            connection.request("POST", "/generate", json.dumps(body))
+            assert child.stdout.readline() == "steps\n"
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(LIMIT_S) == 0, child.stderr.read()
+        finally:
+            child.kill()
+
+
 def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/local has the same with vLLM, which is woken."""
     monkeypatch.setattr(http_api, "WAIT_S", 0.2)
