@@ -21,6 +21,8 @@ from tuneloop.workflow.settings import RUN_LABEL
 ROOT = Path(__file__).parents[2]
 STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://artifacts/tests")
 """As the pods reach it."""
+GO = "/tmp/go"
+"""In a pod that is held: the file that lets it go on."""
 
 
 def kubectl(*words: str, check: bool = True) -> str:
@@ -107,12 +109,21 @@ def tight(cluster: Connection) -> Iterator[str]:
     subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=TIGHT, text=True, capture_output=True)
 
 
+SLEEP = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print('begun', flush=True)
+end = time.monotonic() + SECONDS
+while time.monotonic() < end and not os.path.exists('GO'):
+    time.sleep(0.2)
+print('done', flush=True)
+"""
+
+
 def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
-    """A workflow of one queued stage that computes nothing; SIGTERM ends it with 75, as it would a stage."""
-    program = (
-        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
-        f"print('begun', flush=True); time.sleep({seconds}); print('done', flush=True)"
-    )
+    """A workflow of one queued stage that computes nothing for some seconds, or until `making.release` lets it go on;
+    SIGTERM ends it with 75, as it would a stage."""
+    program = SLEEP.replace("SECONDS", str(seconds)).replace("GO", GO)
     from hera.workflows import DAG, Container
 
     from tuneloop.argo.pod_fields import pod_fields, retry_fields

@@ -81,9 +81,10 @@ def submit_two_runs(cluster: Connection, run: str, trainers: str) -> tuple[str, 
     made, names = serve_and_train(trainers), (f"{run}-a", f"{run}-b")
     for name in names:
         submit_workflow(cluster, made, run=name, store=STORE)
-    pods = [waiting.until(functools.partial(find_server, cluster, name), pause=0.5) for name in names]
-    for pod in pods:
-        kubectl("-n", cluster.namespace, "exec", pod, "-c", "main", "--", "touch", "/tmp/ready")
+    for name in names:
+        waiting.until(functools.partial(find_server, cluster, name), pause=0.5)
+    for name in names:
+        waiting.until(functools.partial(tell_server, cluster, name), pause=0.5)
     return names
 
 
@@ -91,6 +92,13 @@ def find_server(cluster: Connection, run: str) -> str:
     """The name of the pod of a run's server, once it runs."""
     pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
     return next((pod.metadata.name for pod in pods if pod.status.phase == "Running"), "")
+
+
+def tell_server(cluster: Connection, run: str) -> str:
+    """Make a run's server ready; empty where its container has not begun: a pod runs as soon as one of them does."""
+    words = ["-c", "main", "--", "sh", "-c", "touch /tmp/ready && echo told"]
+    pod = find_server(cluster, run)
+    return pod and kubectl("-n", cluster.namespace, "exec", pod, *words, check=False)
 
 
 def count_warnings(cluster: Connection, trainers: str) -> int:
@@ -106,7 +114,7 @@ def test_servers_and_stages_of_one_quota_lock_two_runs(cluster: Connection, queu
         return all("insufficient" in str(read_status(cluster, name).waiting) for name in names)
 
     waiting.until(locked, pause=0.5)
-    assert argo.stop_run(cluster, names[0]) == 1
+    assert argo.stop_run(cluster, names[0], timeout=waiting.LIMIT_S) == 1
     assert argo.wait_for_run(cluster, names[1]) == 0, "the other has the quota then"
 
 

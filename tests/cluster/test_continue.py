@@ -1,16 +1,17 @@
 """A loop of several workflows is one run: looked at, disturbed and stopped as one."""
 
 import subprocess
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.cluster.conftest import STORE, kubectl
-from tests.cluster.making import digests, empty_loop, submit_workflow, toy
+from tests.cluster.making import digests, empty_loop, finish, release, submit_workflow, toy
 from tests.cluster.test_queue import until
 from tests.unit.toy import make
+from tests.waiting import LIMIT_S
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.continue_run import create_next_workflow
@@ -29,12 +30,22 @@ def pods(cluster: Connection, run: str, template: str) -> list[Node]:
     return [n for n in found if n.type == "Pod" and n.template == template and n.phase == "Succeeded"]
 
 
+def loop_that_stands(iterations: int, per_workflow: int) -> dict[str, Any]:
+    """An empty loop whose third workflow goes no further."""
+    made = empty_loop(iterations, per_workflow)
+    for template in made["spec"]["templates"]:
+        if template["name"] == "stage":
+            script = template["container"]["command"]
+            script[-1] = f"case $TUNELOOP_NODE_WORKFLOW in *-3) sleep 3600 & wait $!;; esac; {script[-1]}"
+    return made
+
+
 def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: str) -> None:
     """Two parts end by themselves, the third is stopped, and the run resumed there: nothing runs twice."""
-    workflow = empty_loop(4, 1)
+    workflow = loop_that_stands(4, 1)
     submit_workflow(cluster, workflow, run=run, store=STORE)
     until(lambda: _phases(cluster, run) == ["Succeeded", "Succeeded", "Running"])
-    assert argo.stop_run(cluster, run) == 1
+    assert argo.stop_run(cluster, run, timeout=LIMIT_S) == 1
     assert not [pod for pod in _pods(run) if "Running" in pod or "Pending" in pod]
     seen = read_status(cluster, run)
     assert (seen.phase, seen.workflows) == ("Failed", [run, f"{run}-2", f"{run}-3"])
@@ -46,7 +57,7 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: st
     assert sorted(set(told)) == ["1", "2", "3", "4"] and told.count("1") == told.count("2") == 1
     assert read_status(cluster, run).workflows[-1] == f"{run}-5"
     assert run_drift(cluster, workflow, run) == ""
-    changed = run_drift(cluster, empty_loop(4, 2), run).splitlines()
+    changed = run_drift(cluster, loop_that_stands(4, 2), run).splitlines()
     assert [line for line in changed if line[:1] in "+-"][2:] == ["-    value: '1'", "+    value: '2'"]
 
 
@@ -78,15 +89,15 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     cluster: Connection, run: str, tmp_path: Path
 ) -> None:
     """The toy's stages on real S3; the digests are those of an undisturbed run in this process."""
-    submit_workflow(cluster, toy(run, rollout=20, reward=20), run=run, store=STORE)
-    until(lambda: _running(run, "rollout"))
-    (killed,) = _running(run, "rollout")
+    submit_workflow(cluster, toy(run, held=("rollout", "reward")), run=run, store=STORE)
+    (killed,) = until(lambda: _running(run, "rollout"))
     kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
     # As the same attempt if the controller has not seen it run yet, or as another.
-    until(lambda: bool(_running(run, "rollout")) and _running(run, "rollout")[0][1] != killed[1])
-    until(lambda: _running(run, "reward"))
+    until(lambda: [uid for _, uid in _running(run, "rollout") if uid != killed[1]])
+    until(lambda: release(cluster, run, "rollout") or _running(run, "reward"))
     kubectl("-n", "argo", "rollout", "restart", "deployment/workflow-controller")
-    assert argo.wait_for_run(cluster, run) == 0
+    kubectl("-n", "argo", "rollout", "status", "deployment/workflow-controller", "--timeout=600s")
+    assert finish(cluster, run, "reward") == 0
     undisturbed = make(str(tmp_path), iterations=1)
     assert digests(read_status(cluster, run).nodes.values(), run) == {
         f"iterations/{name}" if name[0].isdigit() else name: manifest.digest for name, manifest in undisturbed.items()
@@ -96,19 +107,16 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
 @pytest.mark.slow
 def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> None:
     """Beside what retention keeps: the workflow, and the pods that show why it ended."""
-    submit_workflow(cluster, toy(run, sft=60), run=run, store=STORE)
+    submit_workflow(cluster, toy(run, held=["sft"]), run=run, store=STORE)
     until(lambda: _running(run, "sft"))
-    assert argo.stop_run(cluster, run) == 1
+    assert argo.stop_run(cluster, run, timeout=LIMIT_S) == 1
     label = f"{RUN_LABEL}={run}"
     kinds = "pods,services,jobs,configmaps,secrets,persistentvolumeclaims,workloads,jobsets,rayjobs,workflows"
     left = kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name").split()
     assert f"workflow.argoproj.io/{run}" in left
     assert {name.partition("/")[0] for name in left} <= {"workflow.argoproj.io", "pod"}
     kubectl("-n", cluster.namespace, "delete", "workflow", run)
-    deadline = time.monotonic() + 60
-    while kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name"):
-        assert time.monotonic() < deadline
-        time.sleep(1)
+    until(lambda: not kubectl("-n", cluster.namespace, "get", kinds, "-l", label, "-o", "name"))
 
 
 def _phases(cluster: Connection, run: str) -> list[str]:

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
 from tests import waiting
 from tests.cluster.conftest import STORE, sleeper
-from tests.cluster.making import submit_workflow
+from tests.cluster.making import finish, submit_workflow
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows, prepare_workflow
 from tuneloop.cluster.watch import WORKLOADS, read_logs, read_status
@@ -16,10 +17,13 @@ from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = pytest.mark.cluster
+T = TypeVar("T")
+LONG_S = 3600
+"""Seconds that a stage would take which is released or stopped before."""
 
 
-def until(what: Callable[[], object], seconds: float = waiting.LIMIT_S) -> None:
-    waiting.until(what, seconds, pause=0.5)
+def until(what: Callable[[], T], seconds: float = waiting.LIMIT_S) -> T:
+    return waiting.until(what, seconds, pause=0.5)
 
 
 def running(cluster: Connection, run: str) -> bool:
@@ -30,40 +34,41 @@ def find_pods(cluster: Connection, run: str) -> list[Node]:
     return [node for node in read_status(cluster, run).nodes.values() if node.type == "Pod"]
 
 
-def submit_two_runs(cluster: Connection, queue: str, run: str, seconds: tuple[int, int]) -> tuple[str, str]:
+def submit_two_runs(cluster: Connection, queue: str, run: str) -> tuple[str, str]:
     """Submit a run that takes the whole quota, and then one that waits for it; return their names."""
     first, second = f"{run}-a", f"{run}-b"
-    submit_workflow(cluster, sleeper(seconds[0], queue), run=first, store=STORE)
+    submit_workflow(cluster, sleeper(LONG_S, queue), run=first, store=STORE)
     until(lambda: running(cluster, first))
-    submit_workflow(cluster, sleeper(seconds[1], queue), run=second, store=STORE)
+    submit_workflow(cluster, sleeper(LONG_S, queue), run=second, store=STORE)
     until(lambda: bool(read_status(cluster, second).waiting))
     return first, second
 
 
 def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -> None:
-    first, second = submit_two_runs(cluster, tight, run, (60, 1))
+    first, second = submit_two_runs(cluster, tight, run)
     until(lambda: "insufficient" in str(read_status(cluster, second).waiting))
-    assert argo.wait_for_run(cluster, first) == 0
-    assert argo.wait_for_run(cluster, second) == 0
+    assert finish(cluster, first) == 0
+    assert finish(cluster, second) == 0
     assert not read_status(cluster, second).waiting
 
 
 def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, tight: str, run: str) -> None:
     low, high = f"{run}-a", f"{run}-b"
-    submit_workflow(cluster, sleeper(45, tight), run=low, store=STORE, priority="tuneloop-low")
+    submit_workflow(cluster, sleeper(LONG_S, tight), run=low, store=STORE, priority="tuneloop-low")
     until(lambda: running(cluster, low))
     submit_workflow(cluster, sleeper(1, tight), run=high, store=STORE, priority="tuneloop-high")
     assert argo.wait_for_run(cluster, high) == 0
-    assert argo.wait_for_run(cluster, low) == 0
+    assert finish(cluster, low) == 0
     # The quota is for one. (Argo makes a pod that had only just begun anew in the same node; else there are two nodes.)
     assert find_pods(cluster, low)[-1].phase == "Succeeded"
-    assert find_pods(cluster, high)[-1].finished < find_pods(cluster, low)[-1].finished, "it had to wait"
+    assert find_pods(cluster, high)[-1].finished <= find_pods(cluster, low)[-1].finished, "it had to wait"
 
 
 def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str, run: str) -> None:
-    first, second = submit_two_runs(cluster, tight, run, (300, 300))
+    first, second = submit_two_runs(cluster, tight, run)
+    until(lambda: ("sleep", "begun") in list(read_logs(cluster, first)))
     for name in (second, first):
-        assert argo.stop_run(cluster, name) == 1
+        assert argo.stop_run(cluster, name, timeout=waiting.LIMIT_S) == 1
         assert argo.wait_for_run(cluster, name) != 0
         assert not read_status(cluster, name).waiting
     pods = cluster.core.list_namespaced_pod(cluster.namespace).items
