@@ -14,9 +14,10 @@ from urllib.parse import urlparse
 
 import pytest
 
+from tests.waiting import until
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection, connect_to_cluster
-from tuneloop.workflow.settings import RUN_LABEL
+from tuneloop.workflow.settings import QUEUE, RUN_LABEL, SAMPLER_QUEUE
 
 ROOT = Path(__file__).parents[2]
 STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://artifacts/tests")
@@ -35,9 +36,18 @@ def kubectl(*words: str, check: bool = True) -> str:
 def forwarded(namespace: str, service: str, port: int) -> Iterator[str]:
     """``host:port`` of a service of the cluster, here."""
     command = ["kubectl", "-n", namespace, "port-forward", f"svc/{service}", f":{port}"]
-    forward = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def begin() -> tuple[subprocess.Popen[str], str] | None:
+        """Forward; kubectl gives up at once where no pod of the service runs just now."""
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        if found := re.search(r":(\d+) ->", process.stdout.readline()):
+            return process, f"127.0.0.1:{found[1]}"
+        process.wait()
+        return None
+
+    forward, place = until(begin, pause=0.5)
     try:
-        yield "127.0.0.1:" + re.search(r":(\d+) ->", forward.stdout.readline())[1]
+        yield place
     finally:
         forward.terminate()
         forward.wait()
@@ -48,7 +58,10 @@ def cluster() -> Connection:
     if "KUBECONFIG" not in os.environ or not shutil.which("kubectl"):
         pytest.fail("the cluster tier needs KUBECONFIG set and kubectl on PATH", pytrace=False)
     kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
-    return connect_to_cluster()
+    connection = connect_to_cluster()
+    queues = [f"localqueue/{name}" for name in (QUEUE, SAMPLER_QUEUE)]  # what they do not admit yet is refused
+    kubectl("-n", connection.namespace, "wait", "--for=condition=Active", *queues, "--timeout=600s")
+    return connection
 
 
 @pytest.fixture

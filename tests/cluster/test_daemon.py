@@ -36,7 +36,7 @@ def test_every_workflow_has_a_server_of_its_own(cluster: Connection, run: str) -
     servers = [node for node in seen.nodes.values() if node.template == "serve" and node.type == "Pod"]
     made = digests(seen.nodes.values(), run)
     booted = [node.inputs["policy"].rpartition("@")[2] for node in servers]
-    assert booted == [made["base-model"], made["iterations/1/policy-update"]]
+    assert [*dict.fromkeys(booted)] == [made["base-model"], made["iterations/1/policy-update"]], "tried again or not"
     assert "iterations/2/policy-update" in made and "export" in made
 
     def gone() -> bool:
@@ -55,6 +55,6 @@ def test_several_servers_of_one_workflow(cluster: Connection, run: str) -> None:
     nodes = read_status(cluster, run).nodes.values()
     servers = {node.inputs["replica"] for node in nodes if node.template == "serve" and node.type == "Pod"}
     sampled = [node for node in nodes if node.template == "rollout" and node.type == "Pod"]
-    assert servers == {"1", "2"} and len(sampled) == 2
+    assert servers == {"1", "2"} and len(sampled) >= 2
     assert all(len({*node.inputs["endpoint"].split(",")}) == 2 for node in sampled)
     assert "iterations/2/policy-update" in digests(nodes, run)

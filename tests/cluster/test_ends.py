@@ -61,7 +61,7 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
     submit_workflow(cluster, workflow(), run=new, store=STORE)
     submit_workflow(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
     until(lambda: running(cluster, new) and running(cluster, old))
-    until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5))
+    until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5) and _ran_for(cluster, old, OLD_LIMIT_S + 5))
     for name in (new, old):
         _end_first_attempt(cluster, name)
     assert argo.wait_for_run(cluster, new) == 0

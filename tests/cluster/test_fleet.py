@@ -12,6 +12,7 @@ from tests.cluster.making import SMALL
 from tests.cluster.operator import IMAGE, operating
 from tests.cluster.test_queue import until
 from tests.cluster.volumes import apply
+from tests.waiting import LIMIT_S
 from tuneloop.argo.claim_steps import add_graph_end
 from tuneloop.argo.pod_fields import RESTRICTED
 from tuneloop.cli import run_cli
@@ -104,7 +105,7 @@ def test_a_graph_ends_with_its_run_and_where_that_is_stopped(cluster: Connection
     until(lambda: graphs.find_graph(cluster, run) is None)
     assert graphs.bring_up(cluster, wanted, lambda: start(cluster, run), timeout=300) == f"{run}-2"
     assert graphs.find_graph(cluster, run)
-    assert argo.stop_run(cluster, run) == 1
+    assert argo.stop_run(cluster, run, timeout=LIMIT_S) == 1
     until(lambda: graphs.find_graph(cluster, run) is None)
     assert len(run_workflows.find_workflows(cluster, run)) == 2
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests, draw_tiny_model, submit_workflow
+from tests.waiting import LIMIT_S
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
 from tuneloop.argo.tasks import Output
@@ -65,7 +66,7 @@ def trained(cluster: Connection, run: str) -> bool:
 
 def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: Connection, run: str) -> None:
     submit_workflow(cluster, twice(), run=run, store=STORE)
-    deadline = time.monotonic() + 900  # its pods are the last whom a busy machine gives a core
+    deadline = time.monotonic() + 3 * LIMIT_S  # its pods are the last whom a busy machine gives a core
     while not trained(cluster, run):
         assert time.monotonic() < deadline, list(read_logs(cluster, run))
         assert run_workflows.get_workflow_phase(run_workflows.find_workflows(cluster, run)[-1]) in (
@@ -73,17 +74,17 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: C
             "Running",
         )
         time.sleep(1)
+    victim = f"{PODS}={run}-sft,batch.kubernetes.io/job-completion-index=1"  # at once: it trains on
+    kubectl("-n", cluster.namespace, "delete", "pod", "-l", victim, "--grace-period=0", "--force")
     seen = read_status(cluster, run)
     shown = {stage.stage: stage.phase for stage in list_cluster_stages(seen.nodes, seen.waiting)}
-    assert shown.items() >= {"one": "Succeeded", "pair": "Running"}.items() and "job" not in shown
-    victim = f"{PODS}={run}-sft,batch.kubernetes.io/job-completion-index=1"
-    kubectl("-n", cluster.namespace, "delete", "pod", "-l", victim, "--grace-period=0", "--force")
+    assert shown["one"] == "Succeeded" and shown["pair"] in ("Pending", "Running") and "job" not in shown
     assert argo.wait_for_run(cluster, run) == 0
     found = run_workflows.find_workflows(cluster, run)[-1]
     references = {n.display_name: n.outputs.get("checkpoint", "") for n in read_nodes(found).values()}
     assert references["one"].partition("@")[2] == references["pair"].partition("@")[2] != ""
     jobset = cluster.get("jobset.x-k8s.io", "v1alpha2", "jobsets", f"{run}-sft")
-    assert jobset["status"]["restarts"] == 1
+    assert jobset["status"]["restarts"] >= 1
     assert jobset["metadata"]["ownerReferences"][0]["kind"] == "Workflow"
     said = [line for stage, line in read_logs(cluster, run, stage="sft")]
     assert any("resumed after step" in line for line in said), said

@@ -75,7 +75,7 @@ class Tasks:
         name = f"{self.run}-{task}"
         self._pod(name, container["image"], [*container["command"], *args])
         ended = "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
-        kubectl("-n", self.namespace, "wait", "pod", name, f"--for={ended}", "--timeout=600s")
+        kubectl("-n", self.namespace, "wait", "pod", name, f"--for={ended}", "--timeout=1800s")
         code = int(kubectl("-n", self.namespace, "get", "pod", name, "-o", ended))
         said = kubectl("-n", self.namespace, "logs", name)
         kubectl("-n", self.namespace, "delete", "pod", name)

@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.conftest import STORE
 from tests.cluster.making import digests, submit_workflow
 from tests.cluster.test_queue import until
+from tests.waiting import LIMIT_S
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_nodes, read_status
@@ -24,7 +25,7 @@ SMALL = [
     *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=8"),
     *("data.source_args={digits: 2}", "data.train=40", "data.eval=8", "data.sft=40"),
     *("rollout.prompts_per_iteration=4", "rollout.n=4"),
-    *("sft.max_steps=60", "sft.save_steps=10", "sft.per_device_train_batch_size=16"),
+    *("sft.max_steps=100", "sft.save_steps=10", "sft.per_device_train_batch_size=16"),
 ]
 
 
@@ -32,8 +33,8 @@ def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, 
     pipeline = find_pipeline("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=2"]))
     submit_workflow(cluster, workflow, run=run, store=STORE)
-    until(lambda: _trained(cluster, run))
-    assert argo.stop_run(cluster, run) == 1
+    until(lambda: _trained(cluster, run), 3 * LIMIT_S)
+    assert argo.stop_run(cluster, run, timeout=LIMIT_S) == 1
     stopped = read_nodes(run_workflows.find_workflows(cluster, run)[0]).values()
     assert {node.phase for node in stopped if node.display_name.startswith("sft")} == {"Failed"}
 

@@ -12,6 +12,7 @@ import yaml
 
 from tests.cluster.conftest import STORE, forwarded, kubectl, sleeper
 from tests.cluster.making import submit_workflow
+from tests.waiting import LIMIT_S, until
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.preflight import LISTED, find_problems
@@ -168,8 +169,10 @@ def test_the_role_for_people_suffices(cluster: Connection, run: str) -> None:
     kubectl("-n", cluster.namespace, "create", *words)
     try:
         person = _as(cluster, user)
-        submit_workflow(person, sleeper(60), run=run, store=STORE)
+        made = run_workflows.prepare_workflow(sleeper(3600), run=run, store=STORE)
+        until(lambda: not find_problems(person, made))  # the API server learns of a binding as others do
+        submit_workflow(person, sleeper(3600), run=run, store=STORE)
         assert read_status(person, run).phase in ("Pending", "Running")
-        assert argo.stop_run(person, run) == 1
+        assert argo.stop_run(person, run, timeout=LIMIT_S) == 1
     finally:
         kubectl("-n", cluster.namespace, "delete", *words[:2])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.conftest import ROOT, STORE, forwarded
+from tests.cluster.conftest import ROOT, STORE, forwarded, sleeper
 from tests.cluster.test_queue import until
+from tests.waiting import LIMIT_S
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.argo_server import Server
@@ -54,9 +55,14 @@ def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
 
     assert subprocess.run(command[:-1], cwd=ROOT, capture_output=True).returncode == 0
     until(lambda: read_status(cluster, run).workflows == [run, f"{run}-2"])
-    with pytest.raises(UserError, match=f"is under way as workflow {run}-2"):
-        Server(f"http://{server}").submit(wanted, run)
-    argo.stop_run(cluster, run)
+
+
+def test_a_run_that_is_under_way_is_refused(cluster: Connection, server: str, run: str) -> None:
+    made = run_workflows.prepare_workflow(sleeper(3600, queue=""), run=run, store=STORE)
+    assert Server(f"http://{server}").submit(made, run) == run
+    with pytest.raises(UserError, match=f"is under way as workflow {run}"):
+        Server(f"http://{server}").submit(made, run)
+    assert argo.stop_run(cluster, run, timeout=LIMIT_S) == 1
 
 
 def test_a_server_that_does_not_answer(run: str) -> None:

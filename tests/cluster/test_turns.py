@@ -25,7 +25,8 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources, Share
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-PATIENCE = 15.0
+PATIENCE = 45.0
+"""Seconds without a sign of life, as of a holder that is killed, or of one that a busy machine lets wait."""
 
 
 def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
     killed = document(cluster, run)
     pods = f"{RUN_LABEL}={run}"
     kubectl("-n", cluster.namespace, "delete", "pods", "-l", pods, "--force", "--grace-period=0")
-    until(lambda: document(cluster, run).number > killed.number, 3 * PATIENCE)
+    until(lambda: document(cluster, run).number > killed.number, LIMIT_S)
     assert argo.wait_for_run(cluster, second) == 0
     argo.stop_run(cluster, run)  # its next attempt waits, or has the turn again
     until(lambda: not leases(cluster, run))
@@ -100,7 +101,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 RACER = """
 import sys, time
 from tuneloop.sharing.opening import open_turns
-turns = open_turns(sys.argv[1], who=sys.argv[2], patience=10)
+turns = open_turns(sys.argv[1], who=sys.argv[2], patience=120)
 for _ in range(4):
     with turns.acquire(timeout=300) as held:
         print(held.number, time.monotonic(), flush=True)

@@ -11,6 +11,7 @@ from tests.cluster.conftest import ROOT, kubectl
 from tests.cluster.making import submit_workflow
 from tests.cluster.test_jobset import SMALL, twice
 from tests.cluster.volumes import apply, volume
+from tests.waiting import LIMIT_S
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_nodes
@@ -48,7 +49,7 @@ def _grow(cluster: Connection, run: str) -> None:
     The stage is not queued: Kueue 0.16 deletes a pod whose requests differ from what it admitted.
     """
     found: list[str] = []
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 3 * LIMIT_S
     while not found:
         assert time.monotonic() < deadline
         time.sleep(0.5)
