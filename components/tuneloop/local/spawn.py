@@ -112,11 +112,16 @@ def _fork(channel: socket.socket, pids: dict[int, int], request: dict[str, Any],
     channel.close()
     for descriptor in pipes:
         os.close(descriptor)
-    for target, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
-        flags = os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        opened = os.open(path, flags, 0o644)
-        os.dup2(opened, target)
-        os.close(opened)
+    try:
+        for target, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
+            flags = os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            opened = os.open(path, flags, 0o644)
+            os.dup2(opened, target)
+            os.close(opened)
+    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+        if not str(error.filename).startswith("/proc/"):
+            raise
+        os._exit(128 + signal.SIGKILL)  # whose output it was to have has ended, and this process with it
     return False
 
 

@@ -50,7 +50,7 @@ def ask(port: int, path: str = "/") -> Template:
     """Writes what the server at ``ip`` answers."""
     source = f"""
         import time, urllib.request
-        for attempt in range(600):
+        for attempt in range(6000):
             try:
                 answer = urllib.request.urlopen("http://{{{{inputs.parameters.ip}}}}:{port}{path}").read().decode()
                 break
@@ -234,9 +234,8 @@ def executor(tmp_path: Path, document: dict[str, Any]) -> Iterator[subprocess.Po
 
 def long_run(tmp_path: Path) -> dict[str, Any]:
     """A pod with a child in a session of its own; both write their process id."""
-    script = (
-        f"setsid sh -c 'echo $$$$ > {tmp_path}/b; sleep 60' & echo $$$$ > {tmp_path}/a; trap 'exit 75' TERM; wait; wait"
-    )
+    child = f"setsid sh -c 'echo $$$$ > {tmp_path}/b; sleep 3600'"
+    script = f"trap 'exit 75' TERM; {child} & echo $$$$ > {tmp_path}/a; wait; wait"
     return workflow(shell("long", script), OK, dag(task("t", "long")), onExit="ok")
 
 
@@ -334,6 +333,21 @@ def test_whoever_connects_to_a_warm_process_may_be_gone_at_once(shared: str) -> 
         with socket.socket(socket.AF_UNIX) as channel:
             channel.connect(shared)
     Launcher(base_environment({WARM: shared}), warm=["stages"]).close()
+
+
+def test_a_fork_whose_output_is_of_a_process_that_has_ended_ends_too(shared: str) -> None:
+    """As those of what `tests.forked` stands for, where that is killed at once."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    place = f"/proc/{ended.pid}/fd"
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(shared)
+        heard = channel.makefile()
+        assert "ready" in json.loads(heard.readline())
+        asked = {"start": 0, "argv": ["python", "-m", "waits"], "env": {}, "cwd": "/"}
+        asked |= {"stdout": f"{place}/1", "stderr": f"{place}/2"}
+        channel.sendall(json.dumps(asked).encode() + b"\n")
+        assert [next(iter(json.loads(heard.readline()))) for _ in "ab"] == ["started", "ended"]
 
 
 def test_a_shared_warm_process_of_another_environment_is_not_used(
