@@ -26,7 +26,7 @@ from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import UserError, report_errors
 from tuneloop.core.program import write_outputs
-from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
+from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster, ignore_refusals
 from tuneloop.local.journal import BROKEN
 from tuneloop.runs.records import DIGITS, check_schedule_name
 from tuneloop.workflow.manifest import labels_of
@@ -73,9 +73,10 @@ def apply_schedule(
     spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
     spec["workflowMetadata"] = {"labels": {LABEL: name}}
     specs = {"WorkflowTemplate": template_spec(made, name), "CronWorkflow": spec}
-    standing = {kind: _standing(cluster, kind, name) for kind in specs}
+    for kind in specs:
+        _standing(cluster, kind, name)
     for kind, wanted in specs.items():
-        _apply(cluster, kind, name, wanted, standing[kind])
+        _apply(cluster, kind, name, wanted)
 
 
 def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -165,18 +166,17 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _apply(
-    cluster: Connection, kind: str, name: str, spec: Mapping[str, Any], standing: Mapping[str, Any] | None
-) -> None:
+def _apply(cluster: Connection, kind: str, name: str, spec: Mapping[str, Any]) -> None:
     """Create the object, or replace the spec of the one that stands."""
     group, version, plural = KINDS[kind]
     body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": kind}
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
-    if standing is None:
-        cluster.create(group, version, plural, body)
-    else:
+    while standing := _standing(cluster, kind, name):
         body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
-        cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
+        with ignore_refusals(409):  # the controller, which writes its status at any time, was faster
+            cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
+            return
+    cluster.create(group, version, plural, body)
 
 
 def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str) -> str:

@@ -41,6 +41,7 @@ class Api(ThreadingHTTPServer):
         objects: (plural, name) → object, in the order they were created.
         becomes: status of a workflow that is created.
         refuses: plurals of what nobody may create.
+        written: so many replacements yet are refused, as by another's who was faster.
         pods: of the namespace.
         logs: pod → what it wrote.
     """
@@ -50,6 +51,7 @@ class Api(ThreadingHTTPServer):
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.becomes: dict[str, Any] = {}
         self.refuses: set[str] = set()
+        self.written = 0
         self.pods: list[dict[str, Any]] = []
         self.logs: dict[str, str] = {}
 
@@ -112,7 +114,11 @@ class Objects(Answering):
     def do_PUT(self) -> None:
         match = PLACE.match(self.path)
         assert match
-        self._answer(200, self._keep((match["plural"], match["name"]), self._body()))
+        body = self._body()
+        if self.server.written:
+            self.server.written -= 1
+            return self._answer(409, {"message": "the object has been modified"})
+        self._answer(200, self._keep((match["plural"], match["name"]), body))
 
     def do_PATCH(self) -> None:
         match, body = PLACE.match(self.path), self._body()

@@ -105,6 +105,15 @@ def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural:
                 assert server.objects == {(plural, "nightly"): theirs}
 
 
+def test_a_schedule_is_changed_though_the_controller_writes_into_it_meanwhile() -> None:
+    pipeline = find_pipeline("grpo")
+    made = pipeline.build(pipeline.configure())
+    with serving() as (server, cluster):
+        for cron, server.written in (("@daily", 0), ("@hourly", 2)):
+            apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron=cron)
+        assert server.written == 0 and cluster.get(*CRON, "nightly")["spec"]["schedules"] == ["@hourly"]
+
+
 def look(name: str, second: int, workflow: str, **node: Any) -> dict[str, Any]:
     """A workflow that looked for new data, whose last step is `node`."""
     at = f"2026-01-01T03:00:{second:02d}Z"
