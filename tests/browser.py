@@ -115,9 +115,13 @@ def open_browser() -> Iterator[Page]:
             until(lambda: port.is_file() and len(port.read_text().split()) == 2, LIMIT_S, process)
             number, path = port.read_text().split()
             with connect(f"ws://127.0.0.1:{number}{path}", **PATIENT) as whole:
-                whole.send(json.dumps({"id": 1, "method": "Target.getTargets"}))
-                said = json.loads(whole.recv(timeout=LIMIT_S))
-            target = next(t["targetId"] for t in said["result"]["targetInfos"] if t["type"] == "page")
+
+                def find_page() -> str:
+                    whole.send(json.dumps({"id": 1, "method": "Target.getTargets"}))
+                    found = json.loads(whole.recv(timeout=LIMIT_S))["result"]["targetInfos"]
+                    return next((each["targetId"] for each in found if each["type"] == "page"), "")
+
+                target = until(find_page, LIMIT_S, process)  # it listens before it has opened one
             with connect(f"ws://127.0.0.1:{number}/devtools/page/{target}", **PATIENT) as socket:
                 yield Page(socket)
         finally:

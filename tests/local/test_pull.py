@@ -260,10 +260,14 @@ def test_requests_go_on_with_new_weights(chain: list[Artifact], tmp_path: Path) 
     loop.start()
     said: list[Any] = []  # of both completions token by token, then whole
     request, sampling = Request("r", SHORT[0], [1, 2]), Sampling(1.0, 300, ())
-    loop.generate([request], sampling, 0, None, lambda _, part: said.append(part), stream=True).result()
-    for version in (1, 2):
-        until(lambda: len(said) > 40 * version)  # noqa: B023
-        loop.change(chain[version].path / "model", version, chain[version].manifest.digest, "keep").result()
+
+    def hear(_: int, part: Any) -> None:
+        said.append(part)
+        if len(said) in (40, 80):  # asked for here, so before the next step: 600 are said in a second or two
+            version = len(said) // 40
+            loop.change(chain[version].path / "model", version, chain[version].manifest.digest, "keep")
+
+    loop.generate([request], sampling, 0, None, hear, stream=True).result()
     (whole,) = until(lambda: [part for part in said if isinstance(part, list)])
     loop.stop()
     loop.join()

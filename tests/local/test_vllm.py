@@ -372,7 +372,8 @@ def test_who_hangs_up_is_dropped(server: Running, versions: list[Artifact]) -> N
     with pytest.raises(KeyboardInterrupt):
         client.generate(many, Sampling(1.0, 400, ()), hang_up)
     before = server.cpu_seconds()
-    until(server.rests)
+    until(lambda: count_requests(server.url) == 0)
+    until(server.rests)  # as it may seem to on a busy machine while it still computes
     assert server.cpu_seconds() - before < 10, "4096 times 400 tokens take minutes"
     assert count_requests(server.url) == 0
 

@@ -15,7 +15,7 @@ import pytest
 from tests.local.loops import digests
 from tests.objects import served
 from tests.unit import toy
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.cli import checks, run_cli
 from tuneloop.cli.exits import run_command
 from tuneloop.cli.live import Display
@@ -286,7 +286,7 @@ def test_a_taken_port_is_refused() -> None:
     serve = {"name": "serve", "daemon": True, "container": {"readinessProbe": {"httpGet": {"port": 0}}}}
     workflow = {"spec": {"templates": [serve]}}
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.1", free_port()))
         server.listen()
         serve["container"]["readinessProbe"]["httpGet"]["port"] = server.getsockname()[1]  # type: ignore[index]
         [(name, port)] = checks.daemon_ports(workflow)
@@ -472,6 +472,7 @@ def test_a_run_that_failed_before_its_loop_takes_other_settings(call: Call, tmp_
 def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> None:
     child = program("run", TOY, "--run", "k", *QUICK, "--set", "iterations=3", cwd=tmp_path, start_new_session=True)
     until(lambda: (tmp_path / "runs/k/iterations/1/rollout/manifest.json").exists(), child=child)
+    child.send_signal(signal.SIGSTOP)  # it is there, and begins no further stage
     assert "k  toy_pipeline  running" in call("status", "k").out
     refused(call("run", TOY, "--run", "k", "--set", "iterations=3", *QUICK), "is running")
     os.killpg(child.pid, signal.SIGKILL)

@@ -22,6 +22,7 @@ from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.inference.fleet.service import Service
 from tuneloop.runs.run_record import Run
 
+NOBODY = "http://127.0.0.1:9"
 OURS = "vllm:num_requests_running 40\nvllm:num_requests_waiting 88\n"
 VLLM = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -104,10 +105,8 @@ def test_without_a_replica_it_goes_by_the_pods_of_runs(api: Cluster) -> None:
 
 
 def test_replicas_stay_where_one_cannot_be_asked(api: Cluster) -> None:
-    with serving(OURS) as gone:
-        pass
-    api.objects[SLICES] = endpoints(gone)
-    with pytest.raises(Unavailable, match=rf"^{gone}/metrics cannot be reached from here: "):
+    api.objects[SLICES] = endpoints(NOBODY)
+    with pytest.raises(Unavailable, match=rf"^{NOBODY}/metrics cannot be reached from here: "):
         look(AutoscalingRule(0, 4, 64))
     with serving("process_cpu_seconds_total 1\n") as url:
         api.objects[SLICES] = endpoints(url)
@@ -144,10 +143,8 @@ def test_a_fleet_that_cannot_be_scaled_is_said_at_once(api: Cluster, capsys: pyt
     command = ["fleet", "autoscale", "service://rollout.tuneloop", "--max", "2"]
     assert run_cli([*command, "--min", "5"]) == 2
     assert "--min: 5: must be at most --max (2)\n" in capsys.readouterr().err
-    with serving(OURS) as gone:
-        pass
-    api.objects[SLICES] = endpoints(gone)
+    api.objects[SLICES] = endpoints(NOBODY)
     assert run_cli(command) == 75
-    assert f"{gone}/metrics cannot be reached from here" in capsys.readouterr().err
+    assert f"{NOBODY}/metrics cannot be reached from here" in capsys.readouterr().err
     assert run_cli([*command, "--context", "nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err

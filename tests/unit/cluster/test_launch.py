@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,16 +120,18 @@ def test_a_server_in_trouble_does_not_end_what_follows(serve: Any) -> None:
     assert (server.made, server.faults) == (1, 0)
 
 
-def test_patience_ends() -> None:
-    asked = []
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, slept = [], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("tuneloop.kube.connection.time", clock)
 
     def look() -> None:
         asked.append(1)
         raise Retryable("503")
 
     with pytest.raises(Retryable):
-        retry_until_available(look, patience=0.1, pause=0.01)
-    assert len(asked) == 4  # at 0, 0.01, 0.03 and 0.07 s
+        retry_until_available(look, patience=100, pause=10)
+    assert slept == [10, 20, 30] and len(asked) == 4, "twice as long each time, and 30 s at most"
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.policies import commit_policy, commit_prompts
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, Retryable, UserError
 from tuneloop.formats.rollouts import Completion, Request
@@ -224,8 +224,7 @@ class Mortal:
 @contextmanager
 def mortal(about: Mortal) -> Iterator[str]:
     """The address at which it lives, one life after the other."""
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as free:
-        port = free.server_port
+    port = free_port()  # which nobody is dealt out between two lives
     over, first = threading.Event(), threading.Event()
     served: dict[int, dict[str, Any]] = {}
 

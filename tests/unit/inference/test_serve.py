@@ -46,7 +46,7 @@ uvicorn.Server.run = told_before
 @pytest.mark.parametrize("program", [SERVE, GATEWAY], ids=["serve", "gateway"])
 def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) -> None:
     """Else nobody hears the signal, and the pod's grace period has to run out."""
-    done = subprocess.run([sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=120)
+    done = subprocess.run([sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=LIMIT_S)
     assert done.returncode == 0
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,6 @@ def test_a_server_is_waited_for_until_it_answers_or_the_task_is_to_end(tmp_path:
                 iterations._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
             pod.stopped = False
             (tmp_path / "health").touch()
-            begun = time.monotonic()
             iterations._await_ready(process, f"http://127.0.0.1:{port}/health", pod)
-            assert time.monotonic() - begun < iterations.BOOT_S
         finally:
             process.terminate()
