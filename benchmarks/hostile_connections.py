@@ -159,14 +159,15 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
 
 
 async def attack(target: Target, number: int, kind: Attack, end: float, opened: Counter[str], name: str) -> None:
-    """Hold one hostile connection until `end`, by the monotonic clock; a new one for each that is closed."""
-    while (left := end - time.monotonic()) > 0:
-        writer = None
+    """Hold one hostile connection, at least, until `end`, by the monotonic clock; a new one for each that is closed."""
+    first = True
+    while first or time.monotonic() < end:
+        first, writer = False, None
         try:
             source = (f"127.0.0.{2 + number % 10}", 0)
             reader, writer = await asyncio.open_connection(target.host, target.port, local_addr=source, limit=2**14)
             opened[name] += 1
-            await asyncio.wait_for(kind(target, reader, writer), left)
+            await asyncio.wait_for(kind(target, reader, writer), end - time.monotonic())
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass
         finally:

@@ -22,7 +22,7 @@ LONG_S = 3600
 """Seconds that a stage would take which is released or stopped before."""
 
 
-def until(what: Callable[[], T], seconds: float = waiting.LIMIT_S) -> T:
+def until(what: Callable[[], T], seconds: float = 2 * waiting.LIMIT_S) -> T:
     return waiting.until(what, seconds, pause=0.5)
 
 

@@ -10,9 +10,8 @@ import yaml
 
 from tests.browser import needs_chromium, open_browser
 from tests.cluster.conftest import ROOT, STORE, forwarded, kubectl
-from tests.cluster.making import submit_workflow, toy
+from tests.cluster.making import finish, submit_workflow, toy
 from tests.cluster.volumes import apply
-from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_chromium]
@@ -39,12 +38,12 @@ def site(cluster: Connection, tmp_path: Path) -> Iterator[str]:
 
 def test_a_run_is_seen_while_it_goes_on(cluster: Connection, site: str, run: str) -> None:
     """The page is opened once; that a stage runs, and what stages have committed, comes to it by itself."""
-    submit_workflow(cluster, toy(run, rollout=20, iterations=2), run=run, store=STORE)
+    submit_workflow(cluster, toy(run, iterations=2, held=["rollout"]), run=run, store=STORE)
     with open_browser() as page:
         page.open(f"{site}/", run)
         page.open(f"{site}/runs/{run}", "running")
         page.wait(r"rollout\s+runs")
-        assert argo.wait_for_run(cluster, run) == 0
+        assert finish(cluster, run, "rollout") == 0
         page.wait(r"succeeded[\s\S]*rollout\s+committed\s+2")
         page.open(f"{site}/runs/{run}/weights", "Checkpoints")
         assert page.errors == []
