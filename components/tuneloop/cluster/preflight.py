@@ -53,7 +53,7 @@ def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[User
 
 
 def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    if is_absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=10):
+    if is_absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=(10, 30)):
         otherwise = " (or yours), or choose --context or --namespace"
         yield Problem("namespace", cluster.namespace, f"does not exist in context {cluster.context}", APPLY, otherwise)
 
