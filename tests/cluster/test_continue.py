@@ -36,7 +36,7 @@ def loop_that_stands(iterations: int, per_workflow: int) -> dict[str, Any]:
     for template in made["spec"]["templates"]:
         if template["name"] == "stage":
             script = template["container"]["command"]
-            script[-1] = f"case $TUNELOOP_NODE_WORKFLOW in *-3) sleep 3600 & wait $!;; esac; {script[-1]}"
+            script[-1] = f"case $TUNELOOP_NODE_WORKFLOW in *-3) exec sleep 3600;; esac; {script[-1]}"
     return made
 
 

@@ -131,7 +131,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(Retryable):
         retry_until_available(look, patience=100, pause=10)
-    assert slept == [10, 20, 30] and len(asked) == 4, "twice as long each time, and 30 s at most"
+    assert slept == [10, 20, 30, 30] and len(asked) == 5, "twice as long each time, and 30 s at most"
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
