@@ -45,7 +45,9 @@ def forwarded(namespace: str, service: str, port: int) -> Iterator[str]:
         process.wait()
         return None
 
-    forward, place = until(begin, pause=0.5)
+    begun = until(begin, pause=0.5)
+    assert begun
+    forward, place = begun
     try:
         yield place
     finally:

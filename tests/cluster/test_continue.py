@@ -94,7 +94,12 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     kubectl("-n", cluster.namespace, "delete", "pod", killed[0], "--grace-period=1")
     # As the same attempt if the controller has not seen it run yet, or as another.
     until(lambda: [uid for _, uid in _running(run, "rollout") if uid != killed[1]])
-    until(lambda: release(cluster, run, "rollout") or _running(run, "reward"))
+
+    def goes_on() -> bool:
+        release(cluster, run, "rollout")
+        return bool(_running(run, "reward"))
+
+    until(goes_on)
     kubectl("-n", "argo", "rollout", "restart", "deployment/workflow-controller")
     kubectl("-n", "argo", "rollout", "status", "deployment/workflow-controller", "--timeout=600s")
     assert finish(cluster, run, "reward") == 0
