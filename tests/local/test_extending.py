@@ -222,18 +222,26 @@ def build_argo(config):
 ''',
 }
 """One of each row of the table in CONTRIBUTING.md, each in the one file that the table names."""
-OTHERS = """
+CHECKS = """
+import pytest
+
 from tuneloop.argo.trainjob import as_trainjob
+from tuneloop.cli import run_cli
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.training.backends import load_backend, run_here
 from tuneloop.workflow.settings import Cluster
 
+assert run_cli(["lint", "added"]) == 0
+assert run_cli(["render", "added"]) == 0
 (worker,) = open_fleet("added://somewhere:1").discover()
 made = load_backend("added")(args={"rate": 3})
 assert as_trainjob(made, "name", Cluster())["spec"]["trainer"]["args"] == ["--rate", "3"]
 assert run_here(made) == 0
 print("fleet of", worker)
+golden = ["tests/golden/test_golden.py", "-q", "-p", "no:cacheprovider", "-k", "added or manifests_hold"]
+assert [pytest.main([*golden, *more]) for more in (["--update-golden"], [])] == [0, 0]
 """
+"""What needs no process of its own: linted, rendered, its golden files written and then compared, and used."""
 
 
 def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
@@ -258,21 +266,9 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
 
     python, tuneloop = sys.executable, (sys.executable, "-m", "tuneloop.cli")
     assert "0 broken" in done(str(Path(python).parent / "lint-imports"))
-    done(*tuneloop, "lint", "added")
-    assert "name: policy-update" in done(*tuneloop, "render", "added")
-    golden = (
-        python,
-        "-m",
-        "pytest",
-        "tests/golden/test_golden.py",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "added or manifests_hold",
-    )
-    done(*golden, "--update-golden")
-    done(*golden)
+    told = done(python, "-c", CHECKS)
+    assert "name: policy-update" in told
+    assert "trained with ['--rate', '3']" in told and "fleet of http://somewhere:1" in told
     ran = done(
         *tuneloop,
         "run",
@@ -290,5 +286,3 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
     assert Artifact(f"{tmp_path}/runs/r/added").manifest.results == {"kept": 4}
     assert Artifact(f"{tmp_path}/runs/r/reward").manifest.facts["reward"]["breakdown"].keys() == {"added"}
     assert Artifact(f"{tmp_path}/runs/r/policy-update").manifest.facts["objective"]["boost"] == 2.0
-    told = done(python, "-c", OTHERS)
-    assert "trained with ['--rate', '3']" in told and "fleet of http://somewhere:1" in told

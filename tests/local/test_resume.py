@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.local.loops import command, digests, finish, kill_when
+from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact
 from tuneloop.local import journal
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
-KILLS = 10
+KILLS = 6
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "begun": lambda out: True,
     "writing": lambda out: any(out.glob("data-*")),
@@ -38,7 +39,9 @@ def output(pod: journal.Node, run: Path) -> Path:
     return Path(url.removeprefix("file://")).relative_to(run)
 
 
-def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
+def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In SFT when it has committed where to resume, and in an update that has begun to write."""
     steps = {"sft.max_steps": 100}  # the first ten are committed where a resume finds them
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **steps))
@@ -57,8 +60,14 @@ def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(tmp_path: Path)
     finish(line)
     assert Artifact(str(killed / "sft")).manifest.notes["resumed_from"] >= 10
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
-    assert finish(command("audit", "killed", store=tmp_path)) == finish(command("audit", "calm", store=tmp_path))
-    assert finish(command("bisect", "killed", "--against", "calm", store=tmp_path)) == "equal as far as both go\n"
+    capsys.readouterr()
+    audits = []
+    for run in ("killed", "calm"):
+        assert run_cli(["audit", run, "--store", str(tmp_path)]) == 0
+        audits.append(capsys.readouterr().out)
+    assert audits[0] == audits[1]
+    assert run_cli(["bisect", "killed", "--against", "calm", "--store", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "equal as far as both go\n"
     assert finish(command("replay", "killed", "2", store=tmp_path)).count(": equal, sha256:") == 3
 
 
@@ -84,10 +93,10 @@ def test_killed_without_the_trainers_state_it_replays_what_followed_it(tmp_path:
     assert made[4].facts["updates"] == 1, "without a step the replay proves nothing"
 
 
-def test_killed_at_ten_points_and_resumed_is_the_undisturbed_run(
+def test_killed_at_six_points_and_resumed_is_the_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop of stages that compute next to nothing."""
+    """A loop of stages that compute next to nothing, twice at each of the moments."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     seed = int(os.environ.get("TUNELOOP_TEST_SEED") or random.SystemRandom().randrange(10**6))
     print(f"kill points from TUNELOOP_TEST_SEED={seed}")
@@ -98,8 +107,10 @@ def test_killed_at_ten_points_and_resumed_is_the_undisturbed_run(
     assert len({pod.template for pod in calm}) >= 6, "points spread over all stages"
 
     rng, seen = random.Random(seed), []
-    for pod in sorted(rng.choices(calm, k=KILLS), key=calm.index):
-        out, moment = tmp_path / "killed" / output(pod, tmp_path / "calm"), rng.choice([*MOMENTS])
+    moments = [*MOMENTS] * (KILLS // len(MOMENTS))
+    rng.shuffle(moments)
+    for pod, moment in zip(sorted(rng.sample(calm, KILLS), key=calm.index), moments, strict=True):
+        out = tmp_path / "killed" / output(pod, tmp_path / "calm")
         phase = kill_when([*toy, "killed"], tmp_path / "killed", pod.id, partial(MOMENTS[moment], out))
         seen.append((pod.display_name, moment, phase))
     print("killed in:", seen)

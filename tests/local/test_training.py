@@ -143,26 +143,26 @@ def test_two_processes_update_as_one(tmp_path, lora):
 
 @pytest.mark.slow
 def test_two_processes_replay_what_two_processes_did(tmp_path):
-    """Each rank's shards to the same bits, with the rate that each update had. One process alone is refused: it would
+    """Each rank's shards to the same bits, with the rate that the update had. One process alone is refused: it would
     add up in another order."""
     base = checkpoint_artifact(tmp_path / "base")
     about = {"warmup_steps": 0, "device": "cpu", "per_device_train_batch_size": 2}
     made = {}
     for every in (1, 9):
         policy = base
-        for i in (1, 2, 3):
+        for i in (1, 2):
             rewards = rewards_artifact(tmp_path / f"rewards{every}-{i}", policy, rollout_rows(policy, 5, 3))
             inputs = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "state_every": every}
             inputs["learning_rate"] = i * 1e-3
-            if (every, i) == (9, 3):
+            if (every, i) == (9, 2):
                 with pytest.raises(
                     UserError, match=r"by 2 processes, and another number gives other bits \(world_size 2 then, 1 now"
                 ):
                     policy_update(out=str(tmp_path / "alone"), **inputs, **about)
             finish(launch(policy_update, tmp_path / f"{every}-{i}", 2, **inputs, **about))
             policy = made[every, i] = Artifact(str(tmp_path / f"{every}-{i}"))
-    assert made[9, 3].manifest.notes["replayed"] == {"from_version": 0, "updates": 2}
-    for i in (1, 2, 3):
+    assert made[9, 2].manifest.notes["replayed"] == {"from_version": 0, "updates": 1}
+    for i in (1, 2):
         one, nine = (made[every, i].manifest.files["model/model.safetensors"] for every in (1, 9))
         assert one == nine
 

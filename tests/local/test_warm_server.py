@@ -12,7 +12,7 @@ from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.local.processes import WARM, Launcher, base_environment
 
-pytestmark = pytest.mark.local
+pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
 def test_a_server_is_a_fork_with_vllm_imported_that_looks_at_no_model_in_a_fresh_process(

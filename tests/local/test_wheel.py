@@ -1,5 +1,6 @@
 """The wheel and the sdist: what is in them, and what a wheel does where there is no clone."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -36,11 +37,27 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+MANY = """
+import json, sys
+import tuneloop
+from tuneloop.cli import run_cli
+
+print(tuneloop.__file__)
+for words in json.loads(sys.argv[1]):
+    print(end="\\0", flush=True)
+    assert run_cli(words) == 0, words
+"""
+
+
 def command(installed: Path, at: Path, *words: str) -> str:
     """What `tuneloop` of the wheel prints, in the folder `at`."""
-    line = [sys.executable, "-m", "tuneloop.cli", *words]
+    return start(installed, at, "-m", "tuneloop.cli", *words)
+
+
+def start(installed: Path, at: Path, *words: str) -> str:
+    """What Python with the wheel prints; nothing on standard error."""
     env = {**os.environ, "PYTHONPATH": str(installed), "TUNELOOP_WARM": ""}  # that of the tests has the clone's code
-    done = subprocess.run(line, cwd=at, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=at, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout
 
@@ -65,15 +82,15 @@ def test_the_sdist_has_what_a_cluster_is_prepared_with(built: Path) -> None:
 
 
 def test_the_wheel_renders_what_the_clone_renders(installed: Path, tmp_path: Path) -> None:
-    code = "import tuneloop; print(tuneloop.__file__)"
-    env = {**os.environ, "PYTHONPATH": str(installed)}
-    at = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True).strip()
-    assert Path(at).is_relative_to(installed), "not the clone's"
-    for name in PIPELINES:
-        assert command(installed, tmp_path, "render", name) == (ROOT / f"tests/golden/argo/{name}.yaml").read_text()
-    assert "0 problems" in command(installed, tmp_path, "lint", "sft_then_grpo")
-    assert "at most" in command(installed, tmp_path, "plan", "sft_then_grpo")
-    assert "deploymentSpec" in command(installed, tmp_path, "render", "sft", "--to", "kfp")
+    """One command after the other in one process; the demo below is a program of its own."""
+    rendered = [["render", name] for name in PIPELINES]
+    others = [["lint", "sft_then_grpo"], ["plan", "sft_then_grpo"], ["render", "sft", "--to", "kfp"]]
+    at, *texts = start(installed, tmp_path, "-c", MANY, json.dumps([*rendered, *others])).split("\0")
+    assert Path(at.strip()).is_relative_to(installed), "not the clone's"
+    for name, text in zip(PIPELINES, texts):
+        assert text == (ROOT / f"tests/golden/argo/{name}.yaml").read_text()
+    for said, text in zip(("0 problems", "at most", "deploymentSpec"), texts[len(PIPELINES) :], strict=True):
+        assert said in text
     assert list(tmp_path.iterdir()) == []
 
 

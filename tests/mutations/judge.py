@@ -44,7 +44,7 @@ class Outcome:
 
 
 def list_verdicts(run: SampleRun, count: int, seed: int) -> Iterator[Outcome]:
-    """Make `count` changes, of all kinds of files and of changes in turn, and ask all readers of each."""
+    """Make `count` changes, each of some kind, of all kinds of files in turn, and ask all readers of each."""
     truth = {name: ask(reader, run) for name, reader in READERS.items()}
     for name, answer in truth.items():
         assert answer.code == 0 and not answer.said, (name, answer)
@@ -55,9 +55,10 @@ def list_verdicts(run: SampleRun, count: int, seed: int) -> Iterator[Outcome]:
         if kind := kind_of(path):
             by_kind[kind].append(path)
     assert all(by_kind.values()), {kind: len(paths) for kind, paths in by_kind.items()}
-    made = 0
+    made, kinds = 0, [*by_kind]
+    chance.shuffle(kinds)
     while made < count:
-        kind = chance.choice([*by_kind])
+        kind = kinds[made % len(kinds)]
         change = chance.choice([*CHANGES])
         path = chance.choice(by_kind[kind])
         files = CHANGES[change](run, path, chance)

@@ -141,9 +141,9 @@ def test_the_name_in_a_body_is_found_and_nothing_else_is_parsed() -> None:
 
 
 def test_large_bodies_keep_nobody_else_waiting(gateway: SimpleNamespace) -> None:
-    """Three of 29 MiB that are as deep as they are long: none is parsed, and memory is that of their bytes."""
+    """Three of 12 MiB that are as deep as they are long: none is parsed, and memory is that of their bytes."""
     known, before = {"Authorization": f"Bearer {gateway.token}"}, peak(gateway)
-    body = b"[" * (29 * 2**20)
+    body = b"[" * (12 * 2**20)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         sent = [
             pool.submit(httpx2.post, f"{gateway.url}/api/v1/optim_step", content=body, headers=known, timeout=LIMIT_S)
@@ -152,11 +152,12 @@ def test_large_bodies_keep_nobody_else_waiting(gateway: SimpleNamespace) -> None
         longest = 0.0
         while not all(each.done() for each in sent):
             begun = time.monotonic()
-            assert httpx2.get(f"{gateway.url}/healthz", timeout=LIMIT_S).status_code == 200
+            assert gateway.http.get("/healthz").status_code == 200
             longest = max(longest, time.monotonic() - begun)
+            time.sleep(0.01)
     assert [each.result().status_code for each in sent] == [422] * 3
     print(f"healthz answered within {longest:.3f} s, and {peak(gateway) - before >> 20} MiB were taken")
-    assert peak(gateway) - before < 300 * 2**20
+    assert peak(gateway) - before < 125 * 2**20
 
 
 def test_a_body_has_its_time_and_all_together_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

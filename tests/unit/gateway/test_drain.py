@@ -26,6 +26,7 @@ from tuneloop.gateway.sessions import Settings, Wanted, WorkerPod
 from tuneloop.gateway.worker import Worker
 from tuneloop.inference.refusals import Refused
 
+STEPS = 8
 DATUM = {
     "model_input": {"chunks": [{"tokens": [5, 6, 7]}]},
     "loss_fn_inputs": {
@@ -51,9 +52,10 @@ def serve(home: Path, *more: str) -> Iterator[SimpleNamespace]:
             process.kill()
 
 
-@pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    with serve(tmp_path) as served:
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """One for the tests below, the last of which ends it."""
+    with serve(tmp_path_factory.mktemp("gateway")) as served:
         yield served
 
 
@@ -70,13 +72,13 @@ def fetch(gateway: SimpleNamespace, request: str) -> httpx2.Response:
     return answer
 
 
-def begin_session(gateway: SimpleNamespace) -> tuple[str, list[str], Path]:
-    """A session that was asked for a model and twenty steps: its id, the requests, and what it will log to."""
-    session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "a"}).json()["id"]
-    model, base = f"{session}:train:0", checkpoint_artifact(gateway.home / "base")
+def begin_session(gateway: SimpleNamespace, key: str) -> tuple[str, list[str], Path]:
+    """A session that was asked for a model and eight steps: its id, the requests, and what it will log to."""
+    session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": key}).json()["id"]
+    model, base = f"{session}:train:0", checkpoint_artifact(gateway.home / f"base-{key}")
     asked = [ask(gateway, "create_model", session_id=session, base_model=base.ref)]
     inputs = {"data": [DATUM], "loss_fn": "cross_entropy"}
-    for number in range(1, 41, 2):
+    for number in range(1, 2 * STEPS, 2):
         asked.append(ask(gateway, "forward_backward", model_id=model, seq_id=number, forward_backward_input=inputs))
         step = {"seq_id": number + 1, "adam_params": {"learning_rate": 0.01}}
         asked.append(ask(gateway, "optim_step", model_id=model, **step))
@@ -85,36 +87,22 @@ def begin_session(gateway: SimpleNamespace) -> tuple[str, list[str], Path]:
 
 def check_done(gateway: SimpleNamespace, asked: list[str]) -> None:
     """All that was asked for is done, and its results are fetched."""
-    with concurrent.futures.ThreadPoolExecutor(41) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda request: fetch(gateway, request), asked))
-    assert [answer.status_code for answer in answers] == [200] * 41
+    assert [answer.status_code for answer in answers] == [200] * (1 + 2 * STEPS)
     assert not [answer.json() for answer in answers if "error" in answer.json()]
-    assert answers[-1].json()["metrics"]["weight_version:max"] == 20.0
+    assert answers[-1].json()["metrics"]["weight_version:max"] == STEPS
 
 
 def check_saved(gateway: SimpleNamespace, session: str, log: Path) -> None:
     store = gateway.home / f"store/sessions/local/{session.partition('.')[2]}/train-0/weights/drained"
-    assert Artifact(str(store)).manifest.facts["version"] == 20, log.read_text()
+    assert Artifact(str(store)).manifest.facts["version"] == STEPS, log.read_text()
     assert f"saved tinker://{session}:train:0/weights/drained" in log.read_text()
-
-
-def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway: SimpleNamespace) -> None:
-    session, asked, log = begin_session(gateway)
-    gateway.process.send_signal(signal.SIGTERM)
-    until(lambda: "is to end: takes nothing new" in log.read_text(), child=gateway.process)
-    again = {"model_id": f"{session}:train:0", "seq_id": 40, "adam_params": {"learning_rate": 0.01}}
-    late = gateway.http.post("/api/v1/optim_step", json={**again, "seq_id": 41})
-    assert late.status_code == 503 and "takes nothing new" in late.json()["error"]
-    assert ask(gateway, "optim_step", **again) == asked[-1], "sent again"
-    assert gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "b"}).status_code == 503
-    check_done(gateway, asked)
-    assert gateway.process.wait(LIMIT_S) == 0
-    check_saved(gateway, session, log)
 
 
 def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace) -> None:
     """It counts as ended at once; its results are there until it is gone, its process then is no more."""
-    session, asked, log = begin_session(gateway)
+    session, asked, log = begin_session(gateway, "a")
     (worker,) = subprocess.run(["pgrep", "-f", f"worker --session {session}"], capture_output=True).stdout.split()
     assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
     assert gateway.http.get("/v1/sessions").json() == {"sessions": []}
@@ -124,6 +112,20 @@ def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace
     check_saved(gateway, session, log)
     beat = {"session_id": session}
     until(lambda: gateway.http.post("/api/v1/session_heartbeat", json=beat).status_code == 404, child=gateway.process)
+
+
+def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway: SimpleNamespace) -> None:
+    session, asked, log = begin_session(gateway, "b")
+    gateway.process.send_signal(signal.SIGTERM)
+    until(lambda: "is to end: takes nothing new" in log.read_text(), child=gateway.process)
+    again = {"model_id": f"{session}:train:0", "seq_id": 2 * STEPS, "adam_params": {"learning_rate": 0.01}}
+    late = gateway.http.post("/api/v1/optim_step", json={**again, "seq_id": 2 * STEPS + 1})
+    assert late.status_code == 503 and "takes nothing new" in late.json()["error"]
+    assert ask(gateway, "optim_step", **again) == asked[-1], "sent again"
+    assert gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"}).status_code == 503
+    check_done(gateway, asked)
+    assert gateway.process.wait(LIMIT_S) == 0
+    check_saved(gateway, session, log)
 
 
 def freeze(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":

@@ -236,6 +236,7 @@ def test_who_would_wait_behind_too_many_tokens_is_to_try_again(
     asyncio.run(flood())
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/hostile_connections.py", "--connections", "10", "--seconds", "1"]
     told = subprocess.run([*command, "--idle", "0.5"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)

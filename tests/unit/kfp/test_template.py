@@ -59,7 +59,7 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
 
 
 def test_every_image_is_named_with_its_tag(compiled: Any) -> None:
-    spec, _ = compiled("grpo", "kfp.unroll=60", "cluster.images=registry.example/t/{image}:1.2")
+    spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=60", "cluster.images=registry.example/t/{image}:1.2")
     images = {each["container"]["image"] for each in spec["deploymentSpec"]["executors"].values()}
     assert images == {f"registry.example/t/{name}:1.2" for name in ("base", "trainer", "rollout")}
 

@@ -64,12 +64,12 @@ def test_a_run_that_was_killed_between_two_parts_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.local
 def test_a_long_loop_is_done_in_parts_of_bounded_size(tmp_path: Path) -> None:
-    outcome = run(tmp_path, 400, 50)
+    outcome = run(tmp_path, 96, 12)
     assert outcome.phase == "Succeeded"
-    assert len(outcome.nodes) < 200  # of the last part
+    assert len(outcome.nodes) < 100  # of the last part: all have three times as many
     found = read_state(tmp_path)
     assert found is not None and len(found.parts) == 7
-    assert [int(node.outputs["told"]) for node in stages(found.nodes)] == list(range(1, 401))
+    assert [int(node.outputs["told"]) for node in stages(found.nodes)] == list(range(1, 97))
 
 
 def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.changes import KINDS
 from tests.mutations.judge import list_verdicts
 from tests.mutations.sample_run import RUN, SampleRun, make_sample_run
 from tuneloop.cli import run_cli
@@ -16,7 +17,8 @@ from tuneloop.runs.run_record import Run
 from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.versions import INDEX
 
-COUNT = 50
+COUNT = len(KINDS)
+"""One of each kind of file."""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,7 @@ def test_no_change_is_taken_for_the_truth(run: SampleRun) -> None:
     outcomes = [*list_verdicts(run, COUNT, seed=20)]
     wrong = [each for each in outcomes if each.verdict in ("accepted", "traceback", "hang")]
     assert not wrong, wrong[0]
+    assert {each.kind for each in outcomes} == {kind for kind, _ in KINDS}
     assert sum(each.verdict == "refused" for each in outcomes) > COUNT
 
 

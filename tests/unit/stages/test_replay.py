@@ -18,6 +18,7 @@ import pytest
 from benchmarks.store_bytes import CountingS3, serve_s3
 from tests.making import checkpoint_artifact, prompts_artifact, rewards_artifact
 from tests.waiting import LIMIT_S, until
+from tests.warm import forked, python
 from tuneloop.algorithms import grpo
 from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json, find_manifest
 from tuneloop.core.background import BACKGROUND
@@ -227,18 +228,14 @@ def test_killed_between_a_checkpoint_and_its_state_it_replays_the_update(
 ) -> None:
     whole = loop(tmp_path / "whole", base, 3, **ROUNDED)
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
-    program = """if True:
-        import sys
-        from tests.unit.stages.test_replay import BACKGROUND, ROUNDED, Artifact, loop
-        BACKGROUND.beside = True
-        loop("s3://bucket/run", Artifact(sys.argv[1]), 2, **ROUNDED)"""
+    line = [python(), "-m", "tests.unit.stages.two_updates", base.ref]
     with serve_s3(tmp_path / "objects", Held) as server:
         root = Path(__file__).parents[3]
-        child = subprocess.Popen([sys.executable, "-c", program, base.ref], cwd=root, stderr=subprocess.PIPE)
+        child = subprocess.Popen(line, cwd=root, stderr=subprocess.PIPE)
         try:
             until(server.path("bucket/run/2/manifest.json").is_file, child=child)
         finally:
-            child.kill()
+            os.kill(forked(child.pid), signal.SIGKILL)
         child.wait()
         for i in (2, 3):
             server.gates[i].set()  # type: ignore[attr-defined]
