@@ -80,6 +80,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "rescore": prove.rescore_run,
     "promote": prove.promote_version,
     "promoted": prove.list_promotions,
+    "attest": prove.attest_version,
+    "verify-model": prove.verify_model,
     "gc": gc.collect_garbage,
     "turns": turns.show_device_leases,
     "gateway": gateway.serve_gateway,

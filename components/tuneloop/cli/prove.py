@@ -184,6 +184,37 @@ def rescore_run(
         typer.echo(f"{row['request_id']}: {row['score']} → {row['rescored']}  {texts}")
 
 
+def attest_version(
+    name: RUN,
+    key: Annotated[Path, typer.Option(help="Private key, PEM.")],
+    version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
+    certificate: Annotated[list[Path] | None, typer.Option(help="The key's, then those above. Repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory; default: RUN-vVERSION.")] = None,
+    builder: Annotated[str, typer.Option(help="URI of who answers for the machines.")] = "https://github.com/tuneloop",
+    store: STORE = "runs",
+) -> None:
+    """Sign a version and what it was made from. Writes its files, a model card, SLSA provenance and a signature."""
+    from tuneloop.runs import attestation, questions, signatures
+
+    signer, run = signatures.open_signer(key, certificate or ()), open_run(name, store)
+    newest = "".join(str(each.manifest.facts["version"]) for each in run.checkpoints[-1:])
+    made = questions.find_made(run, f"v{(version or newest).removeprefix('v')}")
+    typer.echo(f"signed: {attestation.attest_version(run, made, output, signer, builder)}")
+
+
+def verify_model(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model's files, as `attest` leaves them.")],
+    public_key: Annotated[Path | None, typer.Option(help="Of who signed it, PEM.")] = None,
+    certificate: Annotated[list[Path] | None, typer.Option(help="Of authorities that you trust. Repeatable.")] = None,
+) -> None:
+    """Prove a model's files by its signature and provenance. Needs no store; names the first file that is wrong."""
+    from tuneloop.runs import signatures
+    from tuneloop.runs.summary import format_facts
+
+    verifier = signatures.open_verifier(public_key, certificate or ())
+    typer.echo(format_facts(signatures.verify_model(directory, verifier)))
+
+
 def _find_modules_here() -> None:
     """Find a user's rewards in the working directory, as a stage does, which `python -m` runs."""
     sys.path.insert(0, str(Path.cwd()))

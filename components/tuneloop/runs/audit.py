@@ -69,6 +69,20 @@ def audit_run(run: Run) -> Iterator[Proof]:
                 yield _prove(run, state, [] if same else ["its facts are not those that its checkpoint states"])
 
 
+def prove_chain(run: Run, version: int, entry: Entry, *judged: Entry) -> list[Entry]:
+    """Audit a checkpoint, its evaluations and their sources in the run; return all, or raise UserError for a flaw."""
+    chain = {each.key: each for each in (entry, *judged)}
+    for each in (queue := [*chain.values()]):
+        for source in filter(None, map(run.maker, each.manifest.inputs.values())):
+            if source.key not in chain:
+                queue.append(chain.setdefault(source.key, source))
+    for proof in audit_run(run):
+        flaws = [*proof.problems, *(["its files were deleted"] if proof.deleted and proof.key == entry.key else [])]
+        if flaws and (proof.key in chain or proof.files is None):
+            raise UserError("VERSION", version, f"does not pass the audit: {proof.key}: {flaws[0]}")
+    return sorted(chain.values(), key=lambda each: (each.started, each.key))
+
+
 def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
     checked = [*verify_artifact(run, entry)]
     left = {name for name, one in zip(sorted(entry.manifest.files), checked) if one.found}

@@ -11,7 +11,7 @@ from typing import Any
 from tuneloop.core.artifacts import Artifact, dump_checked_json, load_checked_json
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Conflict, Store
-from tuneloop.runs.audit import audit_run
+from tuneloop.runs.audit import prove_chain
 from tuneloop.runs.questions import find_made
 from tuneloop.runs.records import check_name
 from tuneloop.runs.run_record import Run
@@ -31,15 +31,7 @@ def promote_version(run: Run, version: int, name: str, least: Mapping[str, float
     judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key][-1:]
     if not judged:
         raise UserError("VERSION", version, f"was not evaluated by {run.name} (loop.evaluate_every does)")
-    chain = {each.key: each for each in (entry, *judged)}
-    for each in (queue := [*chain.values()]):
-        for source in filter(None, map(run.maker, each.manifest.inputs.values())):
-            if source.key not in chain:
-                queue.append(chain.setdefault(source.key, source))
-    for proof in audit_run(run):
-        flaws = [*proof.problems, *(["its files were deleted"] if proof.deleted and proof.key == entry.key else [])]
-        if flaws and (proof.key in chain or proof.files is None):
-            raise UserError("VERSION", version, f"does not pass the audit: {proof.key}: {flaws[0]}")
+    prove_chain(run, version, entry, *judged)
     results = judged[0].manifest.scalars
     ref, evaluation = (f"{run.url}/{each.key}@{each.manifest.digest}" for each in (entry, *judged))
     for metric, wanted in least.items():

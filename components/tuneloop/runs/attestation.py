@@ -1,0 +1,69 @@
+"""Statements of what a version was made from: SLSA provenance, signed beside its files, and a model card."""
+
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.artifacts import dump_canonical_json
+from tuneloop.runs.audit import compute_root, prove_chain
+from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.signatures import CARD, SIGNATURE, check_files, sign_model
+from tuneloop.runs.summary import describe_score
+from tuneloop.training.fetch import fetch_artifact
+
+SAID = ("tuneloop", "code", "image", "packages", "device")
+BUILD = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
+
+
+def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, builder: str) -> Path:
+    """Sign a checkpoint's files and a statement of what they were made from, and return the directory with both.
+
+    A card is written if there is none. Raises UserError where the checkpoint or what it was made from does not pass the
+    audit, and where the directory is there and has other files, but for a card and a license.
+    """
+    version = entry.manifest.facts["version"]
+    directory = (output or Path(f"{run.name}-v{version}")).absolute()
+    judged = [each for each in run.with_role("evaluator") if run.policy_of(each) == entry]
+    chain = prove_chain(run, version, entry, *judged)
+    if not directory.exists():
+        fetch_artifact(f"{run.url}/{entry.key}@{entry.manifest.digest}#model", directory)
+    files = {n.removeprefix("model/"): f.sha256 for n, f in entry.manifest.files.items() if n.startswith("model/")}
+    check_files(directory, files, f"{entry.key} of {run.name}; name a directory that is not there yet", beside=True)
+    (directory / SIGNATURE).unlink(missing_ok=True)  # until all is signed, nothing is
+    if not (directory / CARD).exists():
+        (directory / CARD).write_text(_write_card(run, entry, chain, directory.name))
+    sign_model(directory, files, _describe_build(run, entry, chain, judged, builder), signer)
+    return directory
+
+
+def _describe_build(run: Run, entry: Entry, chain: list[Entry], judged: list[Entry], builder: str) -> dict[str, Any]:
+    """Return the predicate of SLSA's provenance, version 1 (slsa.dev/spec/v1.0/provenance)."""
+    made = [each for each in chain if each not in judged]
+    outside = {ref: name for each in made for name, ref in each.manifest.inputs.items() if not run.maker(ref)}
+    about = {each.key: _describe(each.key, f"{run.url}/{each.key}@{each.manifest.digest}", each) for each in chain}
+    sources = [_describe(name, ref) for ref, name in outside.items()] + [about[each.key] for each in made]
+    # A statement's numbers are doubles, which not all parameters are.
+    stages = {each.stage: dump_canonical_json(each.manifest.params) for each in made}
+    asked = {"run": run.name, "version": f"{entry.manifest.facts['version']}", "stages": stages}
+    root = {"name": "root", "digest": {"tuneloopRoot": compute_root(run).partition(":")[2]}}
+    products = [root, *(about[each.key] for each in judged)]
+    build = {"buildType": BUILD, "externalParameters": asked, "resolvedDependencies": sources}
+    return {"buildDefinition": build, "runDetails": {"builder": {"id": builder}, "byproducts": products}}
+
+
+def _describe(name: str, ref: str, made: Entry | None = None) -> dict[str, Any]:
+    """Describe an artifact; its digest is of what its manifest states, and not of a file, as in-toto's `sha256` is."""
+    url, _, digest = ref.rpartition("@sha256:")
+    said = {"results": made.manifest.results, **{k: made.manifest.provenance.get(k) for k in SAID}} if made else {}
+    return {"name": name, "uri": url, "digest": {"tuneloopArtifact": digest}, "annotations": said}
+
+
+def _write_card(run: Run, entry: Entry, chain: list[Entry], title: str) -> str:
+    said = {"prompts": "", "checkpoint": "", "root": compute_root(run), "title": title}
+    for one in {each.stage: each for each in chain if each.manifest.kind in said}.values():
+        told = {"rows": one.manifest.facts.get("rows"), **one.manifest.params}
+        known = ", ".join(f"{name} `{dump_canonical_json(each)}`" for name, each in told.items() if each is not None)
+        said[one.manifest.kind] += f"- `{one.stage}`: {known}\n"
+    scores = [score for score in run.evaluations() if (score.version or 0) <= entry.manifest.facts["version"]]
+    rows = [f"| {each.version} | {each.value:.4g} | {describe_score(run, each)} |\n" for each in scores]
+    card = Path(__file__).with_name("model_card.md").read_text()
+    return card.format(run=run, made=entry.manifest, evaluation="".join(rows) or "| none | | |\n", **said)
