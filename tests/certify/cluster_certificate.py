@@ -134,6 +134,7 @@ class ClusterCertificate:
             line = "{:>8}{:>11}{:>6}{:>6}{:>8.0f}{:>9.0f}".format(*figures)
             print(f"{run.run:12}{line}  {run.root[:20]}")
         print("\npods, lost: those that did not end well; lost s: their seconds, those of standing still included;")
+        print("a pod that Argo makes anew within one attempt, because it had only just begun, is not counted;")
         print("by hand: submitted again, because the fault ends a run\n")
         print(f"root here          {self.roots['here']}\nroot undisturbed   {self.roots['undisturbed']}")
         print(f"equal roots, of runs with faults: {told['equal']} of {len(self.runs)} (seed {self.seed})")

@@ -80,8 +80,9 @@ class Scene:
     by_hand: int = 0
 
     def submit(self) -> None:
-        """Submit the run, or go on with it."""
-        submit_workflow(self.cluster, self.workflow, run=self.run, store=self.store)
+        """Submit the run, or go on with it; while nobody else looks at the store, which the preflight would do, too."""
+        with ALONE:
+            submit_workflow(self.cluster, self.workflow, run=self.run, store=self.store)
 
     def read_workflow(self) -> Mapping[str, Any]:
         """Read the newest workflow of the run."""
@@ -320,9 +321,21 @@ assert [*FAULTS] == [kind.name for kind in CLUSTER_KINDS]
 @contextmanager
 def _stored(scene: Scene) -> Iterator[Store]:
     """What the run has stored, reached from here."""
-    with ALONE, reach_store(scene.cluster) as settings:
-        os.environ.update(settings)  # and never back: other threads start programs meanwhile
+    with ALONE, open_store(scene.cluster):
         yield Store(f"{scene.store}/{scene.run}")
+
+
+@contextmanager
+def open_store(cluster: Connection) -> Iterator[None]:
+    """Reach the cluster's store from here, by the environment. (`mock.patch.dict` empties it for a moment, in which other
+    threads start programs.)"""
+    with reach_store(cluster) as settings:
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name in settings:
+                del os.environ[name]
 
 
 def _expect_refusal(held: Held) -> None:

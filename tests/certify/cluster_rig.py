@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import tempfile
@@ -18,10 +17,10 @@ from typing import Any
 
 from tests.certify.check import Standing, compare, inspect_run
 from tests.certify.cluster_certificate import ClusterCertificate, ClusterOutcome, RunOutcome
-from tests.certify.cluster_faults import FAULTS, IMAGE, QUEUE, Held, Scene
+from tests.certify.cluster_faults import FAULTS, IMAGE, QUEUE, Held, Scene, open_store
 from tests.certify.cluster_plan import HOGGED, PREEMPTED, ClusterInjection, make_cluster_plan
 from tests.certify.held import HELD, HOLDS, MOMENTS
-from tests.cluster.conftest import ROOT, STORE, kubectl, prepare_cluster, reach_store
+from tests.cluster.conftest import ROOT, STORE, kubectl, prepare_cluster
 from tests.cluster.volumes import apply
 from tests.unit import toy
 from tests.waiting import until
@@ -74,14 +73,12 @@ def make_cluster_certificate(
         disturbed = [_Disturbed(cluster, store, [i for i in plan if i.run == number]) for number in numbers]
         with ThreadPoolExecutor(jobs) as pool:
             disturbed = [*pool.map(_Disturbed.follow, disturbed)]
-        with reach_store(cluster) as settings:
-            os.environ.update(settings)
+        with open_store(cluster):
             standing = inspect_run(calm.scene.run, store)
             made = [each.judge(standing) for each in (calm, *disturbed)]
     finally:
         kubectl("-n", cluster.namespace, "delete", "workflows", "-l", f"{RUN_LABEL},certify={_name(store)}")
-        with reach_store(cluster) as settings:
-            os.environ.update(settings)
+        with open_store(cluster):
             Store(store).delete("")
     left = _wait_for_nothing_left(cluster, before)
     roots = {"here": _compute_root_here(), "undisturbed": standing.root}
@@ -252,6 +249,8 @@ def _name(store: str) -> str:
 
 
 def _name_end(node: Node) -> str:
+    if node.exit_code is None and ("shutdown" in node.message or "ended with the workflow" in node.message):
+        return "stopped"
     return classify_end(node.phase, -1 if node.exit_code is None else node.exit_code, node.message).name
 
 
