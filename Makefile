@@ -61,7 +61,7 @@ fuzz: $(INSTALLED) ## some thousand broken bodies for each request of the server
 mutations: $(INSTALLED) ## 10,000 changes of the files of a run, and what each reader made of them
 	$(BIN)/python -m tests.mutations $(COUNT)
 
-certify: $(INSTALLED) ## 1,000 faults at the calls of store and executor; each run is resumed, and ends as the undisturbed one
+certify: $(INSTALLED) ## 1,000 faults at the calls of store and executor; each run is resumed, and ends as the undisturbed one (CERTIFY=--cluster: on a cluster)
 	$(BIN)/python -m tests.certify --seed $(SEED) $(CERTIFY)
 
 test-unit: $(INSTALLED) ## what needs no engine and no whole loop

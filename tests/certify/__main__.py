@@ -1,4 +1,6 @@
-"""``python -m tests.certify [--seed N] [--injections 1000] [--only INDEX] [--output FILE]``: make a certificate.
+"""``python -m tests.certify [--cluster] [--seed N] [--injections N] [--only INDEX]``: make a certificate.
+
+With `--cluster`, of runs on the cluster that KUBECONFIG names: it disturbs their pods, the controller, store and node.
 
 Exit code 1 where an injection ended otherwise than the undisturbed run; the first is named, and how to repeat it alone.
 """
@@ -15,21 +17,42 @@ from tests.certify.supervise import make_certificate
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.certify", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the plan")
-    parser.add_argument("--injections", type=int, default=1000, help="how many")
+    parser.add_argument("--cluster", action="store_true", help="on the cluster that KUBECONFIG names")
+    parser.add_argument("--injections", type=int, help="how many (default: 1000; on a cluster 30)")
     parser.add_argument("--only", type=int, metavar="INDEX", help="this one of the plan alone")
     parser.add_argument("--kind", default="", help="those alone whose kind contains this")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--jobs", type=int, help="processes at a time (default: 2); on a cluster, runs (3)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate there as JSON, too")
     given = parser.parse_args(argv)
-    plan = {"seed": given.seed, "injections": given.injections}
-    made = make_certificate(**plan, only=given.only, kind=given.kind, jobs=given.jobs)
+    return certify_cluster(given) if given.cluster else certify_here(given)
+
+
+def certify_here(given: argparse.Namespace) -> int:
+    """Certify runs on this machine, and return the exit code."""
+    injections = given.injections or 1000
+    plan = {"seed": given.seed, "injections": injections}
+    made = make_certificate(**plan, only=given.only, kind=given.kind, jobs=given.jobs or 2)
     made.print()
     if given.output:
         given.output.write_text(made.dump())
     if made.violations:
         first = made.violations[0].injection
-        again = f"python -m tests.certify --seed {given.seed} --injections {given.injections} --only {first.index}"
+        again = f"python -m tests.certify --seed {given.seed} --injections {injections} --only {first.index}"
         print(f"\n{len(made.violations)} violations; the first: {first}\nrepeat it alone: {again}", file=sys.stderr)
+    return bool(made.violations)
+
+
+def certify_cluster(given: argparse.Namespace) -> int:
+    """Certify runs on a cluster, and return the exit code."""
+    from tests.certify.cluster_rig import make_cluster_certificate
+
+    plan = {"seed": given.seed, "injections": given.injections or 30}
+    made = make_cluster_certificate(**plan, only=given.only, kind=given.kind, jobs=given.jobs or 3)
+    made.print()
+    if given.output:
+        given.output.write_text(made.dump())
+    for line in made.violations:
+        print(f"violation: {line}", file=sys.stderr)
     return bool(made.violations)
 
 

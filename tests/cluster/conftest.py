@@ -55,10 +55,27 @@ def forwarded(namespace: str, service: str, port: int) -> Iterator[str]:
         forward.wait()
 
 
+@contextlib.contextmanager
+def reach_store(cluster: Connection) -> Iterator[dict[str, str]]:
+    """Variables by which the cluster's store is reached from here, with the pods' keys."""
+    secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
+    settings = cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data
+    url = urlparse(settings["AWS_ENDPOINT_URL"])
+    service, namespace = (url.hostname or "").split(".")[:2]
+    with forwarded(namespace, service, url.port or 80) as place:
+        keys = {name: base64.b64decode(value).decode() for name, value in secret.items()}
+        yield {**keys, "AWS_ENDPOINT_URL": f"http://{place}"}
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Connection:
     if "KUBECONFIG" not in os.environ or not shutil.which("kubectl"):
         pytest.fail("the cluster tier needs KUBECONFIG set and kubectl on PATH", pytrace=False)
+    return prepare_cluster()
+
+
+def prepare_cluster() -> Connection:
+    """Apply overlays/local to the cluster, and connect to it."""
     kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
     connection = connect_to_cluster()
     queues = [f"localqueue/{name}" for name in (QUEUE, SAMPLER_QUEUE)]  # what they do not admit yet is refused
@@ -69,15 +86,9 @@ def cluster() -> Connection:
 @pytest.fixture
 def root(cluster: Connection, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
     """A URL below the module's or the cluster's store, reached from here with the pods' keys; emptied afterwards."""
-    secret = cluster.core.read_namespaced_secret("tuneloop-store", cluster.namespace).data
-    for name, value in secret.items():
-        monkeypatch.setenv(name, base64.b64decode(value).decode())
-    url = urlparse(
-        cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
-    )
-    service, namespace = (url.hostname or "").split(".")[:2]
-    with forwarded(namespace, service, url.port or 80) as place:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{place}")
+    with reach_store(cluster) as settings:
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
         root = f"{getattr(request.module, 'STORE', STORE)}/root-{uuid.uuid4().hex[:8]}"
         yield root
         Store(root).delete("")
