@@ -63,7 +63,11 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
         code, message = int(rest.partition(" ")[0]), rest.partition(" ")[2]
     end = classify_end(phase, code, message) if LAST_END in os.environ else FOR_NOW
     if end is MEMORY:
-        _check_memory(number)
+        if not (limit := os.environ.get(MORE_MEMORY)):
+            remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
+            raise UserError("memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)")
+        if number > 1:  # the attempt that ended was not the first, so it had the higher limit
+            raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")
     before, progress = _read_record(store, number - 1), read_progress()
     same = before if before and before.progress == progress else Record(attempt=0, progress=progress)
     count = same.without_progress + end.counts
@@ -106,11 +110,3 @@ def _read_record(store: Store, number: int) -> Record | None:
     except ValidationError:
         return None
     return record if record.attempt == number else None
-
-
-def _check_memory(number: int) -> None:
-    if not (limit := os.environ.get(MORE_MEMORY)):
-        remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
-        raise UserError("memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)")
-    if number > 1:  # the attempt that ended was not the first, so it had the higher limit
-        raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")

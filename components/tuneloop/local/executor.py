@@ -96,12 +96,7 @@ def execute_workflow(
 
 
 def execute_parts(
-    workflow: Mapping[str, Any],
-    *,
-    workdir: Path,
-    arguments: Mapping[str, str] | None = None,
-    env: Mapping[str, str] | None = None,
-    **options: Any,
+    workflow: Mapping[str, Any], *, workdir: Path, arguments: Mapping[str, str] | None = None, **options: Any
 ) -> Outcome:
     """Run `workflow`, and those that it goes on in, to the end, and return the last one's outcome, as
     `tuneloop.cluster.continue_run` does on a cluster.
@@ -124,7 +119,7 @@ def execute_parts(
             workdir=workdir,
             arguments={**(arguments or {}), **start["arguments"]},
             entrypoint=start["entrypoint"],
-            env={**(env or {}), LOCAL: "1"},
+            env={LOCAL: "1"},
             **options,
         )
         if outcome.phase != "Succeeded" or NEXT not in outcome.outputs:

@@ -67,7 +67,14 @@ class Attempts:
         """Say whether there is to be another attempt after one that came to `result`; wait for its time."""
         if self.execution.stopping.is_set() or self.execution.find_end_reason(self.node.name):
             return False
-        self._last = _facts(result, self._child, self._number)
+        started, finished = self._child.started or time.time(), self._child.finished or time.time()
+        self._last = {
+            "lastRetry.status": result.phase,
+            "lastRetry.exitCode": str(result.code),
+            "lastRetry.message": result.message,
+            "lastRetry.duration": str(max(0.0, finished - started)),
+            "retries": str(self._number),
+        }
         refusal = _refusal(self._strategy, self._last, result, self._number)
         if refusal is not None:
             result.message = f"{refusal}: {result.message}" if refusal else result.message
@@ -138,16 +145,6 @@ class _RestartedDaemon:
         self.result = Result("Succeeded") if self._closing else result
         execution.settle(node, self.result)
         self.over.set()
-
-
-def _facts(result: Result, child: Node, number: int) -> Scope:
-    return {
-        "lastRetry.status": result.phase,
-        "lastRetry.exitCode": str(result.code),
-        "lastRetry.message": result.message,
-        "lastRetry.duration": str(max(0.0, (child.finished or time.time()) - (child.started or time.time()))),
-        "retries": str(number),
-    }
 
 
 def _refusal(strategy: Mapping[str, Any], last: Scope, result: Result, number: int) -> str | None:

@@ -184,7 +184,12 @@ def _connection(listener: socket.socket) -> socket.socket:
 
 def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
     """Go on as ``python -m module arguments``, and end."""
-    _disown_exit_handlers()
+    # The libraries' exit handlers clean up after the warm process, slowly: they are forgotten; a stage's own stay.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit._clear()
+    for handler in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(handler)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -207,15 +212,6 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
         print(code, file=sys.stderr)
         code = 1
     end_process(code or 0)
-
-
-def _disown_exit_handlers() -> None:
-    """Forget the libraries' exit handlers: they clean up after the warm process, slowly; a stage's own stay."""
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    atexit._clear()
-    for handler in (logging.shutdown, weakref.finalize._exitfunc, util._exit_function):  # type: ignore[attr-defined]
-        atexit.register(handler)
 
 
 @contextlib.contextmanager

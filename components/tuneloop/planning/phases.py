@@ -8,7 +8,7 @@ that is its lead: the median over the iterations, lest the pause of a run that w
 import dataclasses
 import statistics
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from tuneloop.argo.claims import role_of
@@ -40,7 +40,11 @@ def read_recorded_tasks(run: Run) -> list[Task]:
         device = find_device(find_component(f"tuneloop.stages.{made.stage}"))  # of a third party's, none is known here
         tasks.append(Task(entry.stage, entry.iteration or 0, end - start, device, role=made.role))
     leads: dict[str, list[float]] = {}
-    ordered = _as_it_ran(tasks, held)
+    first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
+    updated = {task.iteration: held[task.stage, task.iteration][1] for task in tasks if task.role == "trainer"}
+    # The loop overlapped if a batch began before the last update ended.
+    ahead = any(first[following] < updated[iteration] for iteration, following in pairwise(updated))
+    ordered = overlap_tasks(tasks) if ahead else in_turn(tasks)
     for task in ordered:
         ends = [held[ordered[index].stage, ordered[index].iteration][1] for index in task.after]
         if ends:
@@ -68,14 +72,6 @@ def _pods(run: Run) -> dict[str, list[Node]]:
         if node.type == "Pod":
             found.setdefault(node.template, []).append(node)
     return found
-
-
-def _as_it_ran(tasks: list[Task], held: Mapping[tuple[str, int | None], tuple[float, float]]) -> list[Task]:
-    """Return `tasks` with what each waited for: the loop overlapped if a batch began before the last update ended."""
-    first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
-    ends = {task.iteration: held[task.stage, task.iteration][1] for task in tasks if task.role == "trainer"}
-    ahead = any(first[following] < ends[iteration] for iteration, following in pairwise(ends))
-    return overlap_tasks(tasks) if ahead else in_turn(tasks)
 
 
 def _held(entry: Entry, pods: Sequence[Node]) -> tuple[float, float]:

@@ -86,16 +86,12 @@ def prove_chain(run: Run, version: int, entry: Entry, *judged: Entry) -> list[En
 def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
     checked = [*verify_artifact(run, entry)]
     left = {name for name, one in zip(sorted(entry.manifest.files), checked) if one.found}
-    deleted = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files} and _is_left_behind(run, entry)
+    # Retention deletes the files of checkpoints that later ones follow, all but their history.
+    followed = [checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None][:-1]
+    deleted = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files} and entry.key in followed
     wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
     problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
     return Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
-
-
-def _is_left_behind(run: Run, entry: Entry) -> bool:
-    """Say whether this is a checkpoint of the loop that later ones follow: retention deletes their files."""
-    looped = [checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None]
-    return entry.key in looped[:-1]
 
 
 def _check_manifest(run: Run, entry: Entry) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
-from tuneloop.core.component import Component, find_component
+from tuneloop.core.component import find_component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs.run_record import Entry, Run
 
@@ -72,22 +72,18 @@ def _replay(run: Run, entry: Entry) -> Replayed:
         remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"
         raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
     with tempfile.TemporaryDirectory(prefix="tuneloop-replay-") as scratch:
-        again = _run_again(run, component, made, scratch)
+        known = component.Params.model_fields.keys()
+        given = {name: value for name, value in made.params.items() if name in known}
+        if "state_every" in known:  # nobody trains on from this one
+            given["state_every"] = made.params["iteration"] + 1
+        given |= {name: locate_artifact(run, ref) for name, ref in made.inputs.items()}
+        again = component(out=scratch, **given)
         if again.digest == made.digest:
             return Replayed(entry, again, None)
         difference = _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch))
         then, now = made.provenance, again.provenance
         others = [f"{k} {then.get(k)} then, {now.get(k)} now" for k in DECIDING if then.get(k) != now.get(k)]
         return Replayed(entry, again, "; ".join([difference, *others]))
-
-
-def _run_again(run: Run, component: Component, made: Manifest, out: str) -> Manifest:
-    known = component.Params.model_fields.keys()
-    given = {name: value for name, value in made.params.items() if name in known}
-    if "state_every" in known:  # nobody trains on from this one
-        given["state_every"] = made.params["iteration"] + 1
-    given |= {name: locate_artifact(run, ref) for name, ref in made.inputs.items()}
-    return component(out=out, **given)
 
 
 def _find_difference(committed: Artifact, again: Artifact) -> str:
