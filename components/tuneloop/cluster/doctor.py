@@ -13,15 +13,7 @@ from typing import Any
 import yaml
 
 from tuneloop.argo.pod_fields import PLAIN, SECRET, STORE
-from tuneloop.cluster.preflight import (
-    CHECKS,
-    REQUIRED,
-    has_store_keys,
-    is_on_node,
-    list_images,
-    list_node_images,
-    list_references,
-)
+from tuneloop.cluster import preflight
 from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, record_denied_reads
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
@@ -62,34 +54,29 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
         UserError: the cluster does not answer.
         Retryable: the API server is in trouble.
     """
-    described = describe_needs(cluster, workflow)
-    checks = [
-        c for name, find in REQUIRED.items() for c in collect_checks(name, find(cluster, workflow), described[name])
-    ]
+    queues, references = ", ".join(list_queues(workflow)), sorted(set(preflight.list_references(workflow["spec"])))
+    described = {  # by check, where nothing is refused; empty: the workflow does without
+        "namespace": f"{cluster.namespace} of context {cluster.context}",
+        "Argo Workflows": "its API is there",
+        "rights": f"may create workflows in namespace {cluster.namespace}",
+        "references": ", ".join(map(" ".join, references)),
+        "queue": queues and f"LocalQueue {queues} admits what the stages ask for",
+        "store": "can be written from here",
+    }
+    checks: list[Check] = []
+    for name, find in preflight.REQUIRED.items():
+        checks += collect_checks(name, find(cluster, workflow), described[name])
     if any(check.outcome == REFUSED for check in checks):
         return checks
     checks += collect_checks("Argo's controller", check_controller(cluster))
     checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
-    elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(list_references(workflow["spec"]))
+    elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(references)
     checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
     own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
-    for name, find in {**CHECKS, **own}.items():
+    for name, find in {**preflight.CHECKS, **own}.items():
         if name != "store" or store:
             checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
     return checks
-
-
-def describe_needs(cluster: Connection, workflow: Mapping[str, Any]) -> dict[str, str]:
-    """Describe by check what is there when nothing is refused; empty: the workflow does without."""
-    queues = ", ".join(list_queues(workflow))
-    return {
-        "namespace": f"{cluster.namespace} of context {cluster.context}",
-        "Argo Workflows": "its API is there",
-        "rights": f"may create workflows in namespace {cluster.namespace}",
-        "references": ", ".join(" ".join(each) for each in sorted(set(list_references(workflow["spec"])))),
-        "queue": queues and f"LocalQueue {queues} admits what the stages ask for",
-        "store": "can be written from here",
-    }
 
 
 def describe_queued_stage() -> dict[str, Any]:
@@ -214,34 +201,34 @@ def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Ite
 
 def check_argo_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
     """Check the queues of a workflow: what `submit` refuses, then what it warns of."""
-    yield from CHECKS["queue"](cluster, workflow)
+    yield from preflight.CHECKS["queue"](cluster, workflow)
     for each in find_queue_warnings(cluster, workflow):
         yield replace(_refuse("queue", each), outcome=WARNING)
 
 
 def check_argo_images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
     """Check the images of a workflow: those that `submit` refuses, then the others."""
-    refused = {problem.value: problem for problem in CHECKS["images"](cluster, workflow)}
+    refused = {problem.value: problem for problem in preflight.CHECKS["images"](cluster, workflow)}
     yield from refused.values()
-    yield from check_images(cluster, [image for image in list_images(workflow) if image not in refused])
+    yield from check_images(cluster, [image for image in preflight.list_images(workflow) if image not in refused])
 
 
 def check_argo_store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
     """Check the store of a run: as `submit` does, with a write where this machine has its keys."""
-    problems = list(CHECKS["store"](cluster, workflow))
+    problems = list(preflight.CHECKS["store"](cluster, workflow))
     yield from problems
-    if not problems and not has_store_keys("s3"):
+    if not problems and not preflight.has_store_keys("s3"):
         yield Check("store", NOT_CHECKED, "not checked by a write: AWS_ACCESS_KEY_ID is not set here")
 
 
 def check_images(cluster: Connection, images: Iterable[str]) -> Iterator[Check]:
     """Check that images have a tag that stays what it is, and are on a node or can be pulled."""
-    there, whole = list_node_images(cluster)
+    there, whole = preflight.list_node_images(cluster)
     for image in images:
         if read_tag(image) == "latest":
             said = f"{image}: nodes keep what they have as `latest`, and pods would run different code"
             yield Check("images", REFUSED, said, "tuneloop doctor … --set 'cluster.images=REGISTRY/{image}:TAG'")
-        elif is_on_node(image, there):
+        elif preflight.is_on_node(image, there):
             yield Check("images", OK, f"{image}: on a node")
         elif there or whole:
             yield Check("images", WARNING, f"{image}: not on a node: it must be pullable", f"docker push {image}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -53,36 +54,31 @@ def sft(
         epochs.check_fits(documents.extremes, trainer, options.max_length)
     stage.log(f"{len(documents)} demonstrations, {trainer.chosen()}")
 
-    def step(prepared: epochs.Prepared) -> dict[str, float]:
-        loss, norm, rate = train_step(stage, trainer, prepared)
-        return {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": prepared.targets}
-
     if options.backend:
         loss = train_by_backend(stage, trainer, policy, prompts)
     else:
+        step = partial(train_step, stage, trainer)
         loss = epochs.train_epochs(stage, trainer, len(documents), options, lambda i: [documents[i]], step)
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}
 
 
-def train_step(stage: Stage, trainer: Trainer, prepared: epochs.Prepared) -> tuple[float, float, float]:
-    """Take one optimizer step.
-
-    Returns:
-        Mean negative log-probability of a target, gradient norm before clipping, learning rate.
-    """
+def train_step(stage: Stage, trainer: Trainer, prepared: epochs.Prepared) -> dict[str, float]:
+    """Take one optimizer step and return its measures: the loss is the mean negative log-probability of a target, the
+    gradient's norm that before clipping."""
     import torch
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))
     total = 0.0
     for _, batch in trainer.accumulate(prepared.batches):
         logprobs, _ = trainer.logprobs(batch)
-        loss = -logprobs.sum() / prepared.targets
-        loss.backward()
-        total += float(loss.detach())
+        part = -logprobs.sum() / prepared.targets
+        part.backward()
+        total += float(part.detach())
     norm, rate = trainer.update()
-    return trainer.ranks.sum([total])[0], norm, rate
+    loss = trainer.ranks.sum([total])[0]
+    return {"loss": loss, "grad_norm": norm, "learning_rate": rate, "targets": prepared.targets}
 
 
 if __name__ == "__main__":

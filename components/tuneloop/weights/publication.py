@@ -43,7 +43,12 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may stand
     chain = Chain(root)
     if chain.pointed is not None and chain.pointed.version > version:
-        _accept_overtaken(chain, version, manifest, ran)
+        where = f"{chain.store.url} is at version {chain.latest} already"
+        if version in chain.versions:
+            if chain.entry(version).index.tuneloop.source != manifest.digest:
+                raise PointerConflict("weights version", version, f"{where}, and holds another one; use another root")
+        elif ran:
+            raise PointerRewind("weights version", version, f"{where}; give each run a root of its own")
         return
     began = time.time()
     made, ref = Artifact(stage.out_url), manifest.inputs.get("policy")
@@ -74,15 +79,6 @@ def read_publication(store: Store, version: int) -> dict[str, Any] | None:
     """Read what publishing one version took; None if it was not recorded."""
     key = f"{RECORDS}/{version:06d}.json"
     return load_checked_json(store.get(key), key, store.url, "delete it") or None
-
-
-def _accept_overtaken(chain: Chain, version: int, manifest: Manifest, ran: bool) -> None:
-    where = f"{chain.store.url} is at version {chain.latest} already"
-    if version in chain.versions:
-        if chain.entry(version).index.tuneloop.source != manifest.digest:
-            raise PointerConflict("weights version", version, f"{where}, and holds another one; use another root")
-    elif ran:
-        raise PointerRewind("weights version", version, f"{where}; give each run a root of its own")
 
 
 def _find_base(policy: Artifact) -> Path | None:

@@ -22,18 +22,13 @@ def reset_prefix_cache(engine: Any) -> None:
 
 def _reload(worker: Any, model: str) -> None:
     """Reload in vLLM's worker, and do what that leaves undone on a CPU, where layers multiply by packed weights."""
-    _forget_packed_experts(worker)
-    worker.reload_weights(weights_path=model)
-    _repack_head(worker)
-
-
-def _forget_packed_experts(worker: Any) -> None:
-    """Let experts be packed as if for the first time: vLLM's reload puts them unpacked where its kernel wants them
-    packed, wherever it finds a kernel made."""
     for module in worker.get_model().modules():
+        # The reload puts experts unpacked where the kernel wants them packed, wherever it finds a kernel made.
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if hasattr(getattr(kernel, "fused_experts", None), "isa"):
             module.quant_method.moe_kernel = None
+    worker.reload_weights(weights_path=model)
+    _repack_head(worker)
 
 
 def _repack_head(worker: Any) -> None:
