@@ -40,7 +40,14 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
     from tuneloop.inference.fleet import open_fleet, parse_service_url
 
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
-        return _gates(*parse_service_url(fleet), context)
+        from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
+        from tuneloop.inference.fleet.graph import read_gates
+
+        name, namespace, port = parse_service_url(fleet)
+        gates = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
+        shown = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in gates]
+        print_table(("gate", "state", "why"), shown, cut="why")
+        return 0 if all(gate.open for gate in gates) else 1
     rows: list[tuple[str, str, str]] = []
     served: set[str] = set()
     for worker in open_fleet(fleet).discover():
@@ -54,16 +61,6 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
         raise Retryable(f"fleet {fleet}: no worker answers")
     print_table(("worker", "url", "serves"), rows, cut="serves")
     return 0 if len(served) == 1 and "@" in min(served) else 1
-
-
-def _gates(name: str, namespace: str, port: int | None, context: str | None) -> int:
-    from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-    from tuneloop.inference.fleet.graph import read_gates
-
-    found = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
-    rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in found]
-    print_table(("gate", "state", "why"), rows, cut="why")
-    return 0 if all(gate.open for gate in found) else 1
 
 
 @app.command("refit")

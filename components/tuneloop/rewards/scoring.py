@@ -91,10 +91,6 @@ class _Limits(NamedTuple):
     memory: int | None
     punish: bool
 
-    def build_verdict(self, cause: str, default: _Verdict) -> _Verdict:
-        """Build the verdict on a call that the completion ended, by ``timeout`` or ``crash``."""
-        return default._replace(ended_by=cause) if self.punish else default
-
 
 class _Job(NamedTuple):
     row: int
@@ -258,7 +254,7 @@ class _Worker:
         if not self.ready:
             return self.replace(died)
         if self.killer == self.left[-1]:
-            return self.replace(self.limits.build_verdict("crash", died))
+            return self.replace(died._replace(ended_by="crash" if self.limits.punish else ""))
         self.killer = self.left[-1]
         self.stop()
         self._start()
@@ -271,7 +267,7 @@ class _Worker:
         late = _Verdict("timeout", f"took more than {seconds:g} s")
         states, used = _read_stats(self.pid)
         if used - self.used >= seconds:
-            return self.replace(self.limits.build_verdict("timeout", late))
+            return self.replace(late._replace(ended_by="timeout" if self.limits.punish else ""))
         if not {*"RD"} & {*states} or now - self.since >= 10 * seconds:
             return self.replace(late)
         self.due = now + seconds / 4

@@ -97,19 +97,15 @@ class Trl(LLMBackend):
         if self.trainer not in TRAINERS:
             raise UserError("trainer", self.trainer, f"is none of TRL's scripts known here: {', '.join(TRAINERS)}")
         self.require("model_name_or_path", "dataset_name", "output_dir", *TRAINERS[self.trainer])
-        functions = self._functions()
-        here = Path(self.args["dataset_name"])  # where it lies on this machine; of several files TRL reads "train"
-        for path in sorted(here.glob("train*.parquet")) or sorted(here.glob("*.parquet")):
-            _check(path, functions)
-
-    def _functions(self) -> list[str]:
         given = self.args.get("reward_funcs") or []
-        names: list[str] = [given] if isinstance(given, str) else list(given)
-        for name in names:
+        functions: list[str] = [given] if isinstance(given, str) else list(given)
+        for name in functions:
             if name not in MESSAGES + OTHERS and ("." not in name or ":" in name):
                 remedy = f"is neither one of {', '.join(MESSAGES + OTHERS)} nor a dotted path: package.module.function"
                 raise UserError("args.reward_funcs", name, remedy)
-        return names
+        here = Path(self.args["dataset_name"])  # where it lies on this machine; of several files TRL reads "train"
+        for path in sorted(here.glob("train*.parquet")) or sorted(here.glob("*.parquet")):
+            _check(path, functions)
 
 
 def score(
