@@ -73,9 +73,9 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
     elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(references)
     checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
     own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
-    for name, find in {**preflight.CHECKS, **own}.items():
+    for name, find_more in {**preflight.CHECKS, **own}.items():
         if name != "store" or store:
-            checks += collect_checks(name, find(cluster, workflow), described.get(name, ""))
+            checks += collect_checks(name, find_more(cluster, workflow), described.get(name, ""))
     return checks
 
 
