@@ -327,8 +327,8 @@ def _stored(scene: Scene) -> Iterator[Store]:
 
 @contextmanager
 def open_store(cluster: Connection) -> Iterator[None]:
-    """Reach the cluster's store from here, by the environment. (`mock.patch.dict` empties it for a moment, in which other
-    threads start programs.)"""
+    """Reach the cluster's store from here, by the environment. (`mock.patch.dict` empties it for a moment, in which
+    other threads start programs.)"""
     with reach_store(cluster) as settings:
         os.environ.update(settings)
         try:

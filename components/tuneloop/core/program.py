@@ -33,27 +33,31 @@ TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datas
 def run_component(work: Callable[[], None]) -> int:
     """Run a component as a program and return its exit code; end early if the device lease is lost."""
     with fencing.watch_lease():
-        try:
-            fencing.read_lease_grant()  # one that was refused begins nothing
-            work()
-            return 0
-        except (UserError, Retryable, Exhausted) as error:
-            code = _say(*describe_error(error))
-            if isinstance(error, Unavailable):
-                wait_before_ending()
-            return code
-        except Exception as error:
-            if full := find_full_disk(error):
-                return _say(*describe_error(full))
-            if _lost_peer(error):
-                lost = Unavailable(f"another process of this stage has ended ({error})")
-                return _say(*describe_error(lost), replace=False)  # that one says why
-            if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
-                remedy = "is not installed; pip install 'tuneloop[train]'"
-                return _say(*describe_error(UserError("package", error.name, remedy)))
-            traceback.print_exc()
-            write_termination_message(f"bug: {type(error).__name__}: {error}")
-            return 1
+        return _run(work)
+
+
+def _run(work: Callable[[], None]) -> int:
+    try:
+        fencing.read_lease_grant()  # one that was refused begins nothing
+        work()
+        return 0
+    except (UserError, Retryable, Exhausted) as error:
+        code = _say(*describe_error(error))
+        if isinstance(error, Unavailable):
+            wait_before_ending()
+        return code
+    except Exception as error:
+        if full := find_full_disk(error):
+            return _say(*describe_error(full))
+        if _lost_peer(error):
+            lost = Unavailable(f"another process of this stage has ended ({error})")
+            return _say(*describe_error(lost), replace=False)  # that one says why
+        if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
+            remedy = "is not installed; pip install 'tuneloop[train]'"
+            return _say(*describe_error(UserError("package", error.name, remedy)))
+        traceback.print_exc()
+        write_termination_message(f"bug: {type(error).__name__}: {error}")
+        return 1
 
 
 def parse_arguments(
