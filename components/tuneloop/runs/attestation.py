@@ -63,7 +63,7 @@ def _write_card(run: Run, entry: Entry, chain: list[Entry], title: str) -> str:
         told = {"rows": one.manifest.facts.get("rows"), **one.manifest.params}
         known = ", ".join(f"{name} `{dump_canonical_json(each)}`" for name, each in told.items() if each is not None)
         said[one.manifest.kind] += f"- `{one.stage}`: {known}\n"
-    scores = [score for score in run.evaluations() if (score.version or 0) <= entry.manifest.facts["version"]]
+    scores = [score for score in run.evaluations() if score.entry in chain]
     rows = [f"| {each.version} | {each.value:.4g} | {describe_score(run, each)} |\n" for each in scores]
     card = Path(__file__).with_name("model_card.md").read_text()
     return card.format(run=run, made=entry.manifest, evaluation="".join(rows) or "| none | | |\n", **said)

@@ -1,5 +1,6 @@
 """An audit proves a run from its root to its files, and names what does not fit."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -22,7 +23,7 @@ from tuneloop.core.artifacts import (
     parse_manifest,
 )
 from tuneloop.core.errors import Corrupt
-from tuneloop.runs.audit import Proof, audit_run, compute_root
+from tuneloop.runs.audit import Proof, _check_manifest, audit_run, compute_root
 from tuneloop.runs.run_record import Run
 
 COMMITTED = 10
@@ -54,6 +55,19 @@ def test_equal_runs_have_one_root_wherever_they_lie(tmp_path: Path, capsys: pyte
     toy.make(f"{tmp_path}/longer/toy", iterations=3)
     assert run_cli(["audit", "toy", "--store", f"{tmp_path}/longer", "--root", roots[0]]) == 2
     assert "it is not, or no longer, what you were told of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["results", "provenance"])
+def test_a_manifest_that_the_index_has_with_other_content_is_a_flaw(tmp_path: Path, field: str) -> None:
+    """Its digest is the one that it states: what is told of a run comes from the index, which proves nothing."""
+    toy.make(f"{tmp_path}/toy")
+    run = Run.open("toy", str(tmp_path))
+    entry = run.entries[-1]
+    assert not [*_check_manifest(run, entry)]
+    forged = entry.manifest.model_copy(update={field: {"reward": 1.0}})
+    assert forged.digest == entry.manifest.digest
+    (flaw,) = _check_manifest(run, dataclasses.replace(entry, manifest=forged))
+    assert "is another than before" in flaw
 
 
 def test_a_changed_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,6 @@ def test_the_card_is_of_the_run_and_a_written_one_stays(
     for said in (
         "Version 3 of the run `x`",
         "`policy-update`: iteration `2`",
-        "| 1 | 0.5 | greedy",
         "| 3 | 1 | greedy",
     ):
         assert said in card, card
