@@ -41,25 +41,6 @@ CONTROLLER = "argo", "app=workflow-controller"
 EXECUTOR = "rolebinding", "tuneloop-executor"
 AWAY_S = 10.0
 CHANGES, CHANGE = 40, "tuneloop.dev/certify"
-QUEUE = """
-apiVersion: kueue.x-k8s.io/v1beta2
-kind: ClusterQueue
-metadata: {name: %(name)s}
-spec:
-  namespaceSelector: {}
-  preemption: {withinClusterQueue: LowerPriority}
-  resourceGroups:
-    - coveredResources: [cpu, memory]
-      flavors:
-        - name: tuneloop-default
-          resources: [{name: cpu, nominalQuota: 100m}, {name: memory, nominalQuota: 1Gi}]
----
-apiVersion: kueue.x-k8s.io/v1beta2
-kind: LocalQueue
-metadata: {name: %(name)s, namespace: %(namespace)s}
-spec: {clusterQueue: %(name)s}
-"""
-"""Quota for one pod of a stage."""
 ALONE = threading.Lock()
 """What the whole cluster feels happens to it one at a time."""
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from tests.certify.check import Standing, compare, inspect_run
 from tests.certify.cluster_certificate import ClusterCertificate, ClusterOutcome, RunOutcome
-from tests.certify.cluster_faults import FAULTS, IMAGE, QUEUE, Held, Scene, open_store
+from tests.certify.cluster_faults import FAULTS, IMAGE, Held, Scene, open_store
 from tests.certify.cluster_plan import HOGGED, PREEMPTED, ClusterInjection, make_cluster_plan
 from tests.certify.held import HELD, HOLDS, MOMENTS
-from tests.cluster.conftest import ROOT, STORE, kubectl, prepare_cluster
+from tests.cluster.conftest import ROOT, STORE, TIGHT, kubectl, prepare_cluster
 from tests.cluster.volumes import apply
 from tests.unit import toy
 from tests.waiting import until
@@ -232,7 +232,7 @@ def _made_for(scene: Scene, queue: bool) -> Iterator[None]:
     own = ["-n", scene.cluster.namespace]
     files = [f"--from-file={key}={ROOT / path}" for key, path in PROGRAMS.items()]
     kubectl(*own, "create", "configmap", f"{scene.run}-toy", *files)
-    text = QUEUE % {"name": scene.run, "namespace": scene.cluster.namespace}
+    text = TIGHT % {"name": scene.run, "namespace": scene.cluster.namespace, "cpu": "100m"}  # one pod of a stage
     try:
         if queue:
             apply(text)

@@ -108,7 +108,7 @@ def run(cluster: Connection) -> Iterator[str]:
 TIGHT = """
 apiVersion: kueue.x-k8s.io/v1beta2
 kind: ClusterQueue
-metadata: {name: tuneloop-test}
+metadata: {name: %(name)s}
 spec:
   namespaceSelector: {}
   preemption: {withinClusterQueue: LowerPriority}
@@ -116,23 +116,25 @@ spec:
     - coveredResources: [cpu, memory]
       flavors:
         - name: tuneloop-default
-          resources: [{name: cpu, nominalQuota: 150m}, {name: memory, nominalQuota: 1Gi}]
+          resources: [{name: cpu, nominalQuota: %(cpu)s}, {name: memory, nominalQuota: 1Gi}]
 ---
 apiVersion: kueue.x-k8s.io/v1beta2
 kind: LocalQueue
-metadata: {name: tuneloop-test, namespace: tuneloop}
-spec: {clusterQueue: tuneloop-test}
+metadata: {name: %(name)s, namespace: %(namespace)s}
+spec: {clusterQueue: %(name)s}
 """
+"""A queue in which a run with a higher priority takes the quota of one with a lower."""
 
 
 @pytest.fixture(scope="session")
 def tight(cluster: Connection) -> Iterator[str]:
     """A queue with quota for one `sleeper`."""
-    subprocess.run(["kubectl", "apply", "-f", "-"], input=TIGHT, text=True, check=True, capture_output=True)
+    made = TIGHT % {"name": "tuneloop-test", "namespace": cluster.namespace, "cpu": "150m"}
+    subprocess.run(["kubectl", "apply", "-f", "-"], input=made, text=True, check=True, capture_output=True)
     wait = ["wait", "--for=condition=Active", "localqueue/tuneloop-test", "--timeout=600s"]
     kubectl("-n", cluster.namespace, *wait)
     yield "tuneloop-test"
-    subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=TIGHT, text=True, capture_output=True)
+    subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=made, text=True, capture_output=True)
 
 
 SLEEP = """
