@@ -488,8 +488,9 @@ def test_a_deterministic_server_says_what_a_fresh_engine_says(versions: list[Art
             assert all(each.result(LIMIT_S) for each in others)
         left = Client(running.url, LIMIT_S, deterministic=True)
         left.load(versions[0])
+        minutes = [Request(f"a{i}", LONG[0], [*range(64)]) for i in range(64)]  # of work, however late it is looked at
         with pytest.raises(KeyboardInterrupt):
-            left.generate([Request("a", LONG[0], [*range(32)])], Sampling(1.0, 200, ()), hang_up)
+            left.generate(minutes, Sampling(1.0, 200, ()), hang_up)
         assert ask(many) == want
         told = running.ask("GET", "/version")[1]["determinism"]
         assert (told["batch_invariant"], told["threads"]) == (False, fresh.determinism["threads"])
