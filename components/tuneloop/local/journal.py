@@ -14,7 +14,7 @@ Files below the work directory (``workdir``):
 ``nodes/<node id>/``
     The pod's private directory: output files, progress file.
 ``lock``
-    Held (flock) by the executor as long as it lives.
+    Held (flock) by the executor as long as it lives; shared, for a moment, by whoever looks whether one is running.
 """
 
 import fcntl
@@ -22,10 +22,12 @@ import functools
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 import xxhash
 
@@ -171,21 +173,28 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     """Keep other executors off `workdir`. Raises UserError where another one is running there."""
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError("run", str(workdir), "is running already; wait for it, or `tuneloop stop` it") from None
+        while not _try_lock(file, fcntl.LOCK_EX):
+            if not _try_lock(file, fcntl.LOCK_SH):
+                raise UserError("run", str(workdir), "is running already; wait for it, or `tuneloop stop` it")
+            fcntl.flock(file, fcntl.LOCK_UN)  # whoever had it only looks whether an executor is running
+            time.sleep(0.01)
         yield
 
 
 def _held(workdir: Path) -> bool:
     try:
-        with lock_workdir(workdir):
-            return False
-    except UserError:
-        return True
+        with (workdir / "lock").open() as file:
+            return not _try_lock(file, fcntl.LOCK_SH)
     except OSError:
         return False
+
+
+def _try_lock(file: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:

@@ -1,14 +1,17 @@
 """Templates, values, failures and what a run leaves behind; `test_parity` has what the controller does in detail."""
 
+import fcntl
 import itertools
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.local.making import Template, dag, given, named, run, shell, task, workflow
+from tests.waiting import LIMIT_S
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 from tuneloop.local import journal
@@ -343,6 +346,23 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
 def test_one_executor_a_directory(tmp_path: Path) -> None:
     with journal.lock_workdir(tmp_path), pytest.raises(UserError, match="is running already"):
         run(tmp_path, OK, dag(task("t", "ok")))
+
+
+def test_who_looks_whether_a_run_is_alive_keeps_no_executor_off(tmp_path: Path) -> None:
+    """Looking takes the lock, too: `status` would make `resume` fail now and then."""
+
+    def execute() -> bool:
+        with journal.lock_workdir(tmp_path):
+            return True
+
+    assert execute(), "which makes the file"
+    with (tmp_path / "lock").open() as looking, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        executing = pool.submit(execute)
+        with pytest.raises(TimeoutError):
+            executing.result(0.2)
+        fcntl.flock(looking, fcntl.LOCK_UN)
+        assert executing.result(LIMIT_S)
 
 
 def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The processes that train together, and what they say to one another."""
 
 import atexit
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -44,7 +45,7 @@ class Ranks:
         if self.world > 1:
             if not dist.is_initialized():
                 dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo: of offloaded shards
-                atexit.register(dist.destroy_process_group)
+                atexit.register(_leave_group)
             self.mesh = init_device_mesh(kind, (self.world,))
         present = round(self.sum([1.0])[0])
         if expected is not None and present != expected:
@@ -76,3 +77,9 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, how)
         return tensor.tolist()
+
+
+def _leave_group() -> None:
+    """Leave the process group at the end of this process, whether or not the other ranks are still there."""
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
