@@ -1,8 +1,8 @@
 """A bucket as S3 serves it, in a process of its own, whose n-th request can be made to go wrong.
 
-It knows what tuneloop's stores ask for: objects with conditional writes (``If-None-Match: *``, ``If-Match``), ranges,
-listings, deletes of one and of many. It answers one request at a time, over a connection each, so that requests have
-numbers.
+It knows what tuneloop's stores ask for: objects with conditional writes (``If-None-Match: *``, ``If-Match``), in parts
+or whole, ranges, listings, deletes of one and of many. It answers one request at a time, over a connection each, so
+that requests have numbers.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Bucket:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     before: dict[str, bytes | None] = field(default_factory=dict)
+    uploads: list[dict[int, bytes]] = field(default_factory=list)
     newest: str = ""
     asked: list[str] = field(default_factory=list)
     plan: Plan = field(default_factory=Plan)
@@ -146,18 +147,27 @@ class Handler(BaseHTTPRequestHandler):
             keys = [unquote(each.decode()) for each in re.findall(rb"<Key>([^<]*)</Key>", body)]
             for each in keys:
                 bucket.write(each, None)
-            done = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in keys)
-            return 200, f'<?xml version="1.0"?><DeleteResult>{done}</DeleteResult>'.encode(), b""
+            return 200, _xml("DeleteResult", "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in keys)), b""
+        if "uploads" in query:
+            bucket.uploads.append({})
+            return 200, _xml("InitiateMultipartUploadResult", f"<UploadId>{len(bucket.uploads) - 1}</UploadId>"), b""
+        if "partNumber" in query:
+            bucket.uploads[int(query["uploadId"])][int(query["partNumber"])] = body
+            return 200, b"", body
+        if kind == "POST":  # its parts stay, and the same answer is given to the same request
+            parts = bucket.uploads[int(query["uploadId"])]
+            body = b"".join(parts[number] for number in sorted(parts))
         if kind == "DELETE":
-            bucket.write(key, None)
+            if "uploadId" not in query:
+                bucket.write(key, None)
             return 204, b"", b""
         held = bucket.before.get(key, bucket.objects.get(key)) if stale else bucket.objects.get(key)
-        if kind == "PUT":
+        if kind in ("PUT", "POST"):
             wanted = self.headers.get("If-Match")
             if (held is not None and self.headers.get("If-None-Match")) or (wanted and wanted != tag(held or b"")):
                 return 412, _error("PreconditionFailed"), b""
             bucket.write(key, body)
-            return 200, b"", body
+            return 200, _xml("CompleteMultipartUploadResult", f"<ETag>{tag(body)}</ETag>") * (kind == "POST"), body
         if held is None:
             return 404, _error("NoSuchKey"), b""
         if ranged := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
@@ -193,7 +203,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _error(code: str) -> bytes:
-    return f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'.encode()
+    return _xml("Error", f"<Code>{code}</Code><Message>{code}</Message>")
+
+
+def _xml(name: str, inner: str) -> bytes:
+    return f'<?xml version="1.0"?><{name}>{inner}</{name}>'.encode()
 
 
 @dataclass

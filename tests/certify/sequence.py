@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tests.mutations import sample_run
@@ -20,6 +20,7 @@ from tuneloop.core.program import encode_flags
 RUN = "certified"
 Step = tuple[str, Component, dict[str, object]]
 """Where it commits below the run's URL, the stage, and its flags but for that of its output."""
+Steps = Callable[[str, Mapping[str, str]], Iterator[Step]]
 
 
 def list_steps(url: str, refs: Mapping[str, str]) -> Iterator[Step]:
@@ -41,10 +42,10 @@ def list_steps(url: str, refs: Mapping[str, str]) -> Iterator[Step]:
     yield "export", toy.export, {"policy": refs["iterations/1/policy-update"]}
 
 
-def run_sequence(url: str) -> int:
+def run_sequence(url: str, steps: Steps = list_steps) -> int:
     """Run all steps; return the exit code of the first that does not end well, else 0."""
     refs: dict[str, str] = {}
-    for key, stage, flags in list_steps(url, refs):
+    for key, stage, flags in steps(url, refs):
         with tempfile.TemporaryDirectory(prefix="outputs-") as outputs:  # the workflow engine's, not a stage's
             os.environ["TUNELOOP_OUTPUTS"] = outputs
             if code := stage.run([*encode_flags(flags), f"--{stage.output}", f"{url}/{key}"]):

@@ -21,7 +21,7 @@ from tests.certify.bucket import NAME, Plan, Served
 from tests.certify.check import Standing, compare, inspect_apart, list_temporary
 from tests.certify.interpose import Act, Interposer
 from tests.certify.kinds import ERRNOS, SERVER_FAULTS, Injection, Place
-from tests.certify.sequence import RUN, run_sequence
+from tests.certify.sequence import RUN, Steps, list_steps, run_sequence
 from tuneloop.core.errors import EXIT_USER
 
 DAY = 86_400.0
@@ -29,7 +29,7 @@ DAY = 86_400.0
 
 @dataclass
 class StagesRig:
-    """A place for one run at a time, which the stages of `tests.certify.sequence` make.
+    """A place for one run at a time, which stages of one process make, one after another.
 
     Attributes:
         home: emptied before each injection.
@@ -38,6 +38,7 @@ class StagesRig:
 
     home: Path
     bucket: Served
+    steps: Steps = list_steps
     calm: Standing | None = None
     lengths: dict[str, int] = field(default_factory=dict)
 
@@ -153,7 +154,7 @@ class StagesRig:
 
         def work() -> int:
             _shorten_pauses()
-            return run_sequence(url)
+            return run_sequence(url, self.steps)
 
         return work
 

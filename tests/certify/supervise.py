@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO
@@ -34,10 +35,30 @@ from tests.certify.sequence import run_sequence
 from tests.certify.stages_rig import StagesRig
 from tests.certify.week import WeekRig
 from tuneloop.local.spawn import adopt_orphans, die_with, end_all
+from tuneloop.local.warm import STAGES
 
 PRELOADED = (hera.workflows, pyarrow.parquet, tuneloop.ui.report)
 """Imported here, once, and not by each attempt."""
 Rig = StagesRig | ExecutorRig | WeekRig
+PLACES: Sequence[Sequence[Place]] = (("files", "reads", "objects", "requests"), ("executor", "pods"), ("clock",))
+"""Those of each rig."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a certificate is asked for.
+
+    Attributes:
+        only: the index of the injection that is made alone.
+        kind: only those whose kind contains this.
+        real: of stages that train and sample with torch, without an executor, and not of the toy's.
+    """
+
+    seed: int
+    injections: int
+    only: int | None = None
+    kind: str = ""
+    real: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,24 +69,15 @@ class Begun:
     roots: dict[str, str]
 
 
-def make_certificate(
-    seed: int, injections: int, *, only: int | None = None, kind: str = "", jobs: int = 2
-) -> Certificate:
-    """Carry out a plan, and return what it came to.
-
-    Args:
-        only: the index of the injection that is made alone.
-        kind: only those whose kind contains this.
-        jobs: processes at a time.
-    """
+def make_certificate(task: Task, jobs: int = 2) -> Certificate:
+    """Carry out a plan by so many processes at a time, and return what it came to."""
     began = time.monotonic()
     home = Path(tempfile.mkdtemp(prefix="certify-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     begun, outcomes, processor_s = list[Begun](), list[Outcome](), 0.0
     adopt_orphans()
     try:
         workers = [
-            _Worker(home / str(number), seed, injections, (number, jobs), only, kind)
-            for number in range(1 if only is not None else jobs)
+            _Worker(home / str(number), task, (number, jobs)) for number in range(1 if task.only is not None else jobs)
         ]
         for worker in workers:
             for told in worker.listen():
@@ -85,7 +97,7 @@ def make_certificate(
         _check_same(begun[0], other)
     outcomes.sort(key=lambda each: each.injection.index)
     counts = {place: len(calls) for place, calls in begun[0].calls.items()}
-    return Certificate(seed, begun[0].roots, counts, outcomes, time.monotonic() - began, processor_s)
+    return Certificate(task.seed, begun[0].roots, counts, outcomes, time.monotonic() - began, processor_s)
 
 
 def _check_same(one: Begun, other: Begun) -> None:
@@ -100,9 +112,7 @@ def _check_same(one: Begun, other: Begun) -> None:
 class _Worker:
     """A process that carries out its share of a plan."""
 
-    def __init__(
-        self, home: Path, seed: int, injections: int, share: tuple[int, int], only: int | None, kind: str
-    ) -> None:
+    def __init__(self, home: Path, task: Task, share: tuple[int, int]) -> None:
         self.told = home.with_suffix(".told")
         self.told.touch()
         parent, self.pid = os.getpid(), os.fork()
@@ -112,7 +122,7 @@ class _Worker:
         try:
             die_with(parent)
             with self.told.open("ab", buffering=0) as out:
-                _carry_out(home, seed, injections, share, only, kind, out)
+                _carry_out(home, task, share, out)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -141,29 +151,37 @@ def _read_all(heard: BinaryIO) -> Iterator[Begun | Outcome | float]:
             return
 
 
-def _carry_out(
-    home: Path, seed: int, injections: int, share: tuple[int, int], only: int | None, kind: str, out: BinaryIO
-) -> None:
+def _carry_out(home: Path, task: Task, share: tuple[int, int], out: BinaryIO) -> None:
     home.mkdir()
     adopt_orphans()
     os.environ["TUNELOOP_CACHE"] = str(home / "stages" / "cache")
-    _warm_up(home)
     with ExitStack() as stack:
-        stages = StagesRig(home / "stages", stack.enter_context(bucket.serve()))
-        stack.enter_context(serve_forks(home / "warm"))
-        pods, week = ExecutorRig(home / "pods", home / "warm"), WeekRig(home / "week")
-        rigs: Sequence[Rig] = (stages, pods, week)
+        rigs = _open_rigs(home, task.real, stack)
         calls: dict[Place, list[str]] = {}
         for rig in rigs:
             calls |= rig.record()
         roots = {name: rig.calm.root for name, rig in zip(("stages", "pipeline", "week"), rigs) if rig.calm}
         out.write(pickle.dumps(Begun(calls, roots)))
-        of: dict[Place, Rig] = {"executor": pods, "pods": pods, "clock": week}
-        plan = make_plan(calls, injections, seed)
-        for injection in plan if only is not None else plan[share[0] :: share[1]]:
-            if only in (None, injection.index) and kind in injection.kind:
-                out.write(pickle.dumps(_make(of.get(injection.place, stages), injection)))
+        of = {place: rig for rig, places in zip(rigs, PLACES) for place in places}
+        plan = make_plan(calls, task.injections, task.seed)
+        for injection in plan if task.only is not None else plan[share[0] :: share[1]]:
+            if task.only in (None, injection.index) and task.kind in injection.kind:
+                out.write(pickle.dumps(_make(of[injection.place], injection)))
     out.write(pickle.dumps(float(sum(os.times()[:4]))))
+
+
+def _open_rigs(home: Path, real: bool, stack: ExitStack) -> Sequence[Rig]:
+    """Open the places for runs: of the stages, and but for real ones also of the executor and of a simulated week."""
+    if real:
+        from tests.certify.real_sequence import list_real_steps
+
+        for name in STAGES:  # nothing of torch may have computed here: its threads would be missing in the forks
+            import_module(name)
+        return [StagesRig(home / "stages", stack.enter_context(bucket.serve()), list_real_steps)]
+    _warm_up(home)
+    stages = StagesRig(home / "stages", stack.enter_context(bucket.serve()))
+    stack.enter_context(serve_forks(home / "warm"))
+    return [stages, ExecutorRig(home / "pods", home / "warm"), WeekRig(home / "week")]
 
 
 def _make(rig: Rig, injection: Injection) -> Outcome:

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.certify.certificate import Certificate, Outcome
 from tests.certify.check import Standing, compare
@@ -19,11 +22,12 @@ ROOT = Path(__file__).parents[2]
 COUNT = 36
 
 
-def test_faults_of_every_kind_change_nothing(tmp_path: Path) -> None:
-    words = ["--injections", str(COUNT), "--seed", "19", "--jobs", "1", "--output", str(tmp_path / "told.json")]
+def certify(tmp_path: Path, *words: str) -> dict[str, Any]:
+    """What a certificate that is made so says, if it has no violation."""
+    line = [sys.executable, "-m", "tests.certify", "--jobs", "1", "--output", str(tmp_path / "told.json"), *words]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.certify", *words],
+        line,
         env={**os.environ, "PYTHONPATH": path},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -32,10 +36,23 @@ def test_faults_of_every_kind_change_nothing(tmp_path: Path) -> None:
         timeout=6 * LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    told = json.loads((tmp_path / "told.json").read_text())
+    told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
+    return told
+
+
+def test_faults_of_every_kind_change_nothing(tmp_path: Path) -> None:
+    told = certify(tmp_path, "--injections", str(COUNT), "--seed", "19")
     assert {kind["kind"] for kind in told["kinds"]} == {kind.name for kind in KINDS}
     assert (told["injections"], told["equal"], told["leaks"], told["violations"]) == (COUNT, COUNT, 0, [])
     assert told["attempts"] > COUNT, "nothing was disturbed"
+
+
+@pytest.mark.local
+@pytest.mark.slow
+def test_a_fault_of_stages_that_train_and_sample_changes_nothing(tmp_path: Path) -> None:
+    told = certify(tmp_path, "--real", "--injections", "26", "--kind", "killed before a call")
+    assert (told["injections"], told["equal"], told["met"], told["leaks"]) == (1, 1, 1, 0)
+    assert told["stages_lost"] and told["attempts"] > 1, "nothing was disturbed"
 
 
 def test_a_plan_is_of_its_seed_and_has_every_kind() -> None:
