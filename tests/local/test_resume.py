@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.local.loops import command, digests, finish, kill_when
 from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact
 from tuneloop.local import journal
+from tuneloop.runs.run_record import Run
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,35 @@ def test_killed_at_six_points_and_resumed_is_the_undisturbed_run(
     print("killed in:", seen)
     finish([*toy, "killed"])
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+
+
+@pytest.mark.slow
+def test_an_oversampled_loop_that_is_killed_keeps_the_same_groups(tmp_path: Path) -> None:
+    """Killed when it samples and when it updates: the groups are those that committed rewards say, whoever reads them
+    when, and what became of each is in the run's curves."""
+    settings = {"rollout.oversampled_prompts": 8, "loop.iterations": 2, "seed": 1, "sft.max_steps": 100}
+    finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
+    killed, calm = tmp_path / "killed", pods(tmp_path / "calm")
+    line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path, **settings)
+    for stage in ("rollout", "policy-update"):
+        pod = [each for each in calm if each.template == stage][1]
+        out = killed / "iterations" / "2" / stage
+        assert kill_when(line, killed, pod.id, lambda out=out: any(out.glob("data-*"))) == "Running"
+        line = command("resume", "killed", store=tmp_path)
+    finish(line)
+    assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
+    curves = {curve.name: curve.y for curve in Run.open("killed", str(tmp_path)).curves() if "groups_" in curve.name}
+    for iteration in (1, 2):
+        at = f"{killed}/iterations/{iteration}"
+        scores: dict[str, set[float]] = {}
+        for row in pq.read_table(Artifact(f"{at}/reward").path / "rewards.parquet").to_pylist():
+            scores.setdefault(row["group"], set()).add(row["score"])
+        telling = [group for group in sorted(scores) if len(scores[group]) > 1]
+        counts = {"asked": 8, "kept": len(telling[:4]), "rejected": 8 - len(telling), "unused": len(telling[4:])}
+        facts = Artifact(f"{at}/policy-update").manifest.facts
+        assert facts["groups"] == counts and facts["rollouts"] == 4 * counts["kept"]
+        assert {name: curves[f"groups_{name}"][iteration - 1] for name in counts} == counts
+    assert max(curves["groups_kept"]) > 0, "an update that learns nothing shows little"
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from tuneloop.algorithms._terms import Tensor
 class Algorithm(grpo.Algorithm):
     """TRL: ``loss_type="dapo"``, and `max_completion_len`, `soft_punish_cache` of its `get_soft_overlong_punishment`.
 
-    Dynamic sampling leaves groups whose rewards are all equal out of the loss and of its mean. It does not sample
-    others in their place: ask `rollout` for as many prompts more as the share of such groups (a metric) suggests.
+    Dynamic sampling leaves groups whose rewards are all equal out of the loss and of its mean. Others in
+    their place come from `rollout --oversampled-prompts`, which chooses by the scores, before the punishment.
     The punishment is added to rewards here, not in `reward`, which sees text and knows no tokens. It counts what the
     policy sampled, in an episode over all turns, and not the replies between them.
     """

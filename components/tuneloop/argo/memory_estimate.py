@@ -202,7 +202,8 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
             parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))
         return parts
     most = int(arguments.get("max_num_seqs", 256))
-    prompts = stage.number("prompts_per_iteration") or stage.number("limit") or most
+    sizes = map(stage.number, ("oversampled_prompts", "prompts_per_iteration", "limit"))
+    prompts = next(filter(None, sizes), most)
     sequences = min(most, prompts * (stage.number("n") or 1))
     if context:
         each = model.kv_bytes * width // 2

@@ -127,7 +127,8 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
     """Yield the steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
         times, value = pods[stage.name], stage.number
-        if stage.role == "sampler" and (n := value("n")) and (prompts := value("prompts_per_iteration")):
+        prompts = value("oversampled_prompts") or value("prompts_per_iteration")
+        if stage.role == "sampler" and prompts and (n := value("n")):
             total = times * prompts * n
             tokens = f", at most {total * most:,.0f} tokens" if (most := value("max_tokens")) else ""
             yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"

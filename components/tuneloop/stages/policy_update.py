@@ -21,7 +21,7 @@ from tuneloop.training.lora import disable_adapters
 from tuneloop.training.options import Optimization, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
 from tuneloop.training.resident import RESIDENT
-from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, to_float32
+from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, select_groups, to_float32
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ def policy_update(
     Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. What has no advantage
     has nothing to teach; it counts in the mean, but does not go through the model (unless `beta` is set).
     If that is so everywhere, no step is taken and the next version has the same parameters (``facts.skipped``).
+    Of rollouts with ``facts.groups`` it takes the first `wanted` groups whose scores differ, and leaves the others out
+    of everything; its own ``facts.groups`` and metrics count them. Where fewer are left, it takes these, and at most as
+    many steps.
 
     The optimizer goes on from the checkpoint's state if `policy_update` wrote that with the same betas;
     after `sft` or `base_model` it starts fresh, and so does the warm-up.
@@ -149,8 +152,9 @@ def train_policy(
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
+        samples, updates = keep_groups(stage, rewards, samples, options.updates_per_batch, trainer.step)
         check_ids(samples, trainer.vocab_size)
-        trainer.max_length = max(len(sample.document.ids) for sample in samples)
+        trainer.max_length = max((len(sample.document.ids) for sample in samples), default=1)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
@@ -162,13 +166,29 @@ def train_policy(
     if in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, scored, "old")
-    give_advantages(objective, samples)
-    if options.updates_per_batch > 1 and not in_reward:
+    if samples:
+        give_advantages(objective, samples)
+    if updates > 1 and not in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
-    losses = take_steps(stage, trainer, learner, samples, options.updates_per_batch, watch=iteration <= 1)
+    losses = take_steps(stage, trainer, learner, samples, updates, watch=iteration <= 1)
     _report(stage, samples, iteration, len(losses))
     return trainer, losses
+
+
+def keep_groups(
+    stage: Stage, rewards: Artifact, samples: list[Sample], updates: int, step: int
+) -> tuple[list[Sample], int]:
+    """Keep the groups that the update takes, where more were sampled, and as many of the `updates` as there are groups;
+    record how many groups were kept, and how many not."""
+    sampled = rewards.manifest.facts.get("groups")
+    if sampled is None:
+        return samples, updates
+    samples, counts = select_groups(samples, sampled["wanted"])
+    stage.facts["groups"] = counts
+    stage.log("groups: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    stage.metric(step, **{f"groups_{name}": count for name, count in counts.items()})
+    return samples, min(updates, counts["kept"])
 
 
 def open_trainer(
@@ -371,7 +391,7 @@ def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int)
     counts = {"rollouts": len(samples), "scored": len(scored), "used": len(used), "updates": steps}
     stage.facts.update(counts, iteration=iteration)
     if not steps:
-        why = "no rollout has a score" if not scored else "in every group all rewards are equal"
+        why = "no rollout has a score" if samples and not scored else "in every group all rewards are equal"
         stage.facts["skipped"] = f"{why}: no step taken, same parameters"
     stage.log(stage.facts.get("skipped") or f"{steps} steps on {len(used)} of {len(samples)} rollouts")
 

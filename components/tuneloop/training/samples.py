@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,26 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
     groups: dict[str, int] = {}
     rows = _rows(table)
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
+
+
+def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample], dict[str, int]]:
+    """Select the first `wanted` groups whose scores differ: the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11).
+
+    They are the first by request, not by who was done first: that is a matter of time, and favours short completions.
+
+    Returns:
+        their samples, with groups numbered anew, and how many groups were `asked` for; of these `kept`, `rejected` for
+        scores that are equal or fewer than two, and left `unused`.
+    """
+    scores: dict[int, set[float]] = {sample.group: set() for sample in samples}
+    for sample in samples:
+        if sample.score is not None:
+            scores[sample.group].add(sample.score)
+    telling = [group for group, found in scores.items() if len(found) > 1]
+    kept = {group: place for place, group in enumerate(telling[:wanted])}
+    counts = {"asked": len(scores), "kept": len(kept), "rejected": len(scores) - len(telling)}
+    counts["unused"] = len(telling) - len(kept)
+    return [replace(sample, group=kept[sample.group]) for sample in samples if sample.group in kept], counts
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:

@@ -4,9 +4,11 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tuneloop.cli import run_cli
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
@@ -49,6 +51,12 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
         (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "which of them are there"),
         (("evaluate.environment_args.seconds=1",), "evaluate.environment_args", "goes with environment"),
         (
+            ("rollout.prompts_per_iteration=8", "rollout.oversampled_prompts=7"),
+            "rollout.oversampled_prompts",
+            r"7: must be at least prompts_per_iteration \(8\)",
+        ),
+        (("rollout.n=1", "rollout.oversampled_prompts=32"), "rollout.oversampled_prompts", "set n to 2 or more"),
+        (
             ("rollout.prompts_per_iteration=4", "update.updates_per_batch=5"),
             "update.updates_per_batch",
             r"a batch of rollout.prompts_per_iteration \(4\)",
@@ -59,6 +67,19 @@ def test_what_rollouts_can_not_do_is_refused_before_anything_runs(sets: tuple[st
     with pytest.raises(UserError, match=says) as refused:
         find_pipeline("sft_then_grpo").configure(sets=sets)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("asked", ["7", "0", "many"])
+def test_a_number_of_prompts_that_can_not_be_is_one_line_and_no_workflow(
+    asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = ["rollout.prompts_per_iteration=8", f"rollout.oversampled_prompts={asked}"]
+    assert run_cli(["render", "grpo", *(f"--set={each}" for each in said)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, [*tmp_path.iterdir()]) == ("", [])
+    (line,) = err.splitlines()
+    assert line.startswith("error: rollout.oversampled_prompts: ") and asked in line
 
 
 def test_all_that_sample_and_the_server_are_told_to_be_deterministic() -> None:

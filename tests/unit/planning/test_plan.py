@@ -131,6 +131,11 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     assert "↺ loop again, at most 10 times in all" in text
     assert "check (while its condition holds)" in text
     assert "rollout: 10 × 4 prompts × 8 = 320 completions, at most 5,120 tokens" in text
+    more = json.loads(json.dumps(WORKFLOW).replace('"--n"', '"--oversampled-prompts", "6", "--n"'))
+    stages = [rendered_stages.read_stage(each) for each in more["spec"]["templates"] if "container" in each]
+    assert ("rollout", "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens") in plan.estimate_work(
+        stages, plan.count_pods(more)
+    )
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
     assert "tiny-qwen3: 826,240 parameters" in text
     assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text

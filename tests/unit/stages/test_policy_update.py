@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,62 @@ def test_a_failed_reward_is_not_a_zero(policy, tmp_path):
     two = run(tmp_path / "b", policy, rewards_artifact(tmp_path / "rb", policy, samples[1:]))
     for name, value in weights(two).items():
         torch.testing.assert_close(weights(one)[name], value)
+
+
+def scored_groups(policy: Artifact, *scores: Sequence[float | None]) -> list[dict[str, Any]]:
+    """Rollouts of a group for each of `scores`, which has its completions' scores, None where the judge failed."""
+    each = [score for group in scores for score in group]
+    outcomes = ["infra_error" if score is None else "score" for score in each]
+    made = rollout_rows(policy, len(scores), 4, gap=0.2)
+    return [{**s, "score": score, "outcome": outcome} for s, score, outcome in zip(made, each, outcomes, strict=True)]
+
+
+EQUAL, SOLVED, FAILED, ALONE = [0.0] * 4, [1.0] * 4, [None] * 4, [None, 1.0, None, None]
+TELLING = [0.0, 1.0, 1.0, 0.0], [None, 0.0, 0.0, 1.0], [0.25, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "reinforce_plus_plus"])
+def test_of_more_groups_than_it_needs_the_first_whose_rewards_differ_are_the_batch(policy, tmp_path, algorithm):
+    """Those of the places 1 and 4, in the order of requests: the update is that of a batch of these two alone."""
+    first, second, unused = TELLING
+    samples = scored_groups(policy, SOLVED, first, FAILED, EQUAL, second, ALONE, unused)
+    kept = [*samples[4:8], *samples[16:20]]
+    sampled = {"groups": {"asked": 7, "wanted": 2}}
+    about: dict[str, Any] = {"algorithm": algorithm, "updates_per_batch": 2 if algorithm == "dapo" else 1}
+    if algorithm == "reinforce_plus_plus":
+        about["algorithm_args"] = {"kl_in": "loss", "kl_estimator": "k2"}
+    chosen = run(tmp_path / "a", policy, rewards_artifact(tmp_path / "ra", policy, samples, **sampled), **about)
+    alone = run(tmp_path / "b", policy, rewards_artifact(tmp_path / "rb", policy, kept), **about)
+    counts, *steps = rows(chosen)
+    assert steps == rows(alone) and len(steps) == about["updates_per_batch"]
+    assert all(value.equal(weights(alone)[name]) for name, value in weights(chosen).items())
+    if algorithm == "grpo":
+        assert (steps[0]["loss"], steps[0]["grad_norm"]) == pytest.approx(dense(policy, kept), rel=1e-4)
+    expected = {"asked": 7, "kept": 2, "rejected": 4, "unused": 1}
+    assert chosen.manifest.facts["groups"] == expected
+    assert counts == {"step": 0, **{f"groups_{name}": count for name, count in expected.items()}}
+    assert chosen.manifest.facts["rollouts"] == 8 and "groups" not in alone.manifest.facts
+    again = run(tmp_path / "c", policy, rewards_artifact(tmp_path / "rc", policy, samples, **sampled), **about)
+    assert again.manifest.files == chosen.manifest.files
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_where_fewer_groups_are_left_these_are_the_batch(policy, tmp_path, beta):
+    """With one group it takes one of the two steps that it was asked for, and without one it takes none."""
+    sampled = {"groups": {"asked": 3, "wanted": 2}}
+    about: dict[str, Any] = {"updates_per_batch": 2, "algorithm_args": {"beta": beta}, "reference": policy.ref}
+    one, none = (
+        run(tmp_path / name, policy, rewards_artifact(tmp_path / f"r{name}", policy, samples, **sampled), **about)
+        for name, samples in (
+            ("one", scored_groups(policy, EQUAL, TELLING[0], SOLVED)),
+            ("none", scored_groups(policy, EQUAL, ALONE, SOLVED)),
+        )
+    )
+    assert one.manifest.facts["groups"] == {"asked": 3, "kept": 1, "rejected": 2, "unused": 0}
+    assert one.manifest.facts["updates"] == 1 and "skipped" not in one.manifest.facts
+    assert none.manifest.facts["groups"] == {"asked": 3, "kept": 0, "rejected": 3, "unused": 0}
+    assert "all rewards are equal" in none.manifest.facts["skipped"] and none.manifest.results["loss"] == 0
+    assert all(value.equal(weights(policy)[name]) for name, value in weights(none).items())
 
 
 def test_same_inputs_same_bytes(policy, tmp_path):

@@ -20,6 +20,7 @@ from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.inference.generate import Prompts, StaleWeights
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout, select_prompt_indices
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 5}
@@ -80,6 +81,17 @@ def test_manifest(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     assert (
         0 < facts["canary"]["mean_abs_diff"] <= facts["canary"]["max_abs_diff"] < facts["canary"]["tolerance"] == 0.05
     )
+
+
+def test_more_prompts_than_the_update_needs(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
+    """Its batch is that of a larger one, and the manifest says how many of its groups the update is to keep."""
+    whole = run(tmp_path / "w", policy, prompts, prompts_per_iteration=3, iteration=1)
+    more = run(tmp_path / "m", policy, prompts, prompts_per_iteration=2, oversampled_prompts=3, iteration=1)
+    assert more == whole
+    facts = [Artifact(str(tmp_path / name)).manifest.facts for name in "wm"]
+    assert facts[1] == {**facts[0], "groups": {"asked": 3, "wanted": 2}}
+    reward(out=str(tmp_path / "r"), rollouts=Artifact(str(tmp_path / "m")).ref)
+    assert Artifact(str(tmp_path / "r")).manifest.facts["groups"] == facts[1]["groups"]
 
 
 def test_is_a_function_of_its_inputs(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
