@@ -67,8 +67,17 @@ function addLinks({ iteration, evaluation }) {
   );
 }
 
+/** Shortcuts of one character can be turned off: speech input presses them by accident (WCAG 2.2, 2.1.4). */
+const keys = document.getElementById("keys");
+try {
+  keys.checked = localStorage.getItem("keys") !== "off";
+  keys.addEventListener("change", () => localStorage.setItem("keys", keys.checked ? "on" : "off"));
+} catch {
+  // Storage is blocked, as in a frame of another site: the choice holds for this page only.
+}
+
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
+  if (!keys.checked || event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   const step = { j: 1, k: -1 }[event.key];
   if (event.key === "g") document.querySelector("#nav a")?.click();
   else if (event.key === "/") document.querySelector("input[type=search]")?.focus();
@@ -91,7 +100,7 @@ if (FROZEN) {
   document.getElementById("nav").replaceChildren();
   const said = "A report, made once: tuneloop ui shows all of a run, and while it goes on.";
   document.querySelector("header").append(h("p", { class: "about" }, said));
-  document.querySelector("footer").textContent = "Keys: / search, j and k down and up the list, g the run.";
+  document.querySelector("footer span").textContent = ": / search, j and k down and up the list, g the run.";
 }
 followLinks(start);
 start();

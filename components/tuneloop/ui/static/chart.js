@@ -59,6 +59,7 @@ export function chart(title, series, axis) {
       table(
         [axis, name],
         points.map(([x, y]) => [write(x), number(y)]),
+        { "aria-label": `${title}: ${name}` },
       ),
     ),
   );

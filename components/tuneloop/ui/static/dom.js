@@ -19,18 +19,22 @@ function fill(element, properties, children) {
   return element;
 }
 
-/** Shows elements in place of what is shown; what was unfolded and where the keyboard was stays so, by their ids. */
+/**
+ * Replaces the content of the page; unfolded details and the focus are restored by id.
+ * If the focused element is gone or has no id, the content is focused, so that Tab does not start at the top of the page.
+ */
 export function show(...children) {
   const main = document.getElementById("main");
   const open = [...main.querySelectorAll("details[id]")].map((each) => [each.id, each.open]);
   const { id, selectionStart } = document.activeElement ?? {};
+  const inside = main.contains(document.activeElement);
   main.replaceChildren(...children.flat(Infinity).filter(Boolean));
   for (const [name, was] of open) document.getElementById(name)?.toggleAttribute("open", was);
   const focused = id && document.getElementById(id);
   if (focused && main.contains(focused)) {
     focused.focus({ preventScroll: true });
     if (selectionStart != null) focused.setSelectionRange?.(selectionStart, selectionStart);
-  }
+  } else if (inside) main.focus({ preventScroll: true });
 }
 
 export const say = (text) => (document.getElementById("status").textContent = text);

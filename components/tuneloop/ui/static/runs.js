@@ -1,5 +1,5 @@
 // The list of runs, and two to six of them beside one another.
-import { ask, eachOf, fold, h, label, leaves, link, query, remember, show, since, table } from "./dom.js";
+import { ask, eachOf, fold, h, label, leaves, link, query, remember, say, show, since, table } from "./dom.js";
 import { chart, sparkline } from "./chart.js";
 import { groupCurves } from "./run.js";
 
@@ -18,6 +18,7 @@ export async function showRuns() {
     oninput: () => {
       remember({ q: filter.value });
       select();
+      say(`${[...rows.values()].filter((each) => !each.hidden).length} of ${rows.size} runs`);
     },
   });
   const button = h("button", { type: "submit" }, "Compare");

@@ -1,6 +1,6 @@
 // The completions of an iteration or an evaluation: searched, ordered, token by token, and beside another version's.
 import { FROZEN, listPaths } from "./frozen.js";
-import { ask, fold, h, link, number, query, remember, show } from "./dom.js";
+import { ask, fold, h, link, number, query, remember, say, show } from "./dom.js";
 
 const COLOURS = { logprob: "log-probability", advantage: "advantage", version: "version", mask: "mask" };
 const SORTS = {
@@ -113,7 +113,10 @@ export async function showSamples(name, at) {
 
   function choose(changes) {
     remember("page" in changes ? changes : { page: "", place: "", ...changes });
-    return draw().catch((error) => show(h("p", { class: "alarm", role: "alert" }, error.message)));
+    return draw().then(
+      () => say(`${shown.page.found} of ${shown.page.total} completions`), // The list changes away from the focused control.
+      (error) => show(h("p", { class: "alarm", role: "alert" }, error.message)),
+    );
   }
 }
 
@@ -186,7 +189,7 @@ function showRow(page, row, colour, choose, atOnce) {
     row[key] &&
     h(
       "button",
-      { type: "button", onclick: () => choose({ [key]: row[key] }) },
+      { type: "button", id: `${key}-${row.place}`, onclick: () => choose({ [key]: row[key] }) },
       `${key === "id" ? "prompt" : key} ${row[key]}`,
     );
   const said = row.completion_ids ? showTokens(page, row, colour, atOnce) : [row.completion];
@@ -214,7 +217,7 @@ function showRow(page, row, colour, choose, atOnce) {
         "div",
         null,
         h("h2", null, "completion"),
-        h("p", { class: "text" }, said, cut && more),
+        h("div", { class: "text" }, said, cut && more), // A <p> may not contain the <details> of replies.
       ),
       row.answer && h("div", null, h("h2", null, "answer"), h("p", { class: "text" }, row.answer)),
     ),
