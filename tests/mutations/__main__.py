@@ -23,6 +23,8 @@ def main(count: int = 10_000, seed: int = 0, seconds: int = 86_400) -> int:
         run = make_sample_run(Path(home))
         for outcome in list_verdicts(run, count, seed):
             changes[outcome.kind] += outcome.first
+            if outcome.first and changes.total() % 1000 == 0:
+                print(f"{changes.total()} of {count} files changed", file=sys.stderr, flush=True)
             table.setdefault(outcome.kind, Counter())[outcome.verdict] += 1
             if outcome.verdict in ("accepted", "traceback", "hang"):
                 wrong[show(outcome)] += 1
