@@ -67,10 +67,10 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
     assert argo.wait_for_run(cluster, new) == 0
     assert argo.wait_for_run(cluster, old) != 0
 
-    attempts = [node for node in read_status(cluster, new).nodes.values() if node.type == "Pod"]
-    ends = [classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message) for n in attempts]
-    assert ends == [EVICTED, AWAY, KILL, MEMORY, SUCCEEDED], [(n.phase, n.exit_code, n.message) for n in attempts]
     seen = read_status(cluster, new)
+    attempts = [node for node in seen.nodes.values() if node.type == "Pod"]
+    ends = [classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message) for n in attempts]
+    assert ends == [EVICTED, AWAY, KILL, MEMORY, SUCCEEDED], seen.nodes
     (stage,) = list_cluster_stages(seen.nodes, seen.waiting)
     assert (stage.phase, stage.done, stage.retries) == ("Succeeded", 1, 4)
     assert stage.cause.startswith("attempt 4 ended after ") and ": out of memory: main: OOMKilled" in stage.cause
