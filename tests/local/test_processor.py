@@ -85,7 +85,8 @@ def test_a_vllm_server_that_holds_back_serves_and_one_that_does_not_dies(tmp_pat
         with contextlib.suppress(OSError, http.client.HTTPException):
             until(lambda: answers(port) or server.poll() is not None)
             generate(port)
-        assert server.wait(LIMIT_S) == -signal.SIGILL, server.communicate()
+        # An illegal instruction, or 75 where vLLM's library for this processor has no kernel for AMX at all.
+        assert server.wait(LIMIT_S) in (-signal.SIGILL, 75), server.communicate()
 
 
 def ask(port: int, path: str, body: object = None) -> tuple[int, bytes]:
