@@ -161,10 +161,7 @@ def build_jobset(
 
 def check_names(workflow: Mapping[str, Any], run: str) -> None:
     """Refuse a run whose JobSets could not be named: their pods are hosts, and say so only when they are started.
-
-    Raises:
-        UserError: with the longest name of a pod.
-    """
+    Raises UserError with the longest name of a pod."""
     iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
     known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
     for job in map(parse_applied_object, workflow["spec"].get("templates", ())):
@@ -204,11 +201,8 @@ def pod_spec(
     cluster: Cluster,
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
-
-    Raises:
-        UserError: it should share devices with other runs: turns are had pod by pod.
-    """
+    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object. Raises
+    UserError where it should share devices with other runs: turns are had pod by pod."""
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"

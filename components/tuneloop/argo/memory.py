@@ -32,11 +32,8 @@ class Workflow(hera.workflows.Workflow):
 
 
 def set_pod_memory(workflow: dict[str, Any]) -> None:
-    """Set the memory of the pods of `workflow` that are rendered without a limit, as far as it can be estimated.
-
-    Raises:
-        UserError: the configuration of the model cannot be read.
-    """
+    """Set the memory of the pods of `workflow` that are rendered without a limit, as far as it can be estimated. Raises
+    UserError where the configuration of the model cannot be read."""
     found = ((template, parse_applied_object(template)) for template in workflow["spec"].get("templates", []))
     resources = ((template, job, container_of(template, job).get("resources", {})) for template, job in found)
     unlimited = [(t, j) for t, j, of in resources if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}]

@@ -73,14 +73,12 @@ def stage_template(
     """Build the stage as a template named after it: a container, or a JobSet for several nodes.
 
     Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
-    its output parameters are the output's reference (under the output's name) and the stage's results.
+    its output parameters are the output's reference (under the output's name) and the stage's results. Raises UserError
+    at a parameter that the stage refuses.
 
     Args:
         params: its parameters; they are resolved here, once, and all of them are written into the command.
         dynamic: parameters that the graph passes; optional ones may be left out or empty.
-
-    Raises:
-        UserError: a parameter that the stage refuses.
     """
     cluster = cluster or Cluster()
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)

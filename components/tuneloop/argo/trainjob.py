@@ -30,15 +30,13 @@ def as_trainjob(
     runtime: str = "",
     run: str = "",
 ) -> dict[str, Any]:
-    """Render a backend as a TrainJob of Kubeflow Trainer 2.1, on a runtime of ``manifests/components/trainer``.
+    """Render a backend as a TrainJob of Kubeflow Trainer 2.1, on a runtime of ``manifests/components/trainer``. Raises
+    UserError at an option that the backend refuses, and at devices that it should share.
 
     Args:
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
             see `tuneloop.training.fetch`.
         runtime: name of the runtime; default: ``tuneloop-<framework>``.
-
-    Raises:
-        UserError: an option that the backend refuses; devices that it should share.
     """
     backend.validate()
     if cluster.share:
@@ -149,14 +147,11 @@ def prepare_rayjob(
 ) -> dict[str, Any]:
     """Render the stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
 
-    What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes
-    on from them.
+    What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes on
+    from them. Raises UserError at a parameter that it does not take, and where there is no URL.
 
     Args:
         arguments: its parameters by name, and ``prompts``, the URL of what it makes.
-
-    Raises:
-        UserError: a parameter that it does not take, or no URL.
     """
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):

@@ -30,11 +30,8 @@ LISTED = 50
 
 
 def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
-    """Refuse a prepared workflow that cannot run on the cluster.
-
-    Raises:
-        UserError: the first of what `find_problems` finds; its notes are the others.
-    """
+    """Refuse a prepared workflow that cannot run on the cluster. Raises the first of what `find_problems` finds, a
+    UserError whose notes are the others."""
     if problems := find_problems(cluster, workflow):
         for other in problems[1:]:
             problems[0].add_note(str(other))
@@ -42,12 +39,9 @@ def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 
 def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
-    """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found.
-
-    Raises:
-        UserError: the cluster does not answer, or the context is not allowed in at all.
-        Retryable: the API server is in trouble.
-    """
+    """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found. Raises
+    UserError where the cluster does not answer, or the context is not allowed in at all; Retryable where the API server
+    is in trouble."""
     missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
     return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
 

@@ -25,10 +25,8 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
 
     As on one machine (`tuneloop run`), settings may be mended until the loop has made a version: the stages themselves
     refuse what does not fit their committed outputs. What pods ask for, and what no stage compares with its output
-    (addresses, patience, processes), may change at any time.
-
-    Raises:
-        UserError: another pipeline or store; other settings after a version was made.
+    (addresses, patience, processes), may change at any time. Raises UserError at another pipeline or store, and at
+    other settings after a version was made.
     """
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}

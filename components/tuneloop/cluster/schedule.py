@@ -204,11 +204,8 @@ _ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 
 def check_cron(text: str) -> None:
-    """Refuse what is not a time for a CronWorkflow: the controller would say so only in a status.
-
-    Raises:
-        UserError: not five fields, or one that holds no number, name, range or step.
-    """
+    """Refuse what is not a time for a CronWorkflow: the controller would say so only in a status. Raises UserError
+    where it has not five fields, or one that holds no number, name, range or step."""
     if re.fullmatch(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text):
         return
     fields = text.split()
@@ -225,11 +222,8 @@ def check_cron(text: str) -> None:
 
 
 def check_timezone(name: str) -> None:
-    """Refuse what is not a time zone, as `check_cron` does.
-
-    Raises:
-        UserError: this machine knows none of that name.
-    """
+    """Refuse what is not a time zone, as `check_cron` does. Raises UserError where this machine knows none of that
+    name."""
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is

@@ -37,12 +37,9 @@ WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
 def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
-    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and
-    a long loop goes on at its newest workflow.
-
-    Raises:
-        UserError: the run is under way, or was submitted as something else; another one has a workflow of this name.
-    """
+    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and a
+    long loop goes on at its newest workflow. Raises UserError where the run is under way, or was submitted as something
+    else, or another one has a workflow of this name."""
     made, at = prepare_resumption(made, list_workflows(cluster, run), run)
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
@@ -50,11 +47,8 @@ def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> s
 def prepare_resumption(
     made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
 ) -> tuple[Mapping[str, Any], int]:
-    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number.
-
-    Raises:
-        UserError: one of them is under way, or the run is of another pipeline, store or, once begun, other settings.
-    """
+    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number. Raises UserError where
+    one of them is under way, or the run is of another pipeline, store or, once begun, other settings."""
     if active := [w["metadata"]["name"] for w in earlier if get_workflow_phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
@@ -103,11 +97,7 @@ def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     """Stop a run: its stages commit what a resume needs; its jobs, pods, graphs, reservations and leases are released.
-    Return how many workflows were under way.
-
-    Raises:
-        Retryable: they did not end in `timeout` seconds.
-    """
+    Return how many workflows were under way. Raises Retryable where they did not end in `timeout` seconds."""
     stopped: set[str] = set()
 
     def ended() -> bool:

@@ -92,10 +92,7 @@ class Gateway:
         """Return the session that this caller made under this key, and whether it is new.
 
         Creations come one after the other, so that a quota holds: there is one gateway (its Deployment has one replica,
-        and replaces it by Recreate).
-
-        Raises:
-            Refused: 403, 409 or 429.
+        and replaces it by Recreate). Raises Refused (403, 409 or 429).
         """
         wanted = wanted.model_copy(update={"namespace": wanted.namespace or caller.namespace})
         if not wanted.namespace:
@@ -144,11 +141,8 @@ class Gateway:
         return parts[1], parts[3]
 
     async def reach(self, caller: Caller, id: str) -> Session:
-        """Return a session whose worker is there; wait for one that starts.
-
-        Raises:
-            Refused: 404; 410, it is over; 503, it has not started in time.
-        """
+        """Return a session whose worker is there; wait for one that starts. Raises Refused: 404; 410, it is over; 503,
+        it has not started in time."""
         await asyncio.to_thread(self._place, caller, id)
         if known := self._found.get(id):
             return known
@@ -165,11 +159,8 @@ class Gateway:
             await asyncio.sleep(LOOK)
 
     async def forward(self, caller: Caller, id: str, method: str, path: str, headers: Any, body: bytes) -> Any:
-        """Forward a request to the worker of a session, and return its answer.
-
-        Raises:
-            Refused: as `reach`; 429, its namespace has no tokens left; 503, it does not answer.
-        """
+        """Forward a request to the worker of a session, and return its answer. Raises Refused as `reach`; 429, its
+        namespace has no tokens left; 503, it does not answer."""
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))

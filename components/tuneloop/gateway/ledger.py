@@ -115,11 +115,8 @@ class Ledger:
             return f"{stream}:{number}"
 
     def future(self, request: str) -> Future[Any]:
-        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now.
-
-        Raises:
-            Gone: no such request.
-        """
+        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now. Raises Gone
+        where there is no such request."""
         stream, _, number = request.rpartition(":")
         with self._changed:
             known = self._streams.get(stream)

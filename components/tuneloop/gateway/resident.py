@@ -229,11 +229,8 @@ class Sampler:
         self._ready: Snapshot | None = None
 
     def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """Sample the completions of each request.
-
-        Raises:
-            UserError: a prompt is empty, has unknown ids, or leaves no room in the context.
-        """
+        """Sample the completions of each request. Raises UserError at a prompt that is empty, has unknown ids, or
+        leaves no room in the context."""
         import torch
 
         self._change(snapshot)

@@ -159,11 +159,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_settings(path: Path | None) -> Settings:
-    """Read the settings in a YAML file; the defaults without one.
-
-    Raises:
-        UserError: it cannot be read, or says something unknown.
-    """
+    """Read the settings in a YAML file; the defaults without one. Raises UserError where it cannot be read, or says
+    something unknown."""
     try:
         return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
     except ValidationError as error:

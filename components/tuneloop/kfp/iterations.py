@@ -115,14 +115,12 @@ def get_output_name(value: str) -> str:
 
 @contextlib.contextmanager
 def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
-    """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint.
+    """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint. Raises
+    StageEnded, Interrupted or Unavailable where it did not become ready.
 
     Args:
         server: ``port``, ``engine_args`` and ``pull``; ``devices`` if it has GPUs of its own.
         pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
-
-    Raises:
-        StageEnded, Interrupted, Unavailable: it did not become ready.
     """
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]

@@ -29,11 +29,8 @@ ABOUT = {
 
 
 def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> template.Step:
-    """Return the step that runs the iterations of a loop, and the rollout server beside them.
-
-    Raises:
-        UserError: a stage spans several nodes.
-    """
+    """Return the step that runs the iterations of a loop, and the rollout server beside them. Raises UserError where a
+    stage spans several nodes."""
     image = config.cluster.images.format(image="rollout")
     settings, engine = config.loop, config.engine
     if spread := [spec.component.template for spec in specs if spec.nodes > 1]:

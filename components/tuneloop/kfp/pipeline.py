@@ -25,11 +25,8 @@ ABOUT = {
 def build_pipeline(
     name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
 ) -> Any:
-    """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`.
-
-    Raises:
-        UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
-    """
+    """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`. Raises UserError at a
+    setting that Kubeflow Pipelines have nothing for, and at a step of the loop that is not among the stages."""
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},

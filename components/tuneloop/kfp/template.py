@@ -37,14 +37,11 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     """The stage as a function to be called in a pipeline: ``step("sft", url=…, policy=…) -> task``.
 
     Its first argument is the task's name in the UI; the others are the stage's input artifacts, ``url`` (where its
-    output is committed) and the `dynamic` parameters.
+    output is committed) and the `dynamic` parameters. Raises UserError at a parameter that the stage refuses.
 
     Args:
         spec: its parameters are resolved here, once, and each of them is an argument of the task. Of several nodes it
             is a JobSet, which the task's own pod launches in the namespace ``kfp.jobs``.
-
-    Raises:
-        UserError: a parameter that the stage refuses.
     """
     component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
     spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
@@ -196,11 +193,8 @@ def define_container_component(
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set what the task's pod requests: resources, its queue, access to its store, no rights.
-
-    Raises:
-        UserError: it should share devices.
-    """
+    """Set what the task's pod requests: resources, its queue, access to its store, no rights. Raises UserError where it
+    should share devices."""
     if cluster.share:
         remedy = "Kubeflow Pipelines have no field for claims, and no step that gives them back: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)

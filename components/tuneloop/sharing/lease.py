@@ -86,11 +86,8 @@ def release_leases(cluster: Connection, run: str) -> None:
 
 
 def parse_lease(lease: dict[str, Any]) -> Document:
-    """Parse the document of a Lease; before the first device lease, with the number above which numbers begin.
-
-    Raises:
-        Corrupt: it is not one of ours.
-    """
+    """Parse the document of a Lease; before the first device lease, with the number above which numbers begin. Raises
+    Corrupt where it is not one of ours."""
     try:
         found = Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
         first = int(lease["metadata"]["resourceVersion"])

@@ -42,14 +42,12 @@ def release_leases(url: str, run: str) -> None:
 
 
 def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> Turns:
-    """Open the turns of the group at `url`, for the run `who`.
+    """Open the turns of the group at `url`, for the run `who`. Raises UserError at another kind of URL, an unknown
+    policy, or a patience too short to beat in.
 
     Args:
         url: ``lease://namespace/group``, or a URL of the store whose last part is the group's name.
         policy, patience: as `Turns`.
-
-    Raises:
-        UserError: another kind of URL, no such policy, or a patience too short to beat in.
     """
     if policy not in POLICIES:
         raise UserError("policy", policy, f"use one of {', '.join(POLICIES)}")

@@ -60,11 +60,8 @@ FIELD_PATHS = (
 
 
 def check_workflow(spec: Mapping[str, Any]) -> None:
-    """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run.
-
-    Raises:
-        UserError: names the first field that the executor does not support, or the first fault.
-    """
+    """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run. Raises UserError
+    with the first field that the executor does not support, or the first fault."""
     templates: Sequence[Mapping[str, Any]] = spec.get("templates", [])
     for template in templates:
         if "resource" in template:
@@ -185,10 +182,8 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
     """Return the tasks that `task` waits for, and the condition on their results.
 
     The condition is an expression over ``<task, hyphens as underscores>.<result>``, empty without dependencies. A task
-    without a result means ``Succeeded || Skipped || Daemoned``.
-
-    Raises:
-        UserError: a name that is not a task of the same DAG, or not a result.
+    without a result means ``Succeeded || Skipped || Daemoned``. Raises UserError at a name that is not a task of the
+    same DAG, or not a result.
     """
     logic = task.get("depends") or " && ".join(task.get("dependencies") or [])
     names: dict[str, None] = {}
