@@ -8,8 +8,7 @@ from kfp import dsl
 
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out
-from tuneloop.kfp.multi_stage_pod import iterations_step
+from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out, iterations_step
 from tuneloop.kfp.stage import TARGET
 from tuneloop.kfp.template import register_step, report_step, stage_step
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec

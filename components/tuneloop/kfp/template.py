@@ -107,12 +107,14 @@ def define_uncached_step(
     return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
 
 
-def make_step(made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp) -> Step:
-    """Return a container component as a step, whose pod has no accelerator."""
+def make_step(
+    made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
+) -> Step:
+    """Return a container component as a step."""
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name)
-        configure_task_pod(task, image, cluster, kfp)
+        configure_task_pod(task, image, cluster, kfp, role)
         return task
 
     return step

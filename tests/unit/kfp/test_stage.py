@@ -15,7 +15,7 @@ from tests.frozen import read_answers
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, find_manifest
 from tuneloop.kfp import io, stage
-from tuneloop.kfp.position import find_position
+from tuneloop.kfp.iterations import find_position
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
 
