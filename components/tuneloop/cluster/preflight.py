@@ -17,7 +17,7 @@ from tuneloop.cluster.reservations import API, KINDS, list_claims
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.sharing import lease
+from tuneloop.sharing.places import LEASES, Lease, parse_lease
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.sharing.turns import Turns
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
@@ -150,11 +150,11 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
     wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
     for name, flags in places.items():
-        place = lease.Lease(cluster, name)
-        if (seen := find_object(cluster.get, *lease.LEASES, place.name)) not in (ABSENT, UNSEEN):
+        place = Lease(cluster, name)
+        if (seen := find_object(cluster.get, *LEASES, place.name)) not in (ABSENT, UNSEEN):
             turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
             try:
-                turns.agreed(lease.parse_lease(seen))
+                turns.agreed(parse_lease(seen))
             except UserError as error:
                 yield error
 

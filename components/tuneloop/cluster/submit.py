@@ -34,7 +34,7 @@ from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
 from tuneloop.runs.records import find_differences
-from tuneloop.sharing.lease import release_leases
+from tuneloop.sharing.places import release_leases
 from tuneloop.workflow.manifest import effective_spec, mounts_token
 from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import read_loop

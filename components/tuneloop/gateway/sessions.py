@@ -14,7 +14,7 @@ from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.inference.refusals import Refused
-from tuneloop.sharing.opening import STORED
+from tuneloop.sharing.places import STORED
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")

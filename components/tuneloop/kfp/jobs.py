@@ -17,7 +17,7 @@ from kfp import dsl
 from kfp.dsl import Dataset, Input
 
 from tuneloop.argo.pod_fields import SMALL
-from tuneloop.config.kfp import Kfp
+from tuneloop.config.pipeline import Kfp
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.template import REQUIRED, TYPES, Step, define_container_component, make_step
 from tuneloop.workflow.settings import Cluster

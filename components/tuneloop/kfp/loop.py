@@ -15,7 +15,7 @@ from typing import Any
 from kfp import dsl
 from kfp.dsl import HTML, Dataset, Markdown, Metrics, Output
 
-from tuneloop.argo.multi_stage_pod import describe_loop, list_roles
+from tuneloop.argo.loop import describe_loop, list_roles
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.errors import UserError
 from tuneloop.kfp import template

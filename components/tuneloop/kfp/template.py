@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, SMALL, STORE, find_role
-from tuneloop.config.kfp import Kfp
+from tuneloop.config.pipeline import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.io import SAME

@@ -20,7 +20,7 @@ from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.sharing.opening import STORED, open_turns
+from tuneloop.sharing.places import STORED, open_turns
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import FIELD_PATHS
 from tuneloop.workflow.settings import TOKEN_KEY

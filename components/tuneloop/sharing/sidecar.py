@@ -22,7 +22,7 @@ from tuneloop.core import fencing
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error
 from tuneloop.core.program import Parser
 from tuneloop.sharing.document import POLICIES
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 from tuneloop.sharing.turns import Turns
 
 FLAGS = ("group", "run", "namespace", "file")

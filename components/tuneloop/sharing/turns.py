@@ -5,7 +5,7 @@
         ...                       # held.number: the fencing token; held.check() raises Retryable once the turn is lost
 
 All that a group knows is one small document (`Document`), changed by compare-and-swap alone: a Lease of the Kubernetes
-API (`tuneloop.sharing.lease`) or an object in the store (`tuneloop.sharing.opening`). Who wants a turn queues up and,
+API or an object in the store (`tuneloop.sharing.places`). Who wants a turn queues up and,
 when the turn is free or its holder silent, takes it: the number goes up by one. There is no server.
 
 Clocks of two machines are never compared (the rule of client-go's leader election). A holder is silent once an

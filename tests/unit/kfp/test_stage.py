@@ -176,7 +176,7 @@ def test_where_the_launcher_keeps_an_artifact(artifact: dict[str, str], path: st
 
 def test_what_runs_in_a_stage_needs_no_kfp() -> None:
     code = (
-        "import tuneloop.kfp.stage, tuneloop.kfp.iterations, tuneloop.kfp.report, tuneloop.config.kfp, sys;"
+        "import tuneloop.kfp.stage, tuneloop.kfp.iterations, tuneloop.kfp.report, tuneloop.config.pipeline, sys;"
         "import tuneloop.kfp.check_data;"
         "print(*({'kfp', 'kubernetes', 'google.protobuf', 'torch'} & set(sys.modules)))"
     )
