@@ -41,15 +41,16 @@ LONGEST = 63
 """Characters of a pod's name that JobSet's webhook admits, with the five at its end that tell attempts apart."""
 RESUMED = 99
 """A run's workflows are numbered; room is kept for so many."""
-RENDEZVOUS = {
-    "name": "PET_RDZV_ID",
-    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
-}
+
+
+def read_field(name: str, path: str) -> dict[str, Any]:
+    """Return a variable of a pod that has the value of one of its own fields."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
 """The same for all pods, and another one at each restart: names the data of an attempt."""
-RESTART = {
-    "name": ATTEMPT,
-    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},
-}
+RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
 """How often the JobSet has started its pods again; a suspension by Kueue does not count."""
 
 
@@ -181,11 +182,10 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
     """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
-    rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
         {"name": "PET_NPROC_PER_NODE", "value": str(processes)},
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},
+        read_field("PET_NODE_RANK", "metadata.annotations['batch.kubernetes.io/job-completion-index']"),
         {"name": "PET_MASTER_ADDR", "value": f"{name}-{JOB}-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
         RENDEZVOUS,

@@ -77,13 +77,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
-    pod = _pod(backend, name, cluster)
-    for container in pod["containers"]:
-        own = {"PET_MASTER_ADDR": "localhost", "PET_NODE_RANK": "0"}
-        container["env"] = [
-            {"name": item["name"], "value": own[item["name"]]} if item["name"] in own else item
-            for item in container["env"]
-        ]
+    pod = _pod(backend, name, cluster, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
     template = {"metadata": {"labels": _labels(run)}, "spec": pod}
     return {
         "apiVersion": "batch/v1",
@@ -160,9 +154,13 @@ def prepare_rayjob(
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 
 
-def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:
+def _pod(backend: LLMBackend, name: str, cluster: Cluster, **own: str) -> dict[str, Any]:
+    """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
     backend.validate()
-    ranks = ranks_env(name, backend.nodes, backend.processes)
+    ranks = [
+        {"name": each["name"], "value": own[each["name"]]} if each["name"] in own else each
+        for each in ranks_env(name, backend.nodes, backend.processes)
+    ]
     return pod_spec("trainer", "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
 
 

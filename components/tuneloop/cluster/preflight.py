@@ -4,6 +4,7 @@ Where the account may not look (403), a thing counts as present: the account tha
 """
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -105,15 +106,9 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
             yield from list_references(item)
     if not isinstance(value, dict):
         return
-    kinds = {
-        "secretKeyRef": "secret",
-        "secretRef": "secret",
-        "configMapKeyRef": "config map",
-        "configMapRef": "config map",
-    }
     for key, item in value.items():
-        if key in kinds and not item.get("optional"):
-            yield kinds[key], item["name"]
+        if re.fullmatch("(secret|configMap)(Key)?Ref", key) and not item.get("optional"):
+            yield "secret" if key.startswith("secret") else "config map", item["name"]
         elif key == "secret" and "secretName" in item and not item.get("optional"):
             yield "secret", item["secretName"]
         elif key == "persistentVolumeClaim":

@@ -123,11 +123,6 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
     return begin_at_template(made, spec["entrypoint"], carried) if carried else made
 
 
-def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the annotations of a workflow; empty where it has none."""
-    return workflow["metadata"].get("annotations") or {}
-
-
 def get_workflow_number(run: str, name: str) -> int:
     """Return which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
     rest = name.removeprefix(f"{run}-")

@@ -13,18 +13,10 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster.launch import KINDS
 from tuneloop.cluster.reservations import end_graphs, release_ended_runs
-from tuneloop.cluster.run_workflows import (
-    CONTINUES,
-    DONE,
-    annotations_of,
-    find_workflows,
-    get_workflow_number,
-    get_workflow_phase,
-    list_workflows,
-    started_like,
-)
+from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_number, get_workflow_phase, list_workflows
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import find_component
@@ -65,7 +57,8 @@ def prepare_resumption(
     if not earlier:
         return made, 1
     check_resumable(made, earlier, run)
-    return started_like(made, earlier[-1]), max(get_workflow_number(run, w["metadata"]["name"]) for w in earlier) + 1
+    numbers = [get_workflow_number(run, workflow["metadata"]["name"]) for workflow in earlier]
+    return run_workflows.started_like(made, earlier[-1]), max(numbers) + 1
 
 
 def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
@@ -134,8 +127,8 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
         with ignore_refusals(409):
             return _create(cluster, made, name)
         found = cluster.get(*WORKFLOWS, name)
-        follows = annotations_of(made).get(CONTINUES)
-        if follows and annotations_of(found).get(CONTINUES) == follows:
+        own, there = ((w["metadata"].get("annotations") or {}).get(run_workflows.CONTINUES) for w in (made, found))
+        if own and there == own:
             _create_token(cluster, found)
             return name
         at += 1

@@ -81,20 +81,6 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
     return {**passed, **({SAME: same} if same else {})}
 
 
-def report_step(*, cluster: Cluster, kfp: Kfp) -> Step:
-    """`tuneloop.kfp.report` as a step: the page of a run, and its rewards."""
-    kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
-    about = {"run": "name of the run", "store": "URL of the store"}
-    return define_uncached_step("report", "Report on a run, however it ended.", kinds, about, cluster, kfp)
-
-
-def register_step(*, cluster: Cluster, kfp: Kfp) -> Step:
-    """`tuneloop.kfp.register` as a step: the exported model in a model registry."""
-    kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
-    about = {"registry": "address of the registry", "model_name": "of the registered model"}
-    return define_uncached_step("register", "Register the exported model.", kinds, about, cluster, kfp)
-
-
 def define_uncached_step(
     name: str, summary: str, kinds: Mapping[str, Any], about: Mapping[str, str], cluster: Cluster, kfp: Kfp
 ) -> Step:

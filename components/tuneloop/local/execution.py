@@ -97,20 +97,15 @@ class Execution:
 
     def settle(self, node: Node, result: Result) -> None:
         """Record the result of a node; a daemon that is ready goes on."""
-        node.outputs = result.parameters
-        node.exit_code = result.exit_code
-        if result.daemon is None:
-            self._finish(node, result.phase, result.message)
-        elif node.phase not in DONE:
-            node.daemoned, node.message = True, ""
-            self.record(node)
-
-    def _finish(self, node: Node, phase: str, message: str = "") -> None:
+        node.outputs, node.exit_code = result.parameters, result.exit_code
         if node.phase in DONE:
             return
-        node.phase, node.message, node.finished = phase, message, time.time()
-        node.started = node.started or node.finished
-        self._follow_log(node)
+        if result.daemon:
+            node.daemoned, node.message = True, ""
+        else:
+            node.phase, node.message, node.finished = result.phase, result.message, time.time()
+            node.started = node.started or node.finished
+            self._follow_log(node)
         self.record(node)
 
     def record(self, node: Node) -> None:

@@ -113,22 +113,18 @@ def build_lease(document: Document, name: str, group: str, seen: dict[str, Any] 
         spec |= {"leaseTransitions": turns + 1, "holderIdentity": held, "acquireTime": now, "renewTime": now}
     elif held:
         spec |= {"holderIdentity": held, "acquireTime": before["acquireTime"], "renewTime": now}
+    owners = (seen or {}).get("metadata", {}).get("ownerReferences", [])
+    own, uid = map(os.environ.get, OWNER_VARIABLES)
+    new = uid and all(owner["uid"] != uid for owner in owners)
     metadata: dict[str, Any] = {
         "name": name,
         "labels": {LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},
         "annotations": {ANNOTATION: document.model_dump_json()},
-        "ownerReferences": _owners((seen or {}).get("metadata", {}).get("ownerReferences", [])),
+        "ownerReferences": [*owners, *([{**OWNER, "name": own, "uid": uid}] if new else [])],
     }
     if seen:
         metadata["resourceVersion"] = seen["metadata"]["resourceVersion"]
     return {"apiVersion": "/".join(LEASES[:2]), "kind": "Lease", "metadata": metadata, "spec": spec}
-
-
-def _owners(known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    name, uid = (os.environ.get(variable) for variable in OWNER_VARIABLES)
-    if not uid or any(owner["uid"] == uid for owner in known):
-        return known
-    return [*known, {**OWNER, "name": name, "uid": uid}]
 
 
 class File:

@@ -25,13 +25,11 @@ from tuneloop.sharing.document import POLICIES
 from tuneloop.sharing.places import open_turns
 from tuneloop.sharing.turns import Turns
 
-FLAGS = ("group", "run", "namespace", "file")
-
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of the sidecar, also for the local executor."""
     parser = Parser("python -m tuneloop.sharing.sidecar", __doc__)
-    for name in FLAGS:
+    for name in ("group", "run", "namespace", "file"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--policy", choices=POLICIES, default="fifo", help="who is next")
     parser.add_argument("--patience", type=float, default=30.0, help="seconds after which a silent one is out")
