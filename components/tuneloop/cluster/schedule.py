@@ -50,15 +50,13 @@ def apply_schedule(
     timezone: str | None = None,
     priority: str | None = None,
 ) -> None:
-    """Create the schedule `name`, or change it; a run that is under way keeps what it was started with.
+    """Create the schedule `name`, or change it; a run that is under way keeps what it was started with. Raises
+    UserError where there is no such stage, time or zone, the name is too long or of what no schedule made, or
+    `preflight.check_cluster` refuses it.
 
     Args:
         workflow: of a pipeline with a stage `data_prep`.
         timezone: of `cron`, as in Europe/Prague; default: the controller's, mostly UTC.
-
-    Raises:
-        UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
-            `preflight.check_cluster` refuses.
     """
     check_schedule_name(name)
     check_cron(cron)

@@ -72,7 +72,7 @@ class Snapshot:
 
 
 class Resident:
-    """A model that is trained.
+    """A model that is trained. Raises UserError where `policy` is not a checkpoint, or has no state to go on with.
 
     Args:
         lora: adapters to train in place of the model.
@@ -81,9 +81,6 @@ class Resident:
     Attributes:
         version: `policy`'s, and one more for each optimizer step since.
         saved: the version that was opened or saved last.
-
-    Raises:
-        UserError: `policy` is not a checkpoint, or has no state to go on with.
     """
 
     def __init__(
@@ -131,13 +128,9 @@ class Resident:
         return [by_datum[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Take one step with the gradients gathered since the last one.
-
-        Raises:
-            UserError: there are none, they are not finite, or not whole; then they are dropped, and nothing else has
-                changed. After any other error (of the device) there is no `trainer` any more: part of the weights and
-                moments may be those after the step.
-        """
+        """Take one step with the gradients gathered since the last one. Raises UserError where there are none, they are
+        not finite, or not whole; then they are dropped, and nothing else has changed. After any other error (of the
+        device) there is no `trainer` any more: part of the weights and moments may be those after the step."""
         if not self.gradients:
             raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
         trainer, step = self.trainer, self.trainer.step
@@ -168,12 +161,8 @@ class Resident:
         return Snapshot(self.trainer.base, self.version, state)
 
     def save(self, url: str, **facts: Any) -> Artifact:
-        """Commit a checkpoint from which `load` goes on bit for bit.
-
-        Raises:
-            UserError: there are gradients that no step has used yet, which a checkpoint does not hold; or `url` is
-                taken.
-        """
+        """Commit a checkpoint from which `load` goes on bit for bit. Raises UserError where there are gradients that no
+        step has used yet, which a checkpoint does not hold, or `url` is taken."""
         if self.gradients:
             raise UserError("save_state", self.version, "gradients wait for optim_step; take the step first")
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base
@@ -197,12 +186,9 @@ class Resident:
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:
-        """Go on from another checkpoint, or with its weights alone and a new optimizer.
-
-        Raises:
-            UserError: it is not a checkpoint, lacks optimizer state, or has other adapters; then nothing has changed.
-                After any other error there may be no `trainer` any more.
-        """
+        """Go on from another checkpoint, or with its weights alone and a new optimizer. Raises UserError where it is
+        not a checkpoint, lacks optimizer state, or has other adapters; then nothing has changed. After any other error
+        there may be no `trainer` any more."""
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
             raise UserError("load_state", policy.url, "was trained with other adapters; create a model from it instead")

@@ -50,12 +50,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
-    """Hold a device lease of the group at `url` until `stop`, or write to the file why there will be none.
-
-    Raises:
-        Retryable: as `Turns.acquire`.
-        UserError: as that, where there is a file: the stage, which has begun, ends by what that says.
-    """
+    """Hold a device lease of the group at `url` until `stop`, or write to the file why there will be none. Raises
+    Retryable as `Turns.acquire`; UserError as that, where there is a file: the stage, which has begun, ends by what
+    that says."""
     file = Path(flags.file)
     try:
         hold_lease(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)
