@@ -20,8 +20,7 @@ from typing import Any
 from hera.workflows import DAG, Container, Parameter
 from hera.workflows.models import ValueFrom
 
-from tuneloop.argo.loop import proceed_template
-from tuneloop.argo.multi_stage_pod import pod_template
+from tuneloop.argo.loop import pod_template, proceed_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow
 from tuneloop.cluster import run_workflows

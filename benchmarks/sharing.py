@@ -66,7 +66,7 @@ def main() -> None:
 def stages_that_wait(store: Path, unit: float) -> None:
     """Seconds until three runs of three iterations have ended, by each policy."""
     from tuneloop.sharing.document import POLICIES
-    from tuneloop.sharing.opening import open_turns
+    from tuneloop.sharing.places import open_turns
     from tuneloop.sharing.plans import GROUP, in_turn
     from tuneloop.sharing.simulate import Rules, Task, simulate_runs
     from tuneloop.sharing.turns import compute_poll_interval

@@ -24,7 +24,7 @@ from tests.waiting import until
 from tuneloop.core import fencing
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 
 CHARACTERS = [*"0123456789abcdefghijklmnopqrstuvwxyz", " ", "="]
 

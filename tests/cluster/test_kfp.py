@@ -19,8 +19,8 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.test_jobset import SMALL
 from tests.cluster.volumes import apply
 from tuneloop.argo.trainjob import as_trainjob
-from tuneloop.config.kfp import Kfp
 from tuneloop.config.loading import find_pipeline
+from tuneloop.config.pipeline import Kfp
 from tuneloop.kfp.client import compile_to
 from tuneloop.kfp.jobs import NAME, format_placeholder, launch_step
 from tuneloop.kfp.launch import job_name

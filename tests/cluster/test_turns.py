@@ -20,7 +20,7 @@ from tuneloop.cli import run_cli
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.document import Document
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources, Share
 
@@ -100,7 +100,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 
 RACER = """
 import sys, time
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 turns = open_turns(sys.argv[1], who=sys.argv[2], patience=120)
 for _ in range(4):
     with turns.acquire(timeout=300) as held:

@@ -15,7 +15,7 @@ from tests.local.loops import SMALL, command, digests, finish, kill_when
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.local import journal
-from tuneloop.local.pod_length import RECORDS
+from tuneloop.local.iterations import RECORDS
 from tuneloop.stages.sft import sft
 from tuneloop.weights.inspect import list_versions
 

@@ -9,7 +9,7 @@ import pytest
 from tests.local.loops import command, digests, finish
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import find_manifest
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 SHORT = {"loop.iterations": 1, "sft.max_steps": 2, "sft.save_steps": 2, "data.eval": 8}

@@ -41,15 +41,16 @@ LONGEST = 63
 """Characters of a pod's name that JobSet's webhook admits, with the five at its end that tell attempts apart."""
 RESUMED = 99
 """A run's workflows are numbered; room is kept for so many."""
-RENDEZVOUS = {
-    "name": "PET_RDZV_ID",
-    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}},
-}
+
+
+def read_field(name: str, path: str) -> dict[str, Any]:
+    """Return a variable of a pod that has the value of one of its own fields."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
 """The same for all pods, and another one at each restart: names the data of an attempt."""
-RESTART = {
-    "name": ATTEMPT,
-    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},
-}
+RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
 """How often the JobSet has started its pods again; a suspension by Kueue does not count."""
 
 
@@ -161,10 +162,7 @@ def build_jobset(
 
 def check_names(workflow: Mapping[str, Any], run: str) -> None:
     """Refuse a run whose JobSets could not be named: their pods are hosts, and say so only when they are started.
-
-    Raises:
-        UserError: with the longest name of a pod.
-    """
+    Raises UserError with the longest name of a pod."""
     iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
     known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
     for job in map(parse_applied_object, workflow["spec"].get("templates", ())):
@@ -184,11 +182,10 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
 
 def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
     """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
-    rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
         {"name": "PET_NPROC_PER_NODE", "value": str(processes)},
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": rank}}},
+        read_field("PET_NODE_RANK", "metadata.annotations['batch.kubernetes.io/job-completion-index']"),
         {"name": "PET_MASTER_ADDR", "value": f"{name}-{JOB}-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
         RENDEZVOUS,
@@ -204,11 +201,8 @@ def pod_spec(
     cluster: Cluster,
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object.
-
-    Raises:
-        UserError: it should share devices with other runs: turns are had pod by pod.
-    """
+    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object. Raises
+    UserError where it should share devices with other runs: turns are had pod by pod."""
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"

@@ -41,7 +41,14 @@ def take_turns(made: "Container", cluster: Cluster, role: str) -> None:
     # Hera's own UserContainer leaves out the restart policy.
     own = models.UserContainer.model_validate(build_lease_sidecar(share, role, cluster.images.format(image="base")))
     made.init_containers = [*(made.init_containers or []), own]
-    made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), build_token_volume()]
+    # The account's token, which only the sidecar mounts.
+    sources = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
+        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+    ]
+    token = models.Volume.model_validate({"name": TOKEN, "projected": {"sources": sources}})
+    made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), token]
     made.env = [*env, models.EnvVar(name=fencing.VARIABLE, value=FILE)]
     made.service_account_name = ACCOUNT
 
@@ -67,18 +74,6 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
             {"name": TOKEN, "mountPath": ACCOUNT_FILES, "readOnly": True},
         ],
     }
-
-
-def build_token_volume() -> Any:
-    """Build the volume with the account's token, which only the sidecar mounts."""
-    from hera.workflows import models
-
-    sources = [
-        {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
-        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
-        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
-    ]
-    return models.Volume.model_validate({"name": TOKEN, "projected": {"sources": sources}})
 
 
 def find_lease_sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:

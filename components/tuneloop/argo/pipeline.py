@@ -5,17 +5,13 @@ from typing import Any
 
 from hera.workflows import DAG, Workflow
 
-from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop
-from tuneloop.argo.multi_stage_pod import describe_loop, list_roles, pod_template
-from tuneloop.argo.pod_fields import ELSEWHERE, mount_token
+from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop, iterations_template
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
-from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
-from tuneloop.workflow.settings import CLIENT_LABEL
 
 LIMITS = {"iterations", "per_workflow", "target_reward"}
 """Settings of a loop that are parameters of its workflow."""
@@ -24,15 +20,12 @@ LIMITS = {"iterations", "per_workflow", "target_reward"}
 def build_workflow(
     name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
 ) -> Workflow:
-    """Return a pipeline as a Workflow.
+    """Return a pipeline as a Workflow. Raises UserError at a step of the loop that is not among the stages.
 
     Args:
         config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
         draw: calls them.
         loop: what `draw` calls as the loop.
-
-    Raises:
-        UserError: a step of the loop is not among the stages.
     """
     if loop:
         loop.check_specs(specs)
@@ -64,20 +57,6 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
                     made[step.name] = template_of(described[step.name], config, loop)
             pod = iterations_template(loop, specs, config) if per_pod else None
             made["loop"] = build_pods(loop, pod) if pod else build_loop(loop, made, config)
-    return made
-
-
-def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Any:
-    """Make the template of a pod of several iterations."""
-    published, settings = config.published(RUN), config.loop
-    described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
-    role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
-    per_pod, outputs = config.iterations_per_pod, loop.pod_outputs
-    made = pod_template(described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster)
-    if config.engine.name == "vllm":
-        mount_token(made)
-    elif config.engine.name == ELSEWHERE:
-        made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
     return made
 
 

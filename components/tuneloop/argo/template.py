@@ -8,19 +8,31 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import hera.workflows
 from hera.workflows import Container, Parameter, Steps, models
 from pydantic import BaseModel
 
 from tuneloop.argo import claims, pod_fields
-from tuneloop.argo.claim_steps import seat_templates
+from tuneloop.argo.claim_steps import connect_seats, seat_templates
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import take_turns
-from tuneloop.argo.memory import Workflow
+from tuneloop.argo.memory_estimate import set_pod_memory
 from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluster
+
+
+class Workflow(hera.workflows.Workflow):
+    """Hera's, fitted once all of it is rendered: its pods' memory, and the steps that take seats."""
+
+    def to_dict(self) -> Any:
+        """Return the Workflow as a mapping; also what its YAML is made of."""
+        made = super().to_dict()
+        connect_seats(made)
+        set_pod_memory(made)
+        return made
 
 
 def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
@@ -73,14 +85,12 @@ def stage_template(
     """Build the stage as a template named after it: a container, or a JobSet for several nodes.
 
     Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
-    its output parameters are the output's reference (under the output's name) and the stage's results.
+    its output parameters are the output's reference (under the output's name) and the stage's results. Raises UserError
+    at a parameter that the stage refuses.
 
     Args:
         params: its parameters; they are resolved here, once, and all of them are written into the command.
         dynamic: parameters that the graph passes; optional ones may be left out or empty.
-
-    Raises:
-        UserError: a parameter that the stage refuses.
     """
     cluster = cluster or Cluster()
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)

@@ -30,15 +30,13 @@ def as_trainjob(
     runtime: str = "",
     run: str = "",
 ) -> dict[str, Any]:
-    """Render a backend as a TrainJob of Kubeflow Trainer 2.1, on a runtime of ``manifests/components/trainer``.
+    """Render a backend as a TrainJob of Kubeflow Trainer 2.1, on a runtime of ``manifests/components/trainer``. Raises
+    UserError at an option that the backend refuses, and at devices that it should share.
 
     Args:
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
             see `tuneloop.training.fetch`.
         runtime: name of the runtime; default: ``tuneloop-<framework>``.
-
-    Raises:
-        UserError: an option that the backend refuses; devices that it should share.
     """
     backend.validate()
     if cluster.share:
@@ -79,13 +77,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
-    pod = _pod(backend, name, cluster)
-    for container in pod["containers"]:
-        own = {"PET_MASTER_ADDR": "localhost", "PET_NODE_RANK": "0"}
-        container["env"] = [
-            {"name": item["name"], "value": own[item["name"]]} if item["name"] in own else item
-            for item in container["env"]
-        ]
+    pod = _pod(backend, name, cluster, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
     template = {"metadata": {"labels": _labels(run)}, "spec": pod}
     return {
         "apiVersion": "batch/v1",
@@ -149,14 +141,11 @@ def prepare_rayjob(
 ) -> dict[str, Any]:
     """Render the stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
 
-    What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes
-    on from them.
+    What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes on
+    from them. Raises UserError at a parameter that it does not take, and where there is no URL.
 
     Args:
         arguments: its parameters by name, and ``prompts``, the URL of what it makes.
-
-    Raises:
-        UserError: a parameter that it does not take, or no URL.
     """
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):
@@ -165,9 +154,13 @@ def prepare_rayjob(
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 
 
-def _pod(backend: LLMBackend, name: str, cluster: Cluster) -> dict[str, Any]:
+def _pod(backend: LLMBackend, name: str, cluster: Cluster, **own: str) -> dict[str, Any]:
+    """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
     backend.validate()
-    ranks = ranks_env(name, backend.nodes, backend.processes)
+    ranks = [
+        {"name": each["name"], "value": own[each["name"]]} if each["name"] in own else each
+        for each in ranks_env(name, backend.nodes, backend.processes)
+    ]
     return pod_spec("trainer", "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
 
 

@@ -26,8 +26,7 @@ def show_device_leases(
     A holder that is silent for the group's patience loses its turn without help, as soon as somebody waits for it. One
     that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`.
     """
-    from tuneloop.sharing.lease import read_groups
-    from tuneloop.sharing.opening import STORED, open_turns
+    from tuneloop.sharing.places import STORED, open_turns, read_groups
 
     if not store:
         found = read_groups(connect_to_cluster(namespace, context))

@@ -33,11 +33,8 @@ class Server:
         self._service = WorkflowsService(host=url, token=token, verify_ssl=not skip, namespace=namespace)
 
     def submit(self, made: Mapping[str, Any], run: str) -> str:
-        """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`.
-
-        Raises:
-            UserError: the server cannot be reached or refuses; the run is under way.
-        """
+        """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`. Raises UserError
+        where the server cannot be reached or refuses, or the run is under way."""
         from hera.workflows import Workflow
 
         made, at = argo.prepare_resumption(made, self.workflows(run), run)

@@ -22,12 +22,9 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:
     """Look once at the Deployment behind a Service of its name, and scale it as `rule` decides, also by the iterations
-    of `run`; say what was changed.
-
-    Raises:
-        UserError: there is no such Deployment or Service, a pod counts no requests, or the account may not.
-        Unavailable, Unreachable: the API server, or a pod that is ready, does not answer.
-    """
+    of `run`; say what was changed. Raises UserError where there is no such Deployment or Service, a pod counts no
+    requests, or the account may not; Unavailable or Unreachable where the API server, or a pod that is ready, does not
+    answer."""
     cluster = connect_to_cluster(fleet.namespace, fleet.context)
     place = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
     replicas = cluster.custom.get_namespaced_custom_object_scale(*place)["spec"].get("replicas", 0)

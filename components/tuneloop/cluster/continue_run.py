@@ -40,12 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def create_next_workflow(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
-    """Create the workflow after `name`, unless it is there already, and return its name.
-
-    Raises:
-        UserError: the account may not.
-        Retryable: the API server is in trouble.
-    """
+    """Create the workflow after `name`, unless it is there already, and return its name. Raises UserError where the
+    account may not, Retryable where the API server is in trouble."""
     own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][RUN_LABEL]
     return argo.create_numbered(

@@ -44,15 +44,12 @@ class Check:
 
 
 def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | None = None) -> list[Check]:
-    """Check whether a cluster has what a prepared workflow needs of Argo Workflows.
+    """Check whether a cluster has what a prepared workflow needs of Argo Workflows. Raises UserError where the cluster
+    does not answer, Retryable where the API server is in trouble.
 
     Args:
         workflow: as `run_workflows.prepare_workflow` returns it, or `describe_queued_stage`.
         store: of the run to come; the workflow has it as its parameter. Default: not known yet.
-
-    Raises:
-        UserError: the cluster does not answer.
-        Retryable: the API server is in trouble.
     """
     queues, references = ", ".join(list_queues(workflow)), sorted(set(preflight.list_references(workflow["spec"])))
     described = {  # by check, where nothing is refused; empty: the workflow does without

@@ -12,13 +12,11 @@ from tuneloop.kube.connection import Connection
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
-    """Compare the WorkflowTemplate `name`, as applied from manifests or made by a schedule, with `workflow`.
+    """Compare the WorkflowTemplate `name`, as applied from manifests or made by a schedule, with `workflow`. Raises
+    UserError where there is no such template.
 
     Returns:
         a unified diff from what is live to what is rendered; empty where they are equal.
-
-    Raises:
-        UserError: there is no such template.
     """
     if (live := cluster.find(*TEMPLATES, name)) is None:
         remedy = f"is not a WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"

@@ -16,10 +16,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tuneloop.cluster.watch import JOBSETS, RAYJOBS, follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
@@ -31,56 +30,43 @@ from tuneloop.training.torchrun import exit_code
 Object = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of job.
-
-    Attributes:
-        pods: label whose value, on its pods, is the job's name.
-        succeeded: what the status says; None while the job is under way.
-    """
+class Kind(NamedTuple):
+    """A kind of job: its API, and the label whose value, on its pods, is the job's name."""
 
     api: tuple[str, str, str]
     pods: str
-    succeeded: Callable[[Object], bool | None]
-
-
-def _conditions(status: Object) -> bool | None:
-    true = {item["type"] for item in status.get("conditions", ()) if item["status"] == "True"}
-    return False if "Failed" in true else True if true & {"Complete", "Completed"} else None
-
-
-def _ray(status: Object) -> bool | None:
-    if status.get("jobDeploymentStatus") == "Failed":  # never submitted
-        return False
-    return {"SUCCEEDED": True, "FAILED": False, "STOPPED": False}.get(status.get("jobStatus", ""))
 
 
 SUBMITTER_ONLY = ("runtimeEnvYAML", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "metadata")
 """Fields of a RayJob that change how its program is submitted, and that only KubeRay's submitter passes on."""
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
-    "JobSet": Kind(
-        JOBSETS, JOBSET_PODS, lambda said: {"Completed": True, "Failed": False}.get(said.get("terminalState", ""))
-    ),
-    "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS, _conditions),
-    "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name", _conditions),
-    "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name", _ray),  # of the pod that submits
+    "JobSet": Kind(JOBSETS, JOBSET_PODS),
+    "TrainJob": Kind(("trainer.kubeflow.org", "v1alpha1", "trainjobs"), JOBSET_PODS),
+    "Job": Kind(("batch", "v1", "jobs"), "batch.kubernetes.io/job-name"),
+    "RayJob": Kind(RAYJOBS, "batch.kubernetes.io/job-name"),  # of the pod that submits
 }
 
 
+def read_success(status: Object) -> bool | None:
+    """Read whether a job succeeded, of whatever kind; None while it is under way."""
+    said = {item["type"] for item in status.get("conditions", ()) if item["status"] == "True"}
+    said |= {status.get("terminalState"), status.get("jobStatus")}
+    if said & {"Failed", "FAILED", "STOPPED"} or status.get("jobDeploymentStatus") == "Failed":  # Ray's: not submitted
+        return False
+    return True if said & {"Complete", "Completed", "SUCCEEDED"} else None
+
+
 def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
-    """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end.
+    """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end. Raises UserError
+    at another kind, or one that the cluster does not know or this account may not start; Retryable where the job was
+    deleted while it was followed, or the API server is in trouble.
 
     Args:
         grace: seconds for KubeRay's own pod to submit a RayJob to its Ray cluster; after that it is submitted here.
 
     Returns:
         0 when it succeeded; else the exit code that explains those of its pods, 1 where they have none.
-
-    Raises:
-        UserError: another kind, or one that the cluster does not know or this account may not start.
-        Retryable: the job was deleted while it was followed; the API server is in trouble.
     """
     if (kind := KINDS.get(str(job.get("kind")))) is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
@@ -88,7 +74,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     while not _create(cluster, kind, job):
         found = cluster.find(*kind.api, name)
         leaving = found is not None and "deletionTimestamp" in found["metadata"]
-        if found is not None and not leaving and kind.succeeded(found.get("status") or {}) is not False:
+        if found is not None and not leaving and read_success(found.get("status") or {}) is not False:
             break
         if found is not None and not leaving:
             delete_job(cluster, job, wait=True)
@@ -100,7 +86,7 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
         if (standing := retry_until_available(lambda: cluster.find(*kind.api, name))) is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
         status: Object = standing.get("status") or {}
-        done = kind.succeeded(status)
+        done = read_success(status)
         stalled = status.get("jobDeploymentStatus") == "Running" and not status.get("jobStatus")
         since = since if stalled else time.monotonic()
         if stalled and time.monotonic() - since > grace:

@@ -4,6 +4,7 @@ Where the account may not look (403), a thing counts as present: the account tha
 """
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from tuneloop.cluster.reservations import API, KINDS, list_claims
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.sharing import lease
+from tuneloop.sharing.places import LEASES, Lease, parse_lease
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.sharing.turns import Turns
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
@@ -30,11 +31,8 @@ LISTED = 50
 
 
 def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
-    """Refuse a prepared workflow that cannot run on the cluster.
-
-    Raises:
-        UserError: the first of what `find_problems` finds; its notes are the others.
-    """
+    """Refuse a prepared workflow that cannot run on the cluster. Raises the first of what `find_problems` finds, a
+    UserError whose notes are the others."""
     if problems := find_problems(cluster, workflow):
         for other in problems[1:]:
             problems[0].add_note(str(other))
@@ -42,12 +40,9 @@ def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 
 def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
-    """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found.
-
-    Raises:
-        UserError: the cluster does not answer, or the context is not allowed in at all.
-        Retryable: the API server is in trouble.
-    """
+    """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found. Raises
+    UserError where the cluster does not answer, or the context is not allowed in at all; Retryable where the API server
+    is in trouble."""
     missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
     return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
 
@@ -111,15 +106,9 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
             yield from list_references(item)
     if not isinstance(value, dict):
         return
-    kinds = {
-        "secretKeyRef": "secret",
-        "secretRef": "secret",
-        "configMapKeyRef": "config map",
-        "configMapRef": "config map",
-    }
     for key, item in value.items():
-        if key in kinds and not item.get("optional"):
-            yield kinds[key], item["name"]
+        if re.fullmatch("(secret|configMap)(Key)?Ref", key) and not item.get("optional"):
+            yield "secret" if key.startswith("secret") else "config map", item["name"]
         elif key == "secret" and "secretName" in item and not item.get("optional"):
             yield "secret", item["secretName"]
         elif key == "persistentVolumeClaim":
@@ -156,11 +145,11 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
     wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
     for name, flags in places.items():
-        place = lease.Lease(cluster, name)
-        if (seen := find_object(cluster.get, *lease.LEASES, place.name)) not in (ABSENT, UNSEEN):
+        place = Lease(cluster, name)
+        if (seen := find_object(cluster.get, *LEASES, place.name)) not in (ABSENT, UNSEEN):
             turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
             try:
-                turns.agreed(lease.parse_lease(seen))
+                turns.agreed(parse_lease(seen))
             except UserError as error:
                 yield error
 

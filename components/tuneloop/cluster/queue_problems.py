@@ -22,10 +22,7 @@ Amounts = dict[str, Decimal]
 
 
 def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Find queues that would never admit what a workflow's templates ask for.
-
-    Kueue leaves a pod of an unknown queue waiting for ever, and says so nowhere.
-    """
+    """Find queues that would never admit what a workflow's templates ask for."""
     labels, behind = find_queued_templates(workflow), dict[str, dict[str, Any]]()
     for name in list_queues(workflow):
         if (found := find_object(cluster.get, *KUEUE, "localqueues", name)) is ABSENT:

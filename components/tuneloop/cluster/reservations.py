@@ -46,14 +46,12 @@ Active = Mapping[str, Sequence[Owner]]
 
 
 def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
-    """Reserve a claim of its group for the run of `workflow`, a new one if none has room.
+    """Reserve a claim of its group for the run of `workflow`, a new one if none has room. Raises UserError where the
+    group's claims are for other devices, or the account may not change them; Retryable where the API server is in
+    trouble.
 
     Args:
         role: whose claim, where roles sit apart.
-
-    Raises:
-        UserError: the group's claims are for other devices, or the account may not change them.
-        Retryable: the API server is in trouble.
     """
     selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
     release_ended_runs(cluster)
@@ -82,13 +80,11 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
 
 
 def release_ended_runs(cluster: Connection, without: str = "") -> None:
-    """Release the reservations of runs without an active workflow, and delete the claims that nobody reserves.
+    """Release the reservations of runs without an active workflow, and delete the claims that nobody reserves. Raises
+    as `reserve_claim`.
 
     Args:
         without: a workflow that counts as ended.
-
-    Raises:
-        UserError, Retryable: as `reserve_claim`.
     """
     while True:
         there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]

@@ -24,12 +24,9 @@ ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
 def prepare_workflow(
     workflow: Mapping[str, Any], *, run: str, store: str, namespace: str = NAMESPACE, priority: str | None = None
 ) -> dict[str, Any]:
-    """Prepare `workflow` as the object that `submit_run` creates: named and labelled by its run, its pods too.
-
-    Raises:
-        UserError: the workflow has no parameters ``run`` and ``store``; `run` is not a name, or too long for its jobs;
-            `store` names no bucket.
-    """
+    """Prepare `workflow` as the object that `submit_run` creates: named and labelled by its run, its pods too. Raises
+    UserError where the workflow has no parameters ``run`` and ``store``, `run` is not a name, or too long for its jobs,
+    or `store` names no bucket."""
     check_name(run)
     normalize_url(store)
     made = copy.deepcopy(dict(workflow))
@@ -121,11 +118,6 @@ def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[
     given = spec.get("arguments", {}).get("parameters", ())
     carried = {p["name"]: p["value"] for p in given if p["name"] not in known}
     return begin_at_template(made, spec["entrypoint"], carried) if carried else made
-
-
-def annotations_of(workflow: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the annotations of a workflow; empty where it has none."""
-    return workflow["metadata"].get("annotations") or {}
 
 
 def get_workflow_number(run: str, name: str) -> int:

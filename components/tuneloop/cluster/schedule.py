@@ -50,15 +50,13 @@ def apply_schedule(
     timezone: str | None = None,
     priority: str | None = None,
 ) -> None:
-    """Create the schedule `name`, or change it; a run that is under way keeps what it was started with.
+    """Create the schedule `name`, or change it; a run that is under way keeps what it was started with. Raises
+    UserError where there is no such stage, time or zone, the name is too long or of what no schedule made, or
+    `preflight.check_cluster` refuses it.
 
     Args:
         workflow: of a pipeline with a stage `data_prep`.
         timezone: of `cron`, as in Europe/Prague; default: the controller's, mostly UTC.
-
-    Raises:
-        UserError: no such stage, time or zone, a name that is too long or of what no schedule made, or what
-            `preflight.check_cluster` refuses.
     """
     check_schedule_name(name)
     check_cron(cron)
@@ -204,11 +202,8 @@ _ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 
 def check_cron(text: str) -> None:
-    """Refuse what is not a time for a CronWorkflow: the controller would say so only in a status.
-
-    Raises:
-        UserError: not five fields, or one that holds no number, name, range or step.
-    """
+    """Refuse what is not a time for a CronWorkflow: the controller would say so only in a status. Raises UserError
+    where it has not five fields, or one that holds no number, name, range or step."""
     if re.fullmatch(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text):
         return
     fields = text.split()
@@ -225,11 +220,8 @@ def check_cron(text: str) -> None:
 
 
 def check_timezone(name: str) -> None:
-    """Refuse what is not a time zone, as `check_cron` does.
-
-    Raises:
-        UserError: this machine knows none of that name.
-    """
+    """Refuse what is not a time zone, as `check_cron` does. Raises UserError where this machine knows none of that
+    name."""
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is

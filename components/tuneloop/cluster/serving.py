@@ -16,10 +16,7 @@ FIELDS = (
 
 def render_servers(workflow: Mapping[str, Any], name: str, config: Any) -> list[dict[str, Any]]:
     """Render what the template `serve` of `workflow` starts for a run; a replica is one pod, and asks for no token.
-
-    Raises:
-        UserError: it starts no server, or one that follows its run or takes turns.
-    """
+    Raises UserError where it starts no server, or one that follows its run or takes turns."""
     serve = next((each for each in workflow["spec"]["templates"] if each["name"] == "serve"), None)
     words = serve["container"]["args"] if serve else []
     flags = {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}  # else it is of a run

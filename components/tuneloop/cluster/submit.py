@@ -5,29 +5,31 @@ What goes wrong is one line (`UserError`, `Retryable`), whatever the client libr
 """
 
 import contextlib
+import itertools
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from tuneloop.cluster import run_workflows
 from tuneloop.cluster.launch import KINDS
 from tuneloop.cluster.reservations import end_graphs, release_ended_runs
-from tuneloop.cluster.resume import check_resumable
-from tuneloop.cluster.run_workflows import (
-    CONTINUES,
-    DONE,
-    annotations_of,
-    find_workflows,
-    get_workflow_number,
-    get_workflow_phase,
-    list_workflows,
-    started_like,
-)
+from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_number, get_workflow_phase, list_workflows
 from tuneloop.cluster.watch import read_nodes
+from tuneloop.core.artifacts import dump_canonical_json
+from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
+from tuneloop.core.program import to_kebab_case
+from tuneloop.core.store import normalize_url
+from tuneloop.inference.generate import input_identity
 from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
-from tuneloop.sharing.lease import release_leases
-from tuneloop.workflow.manifest import mounts_token
+from tuneloop.runs.records import find_differences
+from tuneloop.sharing.places import release_leases
+from tuneloop.workflow.manifest import effective_spec, mounts_token
+from tuneloop.workflow.pod_loop import expand_pod, find_pod
+from tuneloop.workflow.rendered_stages import read_loop
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
@@ -37,12 +39,9 @@ WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
 def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
-    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and
-    a long loop goes on at its newest workflow.
-
-    Raises:
-        UserError: the run is under way, or was submitted as something else; another one has a workflow of this name.
-    """
+    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and a
+    long loop goes on at its newest workflow. Raises UserError where the run is under way, or was submitted as something
+    else, or another one has a workflow of this name."""
     made, at = prepare_resumption(made, list_workflows(cluster, run), run)
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
@@ -50,18 +49,75 @@ def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> s
 def prepare_resumption(
     made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
 ) -> tuple[Mapping[str, Any], int]:
-    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number.
-
-    Raises:
-        UserError: one of them is under way, or the run is of another pipeline, store or, once begun, other settings.
-    """
+    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number. Raises UserError where
+    one of them is under way, or the run is of another pipeline, store or, once begun, other settings."""
     if active := [w["metadata"]["name"] for w in earlier if get_workflow_phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
     if not earlier:
         return made, 1
     check_resumable(made, earlier, run)
-    return started_like(made, earlier[-1]), max(get_workflow_number(run, w["metadata"]["name"]) for w in earlier) + 1
+    numbers = [get_workflow_number(run, workflow["metadata"]["name"]) for workflow in earlier]
+    return run_workflows.started_like(made, earlier[-1]), max(numbers) + 1
+
+
+def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
+    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended.
+
+    As on one machine (`tuneloop run`), settings may be mended until the loop has made a version: the stages themselves
+    refuse what does not fit their committed outputs. What pods ask for, and what no stage compares with its output
+    (addresses, patience, processes), may change at any time. Raises UserError at another pipeline or store, and at
+    other settings after a version was made.
+    """
+    before = {k: v for each in earlier for k, v in _settings(each).items()}
+    asked = {k: v for k, v in _settings(made).items() if k in before}
+    differing = find_differences(asked, {k: before[k] for k in asked})
+    begun = any(get_workflow_phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
+    elsewhere = [name for name in ("pipeline", "store") if name in differing]
+    if elsewhere or (differing and begun):
+        what = ", ".join(elsewhere or differing[:5])
+        raise UserError("--run", run, f"exists with another {what}; submit it as it was, or choose another name")
+
+
+def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect what decides what a run computes: its pipeline, its parameters, and each stage's own where given."""
+    spec = effective_spec(workflow)
+    given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
+    if "store" in given:
+        given["store"] = normalize_url(given["store"])
+    pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
+    templates = expand_pod({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
+    stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
+    return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
+
+
+def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flags that a stage compares with those of its committed output; all where it is not installed."""
+    command = template["container"]["command"]
+    words = [str(word) for word in template["container"].get("args", ())]
+    flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
+    component = find_component(command[-1], template["name"]) if "-m" in command else None
+    if component is None:
+        return flags
+    untracked = {*map(to_kebab_case, component.untracked)}
+    flags = {name: value for name, value in flags.items() if name not in untracked}
+    if component.identity is input_identity and "engine-args" in flags:
+        asked = input_identity(SimpleNamespace(engine_args=json.loads(flags["engine-args"])))
+        flags["engine-args"] = dump_canonical_json(asked)
+    return flags
+
+
+def _is_stage(template: Mapping[str, Any]) -> bool:
+    """Return whether a template runs a stage: not a server, nor a step that only deals with the cluster."""
+    command = (template.get("container") or {}).get("command", ())
+    return bool(command) and not template.get("daemon") and not any("tuneloop.cluster" in word for word in command)
+
+
+def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
+    spec = effective_spec(workflow)
+    made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
+    made |= {pod["name"]} if (pod := find_pod({"spec": spec})) else set()
+    return any(node.template in made and node.phase == "Succeeded" for node in read_nodes(workflow).values())
 
 
 def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
@@ -71,8 +127,8 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
         with ignore_refusals(409):
             return _create(cluster, made, name)
         found = cluster.get(*WORKFLOWS, name)
-        follows = annotations_of(made).get(CONTINUES)
-        if follows and annotations_of(found).get(CONTINUES) == follows:
+        own, there = ((w["metadata"].get("annotations") or {}).get(run_workflows.CONTINUES) for w in (made, found))
+        if own and there == own:
             _create_token(cluster, found)
             return name
         at += 1
@@ -103,11 +159,7 @@ def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     """Stop a run: its stages commit what a resume needs; its jobs, pods, graphs, reservations and leases are released.
-    Return how many workflows were under way.
-
-    Raises:
-        Retryable: they did not end in `timeout` seconds.
-    """
+    Return how many workflows were under way. Raises Retryable where they did not end in `timeout` seconds."""
     stopped: set[str] = set()
 
     def ended() -> bool:

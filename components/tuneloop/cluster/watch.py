@@ -139,11 +139,8 @@ def _describe_ray_clusters(cluster: Connection, selector: str) -> dict[str, str]
 
 
 def refresh_claims(cluster: Connection) -> dict[str, str]:
-    """Release the reservations of ended runs, and return claim → the runs that reserve it, and its devices.
-
-    Raises:
-        UserError: the cluster has no claims, or the account may not change them.
-    """
+    """Release the reservations of ended runs, and return claim → the runs that reserve it, and its devices. Raises
+    UserError where the cluster has no claims, or the account may not change them."""
     reservations.release_ended_runs(cluster)
     return _claims(cluster)
 
@@ -193,13 +190,11 @@ def _workloads(cluster: Connection) -> dict[str, str]:
 def read_logs(
     cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (stage, line) of what the pods of a run write; logs of pods already deleted are gone.
+    """Yield (stage, line) of what the pods of a run write; logs of pods already deleted are gone. Raises UserError
+    where there is no such run on the cluster, or no pod of that stage.
 
     Args:
         since: only pods of this workflow of the run and of those after it.
-
-    Raises:
-        UserError: there is no such run on the cluster, or no pod of that stage.
     """
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     read: dict[str, threading.Thread] = {}

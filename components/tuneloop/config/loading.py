@@ -34,10 +34,8 @@ class Pipeline:
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
         """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
-
-        Raises:
-            UserError: a file or a value that is not understood; an unknown key; a wrong type; an impossible value.
-        """
+        Raises UserError at a file or a value that is not understood, an unknown key, a wrong type, and an impossible
+        value."""
         values = _read(file) if file else {}
         for item in sets:
             _set(values, item)
@@ -109,11 +107,8 @@ def list_pipelines() -> dict[str, Path]:
 
 
 def find_pipeline(name: str) -> Pipeline:
-    """Find the pipeline `name`: a name from `list_pipelines`, or the path of a file.
-
-    Raises:
-        UserError: no such file, or one that is not a pipeline.
-    """
+    """Find the pipeline `name`: a name from `list_pipelines`, or the path of a file. Raises UserError where there is no
+    such file, or it is not a pipeline."""
     path = Path(name) if name.endswith(".py") else list_pipelines().get(name.replace("-", "_"))
     if path is None or not path.is_file():
         known = f"known: {', '.join(list_pipelines()) or 'none'}; or give the path of a .py file"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -61,16 +61,6 @@ class Caller:
     namespace: str = ""
 
 
-class Access(Protocol):
-    """Authentication and authorisation."""
-
-    async def caller(self, token: str) -> Caller | None:
-        """Return whose token it is; None where it is nobody's."""
-
-    def allowed(self, caller: Caller, namespace: str) -> bool:
-        """Return whether sessions of the namespace are the caller's to use."""
-
-
 class TokenReviews:
     """Tokens and rights of Kubernetes: who may create workflows in a namespace may have sessions there.
 
@@ -90,6 +80,7 @@ class TokenReviews:
         self._lanes = anyio.CapacityLimiter(4), anyio.CapacityLimiter(4)  # a flood of strangers keeps newcomers waiting
 
     async def caller(self, token: str) -> Caller | None:
+        """Return whose token it is; None where it is nobody's."""
         key, now = hashlib.sha256(token.encode()).digest(), time.monotonic()
         for answers in (self._callers, self._refused):
             if (known := answers.get(key)) and now - known[0] < REMEMBERED:
@@ -112,6 +103,7 @@ class TokenReviews:
         return caller
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
+        """Return whether sessions of the namespace are the caller's to use."""
         key, now = (caller, namespace), time.monotonic()
         if (known := self._allowed.get(key)) and now - known[0] < REMEMBERED:
             return known[1]
@@ -169,6 +161,10 @@ class TokenFile:
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
         return namespace == LOCAL
+
+
+Access = TokenReviews | TokenFile
+"""Authentication and authorisation, each with `caller` and `allowed`."""
 
 
 def token_of(headers: Any) -> str:

@@ -21,7 +21,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
-from tuneloop.gateway.sessions import ALIVE, LABEL, Backend, Meter, Session, Wanted, check_quota, read_settings
+from tuneloop.gateway.jobs import Jobs
+from tuneloop.gateway.processes import Processes
+from tuneloop.gateway.sessions import ALIVE, LABEL, Meter, Session, Wanted, check_quota, read_settings
 from tuneloop.gateway.worker import HEADER, SESSION, TOKENS, VERSION
 from tuneloop.inference.refusals import Refused, create_app
 
@@ -51,13 +53,13 @@ NAMES = re.compile(
 """What tells where a name of `ABOUT` stands in JSON: it with its value, other strings, brackets. It never goes back."""
 LOOKED_AT = 2**22
 """So many are looked at, which takes seconds. A batch of Tinker's client has fewer: at most one in eight bytes."""
-CLIENT_CONFIG = {
-    "pjwt_auth_enabled": False,
-    "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
-    "sample_join_sampling_session": False,
-}
+CLIENT_CONFIG = dict.fromkeys(
+    (
+        *("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side"),
+        "sample_join_sampling_session",
+    ),
+    False,
+)
 """What Tinker's client is to leave out: none of it is served."""
 ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, "telemetry": {"status": "accepted"}}
 """A base model is a checkpoint's reference, so there is no list; telemetry is dropped."""
@@ -66,7 +68,7 @@ ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, 
 class Gateway:
     """Sessions of callers: who may have which, and where their requests go."""
 
-    def __init__(self, backend: Backend, access: Access, store: str, config: Path | None = None) -> None:
+    def __init__(self, backend: Jobs | Processes, access: Access, store: str, config: Path | None = None) -> None:
         self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
         self.settings = read_settings(config)  # what is wrong with it is said at the start
         limits = httpx2.Limits(max_connections=None)
@@ -92,10 +94,7 @@ class Gateway:
         """Return the session that this caller made under this key, and whether it is new.
 
         Creations come one after the other, so that a quota holds: there is one gateway (its Deployment has one replica,
-        and replaces it by Recreate).
-
-        Raises:
-            Refused: 403, 409 or 429.
+        and replaces it by Recreate). Raises Refused (403, 409 or 429).
         """
         wanted = wanted.model_copy(update={"namespace": wanted.namespace or caller.namespace})
         if not wanted.namespace:
@@ -144,11 +143,8 @@ class Gateway:
         return parts[1], parts[3]
 
     async def reach(self, caller: Caller, id: str) -> Session:
-        """Return a session whose worker is there; wait for one that starts.
-
-        Raises:
-            Refused: 404; 410, it is over; 503, it has not started in time.
-        """
+        """Return a session whose worker is there; wait for one that starts. Raises Refused: 404; 410, it is over; 503,
+        it has not started in time."""
         await asyncio.to_thread(self._place, caller, id)
         if known := self._found.get(id):
             return known
@@ -165,11 +161,8 @@ class Gateway:
             await asyncio.sleep(LOOK)
 
     async def forward(self, caller: Caller, id: str, method: str, path: str, headers: Any, body: bytes) -> Any:
-        """Forward a request to the worker of a session, and return its answer.
-
-        Raises:
-            Refused: as `reach`; 429, its namespace has no tokens left; 503, it does not answer.
-        """
+        """Forward a request to the worker of a session, and return its answer. Raises Refused as `reach`; 429, its
+        namespace has no tokens left; 503, it does not answer."""
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))

@@ -28,7 +28,7 @@ KEPT = 3600
 
 
 class Jobs:
-    """Sessions of a cluster."""
+    """Sessions of a cluster. All calls block, and may come from any thread, as those of `processes.Processes`."""
 
     def __init__(self, api: Any, config: Path | None) -> None:
         from kubernetes import client
@@ -36,17 +36,21 @@ class Jobs:
         self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
+        """Begin a session."""
         with translate_refusals(wanted.namespace):
             self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT)
 
     def get(self, namespace: str, name: str) -> Session | None:
+        """Return a session, or None, also where it is ending."""
         sessions = self._list(namespace, f"{LABEL}={name}")
         return next((each for each in sessions if each.name == name and each.phase != "ending"), None)
 
     def sessions(self, namespace: str) -> list[Session]:
+        """Return the sessions of a namespace, oldest first, and those that are ending."""
         return self._list(namespace, LABEL)
 
     def end(self, namespace: str, name: str) -> None:
+        """Have a session, if there is one, end behind what it accepted, within its grace; only its artifacts stay."""
         if self.get(namespace, name) is None:  # it may delete Jobs, but none that is not a session
             return
         try:
@@ -57,7 +61,7 @@ class Jobs:
                 raise refused
 
     def drain(self) -> None:
-        """Do nothing: Jobs live on."""
+        """End the sessions that end with this process, once they did what they accepted: none, as Jobs live on."""
 
     def _list(self, namespace: str, selector: str) -> list[Session]:
         with translate_refusals(namespace):

@@ -86,13 +86,8 @@ class Ledger:
             self._streams.setdefault(stream, Stream(first, (first or 1) - 1))
 
     def submit(self, stream: str, number: int | None, entry: Entry) -> str:
-        """Take a request, and return its id.
-
-        Raises:
-            Gone: the stream is not open.
-            Conflict: another request has that number.
-            Refused: no new one is taken.
-        """
+        """Take a request, and return its id. Raises Gone where the stream is not open, Conflict where another request
+        has that number, Refused where no new one is taken."""
         with self._changed:
             if (now := time.monotonic()) - self._swept >= SWEEP:
                 self._swept = now
@@ -115,11 +110,8 @@ class Ledger:
             return f"{stream}:{number}"
 
     def future(self, request: str) -> Future[Any]:
-        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now.
-
-        Raises:
-            Gone: no such request.
-        """
+        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now. Raises Gone
+        where there is no such request."""
         stream, _, number = request.rpartition(":")
         with self._changed:
             known = self._streams.get(stream)

@@ -1,7 +1,7 @@
 """A policy and its optimizer that stay where they are between requests, and what samples from them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, Field
 
+from tuneloop.algorithms._terms import clip_surrogate
 from tuneloop.core.artifacts import Artifact, Draft, delete_draft
 from tuneloop.core.component import Params
 from tuneloop.core.context import Stage
@@ -16,7 +17,6 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.provenance import collect_provenance
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.token_files import Document
-from tuneloop.gateway import losses
 from tuneloop.gateway.wire import Datum
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
@@ -34,6 +34,16 @@ STAGE = "session"
 """What the manifest of a checkpoint says made it."""
 MICRO_BATCH = 64
 """Sequences in one forward pass."""
+INPUTS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    **dict.fromkeys(("importance_sampling", "ppo", "cispo"), ("logprobs", "advantages")),
+}
+"""What each needs of every position, beside ``target_tokens``."""
+THRESHOLDS: dict[str, dict[str, float]] = {
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+}
+"""Options and their defaults: bounds of the ratio."""
 
 
 class AdamParams(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -62,7 +72,7 @@ class Snapshot:
 
 
 class Resident:
-    """A model that is trained.
+    """A model that is trained. Raises UserError where `policy` is not a checkpoint, or has no state to go on with.
 
     Args:
         lora: adapters to train in place of the model.
@@ -71,9 +81,6 @@ class Resident:
     Attributes:
         version: `policy`'s, and one more for each optimizer step since.
         saved: the version that was opened or saved last.
-
-    Raises:
-        UserError: `policy` is not a checkpoint, or has no state to go on with.
     """
 
     def __init__(
@@ -100,17 +107,17 @@ class Resident:
 
         if not data:
             raise UserError("data", [], "there is none; send at least one datum")
-        options = losses.check_options(name, config)
-        documents = [_document(datum, losses.INPUTS[name], self.trainer) for datum in data]
+        options = check_options(name, config)
+        documents = [_document(datum, INPUTS[name], self.trainer) for datum in data]
         by_datum: dict[int, np.ndarray] = {}
         total, before = 0.0, self.spoiled
         self.trainer.max_length = max(len(document.ids) for document in documents)
         with self.trainer.frozen() if forward_only else nullcontext():
             for micro in self.trainer.plan([len(d.ids) for d in documents], MICRO_BATCH):
                 logprobs, _ = self.trainer.logprobs([documents[i] for i in micro])
-                columns = {each: np.concatenate([data[i].inputs[each] for i in micro]) for each in losses.INPUTS[name]}
+                columns = {each: np.concatenate([data[i].inputs[each] for i in micro]) for each in INPUTS[name]}
                 inputs = {k: torch.from_numpy(v.astype("f4")).to(logprobs.device) for k, v in columns.items()}
-                loss = losses.compute_loss(name, logprobs, inputs, options).sum()
+                loss = compute_loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
                     self.spoiled = self.gradients = True  # spoiled until all of it is there
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -121,13 +128,9 @@ class Resident:
         return [by_datum[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Take one step with the gradients gathered since the last one.
-
-        Raises:
-            UserError: there are none, they are not finite, or not whole; then they are dropped, and nothing else has
-                changed. After any other error (of the device) there is no `trainer` any more: part of the weights and
-                moments may be those after the step.
-        """
+        """Take one step with the gradients gathered since the last one. Raises UserError where there are none, they are
+        not finite, or not whole; then they are dropped, and nothing else has changed. After any other error (of the
+        device) there is no `trainer` any more: part of the weights and moments may be those after the step."""
         if not self.gradients:
             raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
         trainer, step = self.trainer, self.trainer.step
@@ -158,12 +161,8 @@ class Resident:
         return Snapshot(self.trainer.base, self.version, state)
 
     def save(self, url: str, **facts: Any) -> Artifact:
-        """Commit a checkpoint from which `load` goes on bit for bit.
-
-        Raises:
-            UserError: there are gradients that no step has used yet, which a checkpoint does not hold; or `url` is
-                taken.
-        """
+        """Commit a checkpoint from which `load` goes on bit for bit. Raises UserError where there are gradients that no
+        step has used yet, which a checkpoint does not hold, or `url` is taken."""
         if self.gradients:
             raise UserError("save_state", self.version, "gradients wait for optim_step; take the step first")
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base
@@ -187,12 +186,9 @@ class Resident:
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:
-        """Go on from another checkpoint, or with its weights alone and a new optimizer.
-
-        Raises:
-            UserError: it is not a checkpoint, lacks optimizer state, or has other adapters; then nothing has changed.
-                After any other error there may be no `trainer` any more.
-        """
+        """Go on from another checkpoint, or with its weights alone and a new optimizer. Raises UserError where it is
+        not a checkpoint, lacks optimizer state, or has other adapters; then nothing has changed. After any other error
+        there may be no `trainer` any more."""
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
             raise UserError("load_state", policy.url, "was trained with other adapters; create a model from it instead")
@@ -229,11 +225,8 @@ class Sampler:
         self._ready: Snapshot | None = None
 
     def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """Sample the completions of each request.
-
-        Raises:
-            UserError: a prompt is empty, has unknown ids, or leaves no room in the context.
-        """
+        """Sample the completions of each request. Raises UserError at a prompt that is empty, has unknown ids, or
+        leaves no room in the context."""
         import torch
 
         self._change(snapshot)
@@ -271,6 +264,41 @@ class Sampler:
             model.load_state_dict(snapshot.state)
             self.engine.serve(model, snapshot.version, "")
         self._ready = snapshot
+
+
+def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
+    """Check the options of the loss `name`, and return them with defaults. Raises UserError at one that is unknown."""
+    if name not in INPUTS:
+        raise UserError("loss_fn", name, f"unknown; known: {', '.join(INPUTS)}")
+    known = THRESHOLDS.get(name, {})
+    for option in config.keys() - known.keys():
+        raise UserError(f"loss_fn_config.{option}", config[option], f"{name} has {', '.join(known) or 'no options'}")
+    return {**known, **config}
+
+
+def compute_loss(
+    name: str, logprobs: "Tensor", inputs: Mapping[str, "Tensor"], config: Mapping[str, float]
+) -> "Tensor":
+    """Compute the loss of each target token, as Tinker has them (tinker-docs.thinkingmachines.ai/losses).
+
+    With ``r = exp(logprobs - sampled logprobs)`` and A the advantages: cross_entropy ``-w logprobs``;
+    importance_sampling ``-r A``; ppo ``-min(r A, clip(r) A)``; cispo ``-clip(r) A logprobs`` where no gradient goes
+    through the clipped ratio.
+
+    Args:
+        logprobs: float32 ``[targets]``, with gradient.
+        inputs: float32 ``[targets]`` each, those that `INPUTS` names.
+        config: what `check_options` gave.
+    """
+    if name == "cross_entropy":
+        return -inputs["weights"] * logprobs
+    ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
+    if name == "importance_sampling":
+        return -ratio * advantages
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    if name == "ppo":
+        return -clip_surrogate(ratio, advantages, 1 - low, high - 1, None)[0]
+    return -ratio.detach().clamp(low, high) * advantages * logprobs
 
 
 def _document(datum: Datum, needed: Sequence[str], policy: "Policy") -> Document:

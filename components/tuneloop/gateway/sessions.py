@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -14,7 +14,7 @@ from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.inference.refusals import Refused
-from tuneloop.sharing.opening import STORED
+from tuneloop.sharing.places import STORED
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
@@ -73,25 +73,6 @@ class Session:
         """Return what its users see."""
         fields = {name: getattr(self, name) for name in ("id", "phase", "reason", "creator", "created", "artifacts")}
         return {**fields, **self.wanted.model_dump()}
-
-
-class Backend(Protocol):
-    """Where sessions live: `jobs.Jobs` or `processes.Processes`. All calls block, and may come from any thread."""
-
-    def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
-        """Begin a session."""
-
-    def get(self, namespace: str, name: str) -> Session | None:
-        """Return a session, or None, also where it is ending."""
-
-    def sessions(self, namespace: str) -> list[Session]:
-        """Return the sessions of a namespace, oldest first, and those that are ending."""
-
-    def end(self, namespace: str, name: str) -> None:
-        """Have a session, if there is one, end behind what it accepted, within its grace; only its artifacts stay."""
-
-    def drain(self) -> None:
-        """End the sessions that end with this process, once they have done what they accepted."""
 
 
 class Quota(BaseModel, frozen=True, extra="forbid"):
@@ -159,11 +140,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_settings(path: Path | None) -> Settings:
-    """Read the settings in a YAML file; the defaults without one.
-
-    Raises:
-        UserError: it cannot be read, or says something unknown.
-    """
+    """Read the settings in a YAML file; the defaults without one. Raises UserError where it cannot be read, or says
+    something unknown."""
     try:
         return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
     except ValidationError as error:

@@ -67,11 +67,8 @@ def number_of(body: bytes) -> int | None:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Decode a ``ForwardBackwardRequest``.
-
-    Raises:
-        UserError: it is another message, or has images, sound, sparse tensors or bytes that do not fit in it.
-    """
+    """Decode a ``ForwardBackwardRequest``. Raises UserError where it is another message, or has images, sound, sparse
+    tensors or bytes that do not fit in it."""
     sent = _parse(body)
     config = {}
     for name, value in sent.loss_fn_config_v2.items():

@@ -46,7 +46,7 @@ from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
 from tuneloop.inference.refusals import Refused, create_app
 from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 
 if TYPE_CHECKING:
     from tuneloop.sharing.turns import Held, Turns

@@ -67,10 +67,7 @@ class RunApi:
         """Start a run like `run_id`, of the same name, pipeline and parameters, unless one was started after it.
 
         Its stages are committed, so that it goes on with the iteration of a loop that is not. A task that is tried
-        again finds the run that it has started.
-
-        Raises:
-            Interrupted: somebody is stopping the run.
+        again finds the run that it has started. Raises Interrupted where somebody is stopping the run.
         """
         own = self.read_run(run_id)
         if newer := self.find_newer_run(own):

@@ -42,11 +42,8 @@ class TaskStatus:
 
 
 def connect_to_kfp(endpoint: str | None = None) -> Any:
-    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig).
-
-    Raises:
-        UserError: kfp is not installed, or nothing answers there.
-    """
+    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError where
+    kfp is not installed, or nothing answers there."""
     check_kfp_is_installed()
     from kfp import Client
     from kfp_server_api import ApiException
@@ -131,13 +128,11 @@ def submit_run(
     cache: bool = True,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Start a run, or resume the one of that name, and return its id.
+    """Start a run, or resume the one of that name, and return its id. Raises UserError where a run of that name is
+    under way.
 
     Args:
         cache: let KFP skip tasks that it has seen; what is committed is skipped in any case.
-
-    Raises:
-        UserError: a run of that name is under way.
     """
     if active := [each for each in _named(client, run) if each.state not in DONE]:
         remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"

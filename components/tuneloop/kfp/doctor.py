@@ -13,21 +13,8 @@ from typing import Any
 
 import yaml
 
-from tuneloop.cluster.doctor import (
-    NOT_CHECKED,
-    OK,
-    REFUSED,
-    SETTINGS,
-    WARNING,
-    Check,
-    check_images,
-    check_store_settings,
-    check_version,
-    check_workflow_defaults,
-    collect_checks,
-    describe_queued_stage,
-    find_controller_settings,
-)
+from tuneloop.cluster import doctor as common
+from tuneloop.cluster.doctor import NOT_CHECKED, OK, REFUSED, SETTINGS, WARNING, Check, collect_checks
 from tuneloop.cluster.preflight import list_images
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.queue_problems import KUEUE, find_queue_problems
@@ -57,21 +44,18 @@ INSTALL = (
 def check_kfp(
     cluster: Connection, built: Any = None, settings: Any = None, *, endpoint: str | None = None
 ) -> list[Check]:
-    """Check whether a backend has what a pipeline needs.
+    """Check whether a backend has what a pipeline needs. Raises UserError where the cluster does not answer, Retryable
+    where the API server is in trouble.
 
     Args:
         built, settings: what a pipeline's ``build_kfp`` returned, and its configuration; without them only what all
             pipelines need is looked at.
-
-    Raises:
-        UserError: the cluster does not answer.
-        Retryable: the API server is in trouble.
     """
     documents: list[dict[str, Any]] = []
     if built:
         with compiled_package(built) as package:  # its specification, and its platform's if it has one
             documents = list(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader))
-    workflow = convert_to_workflow(documents) if documents else describe_queued_stage()
+    workflow = convert_to_workflow(documents) if documents else common.describe_queued_stage()
     queues = ", ".join(list_queues(workflow))
     admitted = queues and f"LocalQueue {queues} admits what accelerator tasks ask for"
     on_volume = bool(settings and settings.kfp.volumes)
@@ -79,9 +63,9 @@ def check_kfp(
         *collect_checks("KFP's API server", check_api_server(cluster)),
         *collect_checks("executor", check_executor(cluster)),
         *collect_checks("workflow defaults", check_retries(cluster)),
-        *collect_checks("store", check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
+        *collect_checks("store", common.check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
         *collect_checks("queue", check_queue(cluster, workflow), admitted),
-        *collect_checks("images", check_images(cluster, list_images(workflow))),
+        *collect_checks("images", common.check_images(cluster, list_images(workflow))),
     ]
     if documents:
         checks.append(check_size(predict_workflow_size(documents[0]), count_tasks(documents[0])))
@@ -113,12 +97,12 @@ def check_api_server(cluster: Connection) -> Iterator[Check]:
         yield Check("KFP's API server", REFUSED, said, INSTALL)
     elif found is not UNSEEN:
         least = tuple(map(int, RELEASE.split(".")[:2]))
-        yield check_version("KFP's API server", found, least, REFUSED, INSTALL)
+        yield common.check_version("KFP's API server", found, least, REFUSED, INSTALL)
 
 
 def check_executor(cluster: Connection) -> Iterator[Check]:
     """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image alone runs as root."""
-    if (found := find_controller_settings(cluster)) is None:
+    if (found := common.find_controller_settings(cluster)) is None:
         return
     namespace, executor = found[0], found[1].get("executor") or {}
     if not namespace:
@@ -142,11 +126,11 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
     KFP's launcher ends with 143 when its pod is deleted, which the policy of KFP's own manifests, OnError, does not
     cover.
     """
-    namespace, settings = find_controller_settings(cluster) or (None, {})
+    namespace, settings = common.find_controller_settings(cluster) or (None, {})
     defaults = settings.get("workflowDefaults") or {}
     retry = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy") or {}
     if retry.get("retryPolicy") != "OnError":
-        yield from check_workflow_defaults(cluster)
+        yield from common.check_workflow_defaults(cluster)
         return
     said = "retryPolicy OnError: a run fails when one of its pods is preempted, and kfp.retries has no meaning; the "
     said += "command changes that for all workflows of this controller"

@@ -15,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuneloop.core.artifacts import MANIFEST, Manifest, parse_manifest
 from tuneloop.core.errors import EXIT_RETRY, Interrupted, Unavailable, report_errors
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.server_token import VARIABLE, create_token_file
@@ -27,9 +30,8 @@ from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.api import RunApi
 from tuneloop.kfp.io import Task
-from tuneloop.kfp.position import Position, find_position, read_iteration, read_reward
 from tuneloop.kfp.retry import retry_in_process
-from tuneloop.kfp.stage import CONTINUED, TARGET, encode_parameter
+from tuneloop.kfp.stage import CONTINUED, TARGET, build_handle, encode_parameter
 from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.ui.report import render_metrics
 from tuneloop.workflow.loop import output_of, step_of
@@ -41,6 +43,21 @@ BOOT_S = 600.0
 """Seconds in which a server is to be ready."""
 GRACE_S = 30.0
 """Seconds that a server has for its end."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a loop has come.
+
+    Attributes:
+        last: number of the last iteration that is committed; 0: none is.
+        ended: no iteration follows it, because it is the last or its reward reaches the target.
+        carried: value → handle, as the next iteration takes it.
+    """
+
+    last: int
+    ended: bool
+    carried: Mapping[str, Mapping[str, Any]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -115,14 +132,12 @@ def get_output_name(value: str) -> str:
 
 @contextlib.contextmanager
 def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
-    """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint.
+    """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint. Raises
+    StageEnded, Interrupted or Unavailable where it did not become ready.
 
     Args:
         server: ``port``, ``engine_args`` and ``pull``; ``devices`` if it has GPUs of its own.
         pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
-
-    Raises:
-        StageEnded, Interrupted, Unavailable: it did not become ready.
     """
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
@@ -185,6 +200,63 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     scored, at = made[-1][step_of(loop.reward)], f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
     assert scored is not None, "the last iteration is committed"
     previews.write_artifact_page(task, "preview", at, scored)
+
+
+def find_position(
+    loop: PodLoop,
+    run: str,
+    start: Mapping[str, Mapping[str, Any]],
+    *,
+    iterations: int,
+    target_reward: float,
+    after: int = 0,
+) -> Position:
+    """Find how far a loop has come. An iteration whose artifacts were deleted is run again, and so are those after it.
+
+    Args:
+        start: value → handle, as the iteration behind `after` is carried them.
+        after: an iteration that is known to be committed, and not to have ended the loop.
+    """
+    store = Store(run)
+
+    def read(i: int) -> tuple[dict[str, Any], float] | None:
+        made = read_iteration(loop, store, i)
+        if any(manifest is None for manifest in made.values()):
+            return None
+        at = f"{store.url}/iterations/{i}"
+        carried = {
+            name: build_handle(f"{at}/{step_of(wire)}", made[step_of(wire)])  # type: ignore[arg-type]
+            for name, wire in loop.carry.items()
+        }
+        return carried, read_reward(loop, made)
+
+    left = range(after + 1, iterations + 1)
+    committed = bisect_left(left, True, key=lambda i: read(i) is None)
+    last, carried = after, {name: dict(start[name]) for name in loop.carry}
+    with ThreadPoolExecutor() as pool:
+        for i, found in zip(left, pool.map(read, left[:committed])):
+            if found is None:
+                break
+            last, (carried, reward) = i, found
+            if reward >= target_reward:
+                return Position(last, True, carried)
+    return Position(last, last == iterations, carried)
+
+
+def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | None]:
+    """Return what each step of iteration `i` has committed, and the evaluation if one is due."""
+    due = [loop.check] if loop.check and i % loop.evaluate_every == 0 else []
+    names = [step.name for step in (*loop.steps, *due)]
+    found = {name: store.get(f"iterations/{i}/{name}/{MANIFEST}") for name in names}
+    url = f"{store.url}/iterations/{i}"
+    return {name: None if data is None else parse_manifest(f"{url}/{name}", data) for name, data in found.items()}
+
+
+def read_reward(loop: PodLoop, made: Mapping[str, Manifest | None]) -> float:
+    """Return the reward that may end the loop, of an iteration that is committed."""
+    manifest = made[step_of(loop.reward)]
+    assert manifest is not None, "the iteration is committed"
+    return float(manifest.results[output_of(loop.reward).replace("-", "_")])
 
 
 if __name__ == "__main__":

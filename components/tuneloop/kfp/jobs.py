@@ -17,7 +17,7 @@ from kfp import dsl
 from kfp.dsl import Dataset, Input
 
 from tuneloop.argo.pod_fields import SMALL
-from tuneloop.config.kfp import Kfp
+from tuneloop.config.pipeline import Kfp
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.template import REQUIRED, TYPES, Step, define_container_component, make_step
 from tuneloop.workflow.settings import Cluster
@@ -42,14 +42,12 @@ def launch_step(
     cluster: Cluster | None = None,
     kfp: Kfp | None = None,
 ) -> Step:
-    """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step(name, job_name=…)``.
+    """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step(name, job_name=…)``. Raises
+    UserError where the job has another name than `NAME`.
 
     Args:
         job: a manifest, its name `NAME`, with a `format_placeholder` where something belongs that only the run knows.
         inputs, parameters: what is marked; arguments of the step, beside ``job_name``.
-
-    Raises:
-        UserError: the job has another name than `NAME`.
     """
     cluster, kfp = (cluster or Cluster()).adjust_role("cpu", **SMALL), kfp or Kfp()
     if job["metadata"]["name"] != NAME:

@@ -1,18 +1,32 @@
-"""A pipeline for Kubeflow Pipelines: a component for each of its stages, and the graph that calls them."""
+"""A pipeline for Kubeflow Pipelines: a component for each of its stages, and the graph that calls them.
+
+A loop is one task, or its iterations are written out, a task a stage. KFP cannot leave a loop, hands nothing from one
+round of a ParallelFor to the next, and Argo, to which it translates, keeps the state of every task in an object of at
+most 1 MiB. So one task runs the iterations, and after `per_workflow` of them the run goes on in another run of KFP: its
+size is constant, however long the loop is. What follows the loop is no condition of KFP (a DAG whose last task is left
+out stays RUNNING in its metadata): those tasks do nothing, by what the handle of the policy says, while the loop goes
+on.
+"""
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kfp import dsl
+from kfp.dsl import HTML, Dataset, Input, Markdown, Metrics, Model, Output
 
+from tuneloop.argo.loop import describe_loop, list_roles
+from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
-from tuneloop.kfp.loop import LoopTasks, Steps, is_written_out
-from tuneloop.kfp.multi_stage_pod import iterations_step
+from tuneloop.kfp import template
+from tuneloop.kfp.io import SAME
+from tuneloop.kfp.iterations import get_output_name
 from tuneloop.kfp.stage import TARGET
-from tuneloop.kfp.template import register_step, report_step, stage_step
-from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
+from tuneloop.kfp.template import define_uncached_step, stage_step
+from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, Step, output_of, step_of
 
 ABOUT = {
     "store": "URL of the store, as pods reach it: s3://bucket/prefix",
@@ -20,16 +34,22 @@ ABOUT = {
     "seed": "every random stream of the run is derived from it",
     TARGET: "the loop ends once a batch of rollouts earns this mean reward",
 }
+ABOUT_ITERATIONS = {
+    "url": "of the run: what the iterations make is committed below it",
+    "run_id": "KFP's own, of the run that this task belongs to",
+    "seed": ABOUT["seed"],
+    TARGET: "rewards of this mean end the loop",
+    SAME: "input → the other input that is the same artifact",
+}
+Steps = Mapping[str, Any]
+"""Name of a stage → the function that makes its task."""
 
 
 def build_pipeline(
     name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
 ) -> Any:
-    """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`.
-
-    Raises:
-        UserError: a setting that Kubeflow Pipelines have nothing for, or a step of the loop is not among the stages.
-    """
+    """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`. Raises UserError at a
+    setting that Kubeflow Pipelines have nothing for, and at a step of the loop that is not among the stages."""
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
@@ -62,7 +82,9 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
                 raise UserError(name, chosen, "is built for Argo and for one machine: leave it out here")
         engine = {"endpoint": config.engine.rollout_endpoint_url}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
-    steps: dict[str, Any] = {"report": report_step(cluster=cluster, kfp=kfp)}
+    kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
+    about, said = {"run": "name of the run", "store": "URL of the store"}, "Report on a run, however it ended."
+    steps: dict[str, Any] = {"report": define_uncached_step("report", said, kinds, about, cluster, kfp)}
     for spec in specs:
         given = spec.with_shared(engine)
         steps[spec.component.template] = stage_step(given, dynamic=spec.accepted(passed), cluster=cluster, kfp=kfp)
@@ -75,7 +97,10 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
 
 def _register_exports(steps: dict[str, Any], pipeline: str, specs: Sequence[StageSpec], config: Any) -> None:
     """Have a registration follow each task whose stage exports a model."""
-    register = register_step(cluster=config.cluster, kfp=config.kfp)
+    kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
+    about = {"registry": "address of the registry", "model_name": "of the registered model"}
+    said = "Register the exported model."
+    register = define_uncached_step("register", said, kinds, about, config.cluster, config.kfp)
 
     def follow(export: Any, output: str) -> Any:
         def step(name: str, **arguments: Any) -> dsl.PipelineTask:
@@ -108,3 +133,117 @@ class Tasks:
         assert self._loop, "the pipeline is built with its loop"
         target, config = self._given[TARGET], self.config
         LoopTasks(self._loop, self._steps, config, self._url, self._shared, target, values).draw()
+
+
+def is_written_out(config: LoopPipelineConfig) -> bool:
+    """Return whether each stage of each iteration is a task of its own."""
+    return config.loop.iterations <= config.kfp.unroll
+
+
+@dataclass
+class LoopTasks:
+    """Draws a loop inside a pipeline.
+
+    Attributes:
+        shared: parameters of the pipeline that every stage which has them is given: the seed, the URL of weights.
+        values: artifacts that the first iteration starts from.
+    """
+
+    loop: Loop
+    steps: Steps
+    config: LoopPipelineConfig
+    url: Any
+    shared: Mapping[str, Any]
+    target: Any
+    values: Mapping[str, Any]
+
+    def draw(self) -> None:
+        """Evaluate the policy, run the loop, evaluate and finish."""
+        check = self.loop.check
+        self.call(check, f"{check.name}-before", self.url, {**self.values, "iteration": 0})
+        if is_written_out(self.config):
+            self.finish(self.write_out())
+            return
+        task = self.steps["iterations"](
+            "iterations",
+            **{"url": self.url, "run_id": dsl.PIPELINE_JOB_ID_PLACEHOLDER, "seed": self.shared["seed"]},
+            **{TARGET: self.target, **self.values},
+        )
+        self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
+
+    def finish(self, trained: Mapping[str, Any]) -> None:
+        """Evaluate the last policy, and make of it what the loop is to."""
+        values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
+        self.call(check, f"{check.name}-after", self.url, values)
+        for step in self.loop.finish:
+            self.call(step, step.name, self.url, values)
+
+    def write_out(self) -> dict[str, Any]:
+        """Write every iteration out; return what the last one hands on."""
+        carried: dict[str, Any] = {}
+        every = self.config.loop.evaluate_every
+        for i in range(1, self.config.loop.iterations + 1):
+            at = f"{self.url}/iterations/{i}"
+            values = {**self.values, **carried, "iteration": i}
+            carried = self.iterate(values, at)
+            if every and i % every == 0:
+                self.call(self.loop.check, self.loop.check.name, at, {**values, **carried})
+        return carried
+
+    def iterate(self, values: Mapping[str, Any], url: str) -> dict[str, Any]:
+        """Make the tasks of one iteration; return what it hands on."""
+        known = dict(values)
+        for step in self.loop.steps:
+            ends_loop = step_of(self.loop.reward) in map(step_of, step.wires.values())
+            task = self.call(step, step.name, url, known, **({TARGET: self.target} if ends_loop else {}))
+            known |= {f"{step.name}.{name.replace('_', '-')}": output for name, output in task.outputs.items()}
+        return {name: known[wire] for name, wire in self.loop.carry.items()}
+
+    def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
+        """Make the task of a step, which commits to `name` below `url`; where the engine is, KFP's stages know."""
+        wired = {k: values[wire] for k, wire in step.wires.items() if wire != "endpoint"}
+        shared = {k: value for k, value in self.shared.items() if k in step.component.Params.model_fields}
+        return self.steps[step.name](name, url=f"{url}/{name}", **wired, **shared, **more)
+
+
+def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> template.Step:
+    """Return the step that runs `tuneloop.kfp.iterations`, and the rollout server beside them. Raises UserError where a
+    stage spans several nodes."""
+    image = config.cluster.images.format(image="rollout")
+    settings, engine = config.loop, config.engine
+    if spread := [spec.component.template for spec in specs if spec.nodes > 1]:
+        remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
+        raise UserError("nodes", config.nodes, remedy)
+    described = describe_loop(loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every)
+    roles, served = list_roles(loop, specs, settings.evaluate_every), engine.name == "vllm"
+    server: dict[str, Any] = {"port": engine.port, "engine_args": engine.options, "pull": engine.pull}
+    role, cluster = config.cluster.merge_roles(roles, served)
+    if served and (own := config.cluster.sampler.gpus):  # the last of the pod's; ranks take the first
+        total = cluster.count_gpus(role)
+        server["devices"] = ",".join(map(str, range(total - own, total)))
+    flags = [
+        *("--loop", described.model_dump_json(exclude_defaults=True), "--iterations", str(settings.iterations)),
+        *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
+        *("--endpoint", engine.rollout_endpoint_url or ""),
+        *(("--weights", engine.weights) if engine.weights else ()),
+        *(("--server", json.dumps(server, separators=(",", ":"))) if engine.name == "vllm" else ()),
+    ]
+    taken = {wire: name for step in loop.steps for name, wire in step.wires.items()}
+    types = {name: template.TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)}
+    shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
+    kinds: dict[str, Any] = {
+        **{"url": str, "run_id": str, "seed": int, TARGET: float},
+        **{get_output_name(name): Output[types[name]] for name in loop.carry},
+        **{name: Output[kind] for name, kind in shown.items()},
+        "last_iteration": dsl.OutputPath(int),
+        output_of(loop.reward).replace("-", "_"): dsl.OutputPath(float),
+    }
+    signature = template.define_inputs(types, dict.fromkeys(types, True))
+    signature |= {name: (kind, template.REQUIRED) for name, kind in kinds.items()}
+    command, about = ["python3", "-m", "tuneloop.kfp.iterations"], "Iterations of the loop."
+    made = template.define_container_component("iterations", about, signature, ABOUT_ITERATIONS, image, command, flags)
+
+    def make(**arguments: Any) -> dsl.PipelineTask:  # it goes on from what the run has committed by now
+        return made(**template.pass_artifacts_once(arguments, types)).set_caching_options(False)
+
+    return template.make_step(make, image, cluster, config.kfp, role)

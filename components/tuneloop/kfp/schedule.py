@@ -45,14 +45,12 @@ def create_schedule(
     root: str | None = None,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Look for new data at each tick of `cron`, one look at a time and none for ticks that were missed.
+    """Look for new data at each tick of `cron`, one look at a time and none for ticks that were missed. Raises
+    UserError at fields that are not five, a name that is no name of a run, or no stage `data_prep`.
 
     Args:
         name: of the schedule; its runs are ``<name>-<first 8 digits of the prompts' digest>``.
         cron: five fields, as for Argo; KFP's sixth, the seconds, is 0.
-
-    Raises:
-        UserError: not five fields, a name that is no name of a run, or no stage `data_prep`.
     """
     check_schedule_name(name)
     fields = convert_cron(cron)
@@ -79,11 +77,8 @@ def create_schedule(
 
 
 def delete_schedule(client: Any, name: str) -> None:
-    """Delete the recurring runs of that name; the runs they started stay, and the pipeline.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Delete the recurring runs of that name; the runs they started stay, and the pipeline. Raises UserError where
+    there is none."""
     with translate_api_errors(name):
         found = client.list_recurring_runs(filter=match_name(name)).recurring_runs or []
         if not found:
@@ -113,11 +108,8 @@ def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
 
 
 def find_data_parameters(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the parameters that a compiled pipeline's stage `data_prep` has.
-
-    Raises:
-        UserError: there is no such stage.
-    """
+    """Return the parameters that a compiled pipeline's stage `data_prep` has. Raises UserError where there is no such
+    stage."""
     executors = spec["deploymentSpec"]["executors"]
     labels = {label for label, each in executors.items() if DATA_PREP in each["container"].get("command", ())}
     components = {k for k, each in spec["components"].items() if each.get("executorLabel") in labels}

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import xxhash
@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
     stage: Component = plugins.load_variant("stages", given.stage)
     task = Task.read(given.executor_input)
     if reason := find_reason_to_skip(task):
-        results = {get_result_name(stage, name): kind for name, kind in stage.results.items()}
-        report_skipped_stage(task, stage.output, results, reason)
+        report_skipped_stage(stage, task, reason)
         return 0
     url = task.parameters[URL]
 
@@ -109,16 +108,16 @@ def find_reason_to_skip(task: Task) -> str:
     return ""
 
 
-def report_skipped_stage(task: Task, output: str, results: Mapping[str, type], reason: str) -> None:
+def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
     """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
     said = f"nothing was done here: {reason}"
     print(said, file=sys.stderr)
     marks = {k: v for handle in task.inputs.values() for k, v in handle.items() if k in (REACHED, CONTINUED)}
-    policy = task.inputs.get("policy", {}) if output.startswith("checkpoint") else {}
-    task.describe(output, {**policy, **marks})
+    policy = task.inputs.get("policy", {}) if stage.output.startswith("checkpoint") else {}
+    task.describe(stage.output, {**policy, **marks})
     for name in task.outputs:
         task.write(name, f"{said}\n")
-    task.results = {name: kind() for name, kind in results.items()}
+    task.results = {get_result_name(stage, name): kind() for name, kind in stage.results.items()}
     task.finish()
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, SMALL, STORE, find_role
-from tuneloop.config.kfp import Kfp
+from tuneloop.config.pipeline import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.kfp.io import SAME
@@ -37,14 +37,11 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     """The stage as a function to be called in a pipeline: ``step("sft", url=…, policy=…) -> task``.
 
     Its first argument is the task's name in the UI; the others are the stage's input artifacts, ``url`` (where its
-    output is committed) and the `dynamic` parameters.
+    output is committed) and the `dynamic` parameters. Raises UserError at a parameter that the stage refuses.
 
     Args:
         spec: its parameters are resolved here, once, and each of them is an argument of the task. Of several nodes it
             is a JobSet, which the task's own pod launches in the namespace ``kfp.jobs``.
-
-    Raises:
-        UserError: a parameter that the stage refuses.
     """
     component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
     spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
@@ -84,20 +81,6 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
     return {**passed, **({SAME: same} if same else {})}
 
 
-def report_step(*, cluster: Cluster, kfp: Kfp) -> Step:
-    """`tuneloop.kfp.report` as a step: the page of a run, and its rewards."""
-    kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
-    about = {"run": "name of the run", "store": "URL of the store"}
-    return define_uncached_step("report", "Report on a run, however it ended.", kinds, about, cluster, kfp)
-
-
-def register_step(*, cluster: Cluster, kfp: Kfp) -> Step:
-    """`tuneloop.kfp.register` as a step: the exported model in a model registry."""
-    kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
-    about = {"registry": "address of the registry", "model_name": "of the registered model"}
-    return define_uncached_step("register", "Register the exported model.", kinds, about, cluster, kfp)
-
-
 def define_uncached_step(
     name: str, summary: str, kinds: Mapping[str, Any], about: Mapping[str, str], cluster: Cluster, kfp: Kfp
 ) -> Step:
@@ -110,12 +93,14 @@ def define_uncached_step(
     return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
 
 
-def make_step(made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp) -> Step:
-    """Return a container component as a step, whose pod has no accelerator."""
+def make_step(
+    made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
+) -> Step:
+    """Return a container component as a step."""
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
         task = made(**arguments).set_display_name(name)
-        configure_task_pod(task, image, cluster, kfp)
+        configure_task_pod(task, image, cluster, kfp, role)
         return task
 
     return step
@@ -196,11 +181,8 @@ def define_container_component(
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set what the task's pod requests: resources, its queue, access to its store, no rights.
-
-    Raises:
-        UserError: it should share devices.
-    """
+    """Set what the task's pod requests: resources, its queue, access to its store, no rights. Raises UserError where it
+    should share devices."""
     if cluster.share:
         remedy = "Kubeflow Pipelines have no field for claims, and no step that gives them back: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)

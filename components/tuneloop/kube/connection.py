@@ -61,10 +61,8 @@ def translate_api_errors(host: str, context: str) -> Iterator[None]:
 def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
     """Call `look` until the API server is not in trouble, and return what it gives.
 
-    It is called again after `pause` seconds, then after twice, four times as many, up to 30.
-
-    Raises:
-        Retryable, Unreachable: it was in trouble for `patience` seconds.
+    It is called again after `pause` seconds, then after twice, four times as many, up to 30. Raises Retryable or
+    Unreachable where it was in trouble for `patience` seconds.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -158,11 +156,8 @@ class Connection:
 
 
 def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -> Connection:
-    """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account.
-
-    Raises:
-        UserError: there is no configuration, or no such context.
-    """
+    """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account. Raises UserError where
+    there is no configuration, or no such context."""
     try:
         from kubernetes import client, config
     except ImportError:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,10 +14,8 @@ from typing import Any
 
 from tuneloop.core.threads import forward_signals
 from tuneloop.local.journal import DONE, Journal, Node, Workflow
-from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Launcher, Process, end_process
 from tuneloop.local.results import Call, Result, Scope
-from tuneloop.workflow import manifest
 from tuneloop.workflow.expression_values import format_value
 
 OnNode = Callable[[Node], None]
@@ -66,7 +63,7 @@ class Execution:
         self.outputs: dict[str, str] = {}
         self.published: Scope = {}
         self._tags = _workflow_tags(workflow, self.name, workdir, parameters)
-        self._env, self._on_node, self._on_log = env, on_node, on_log
+        self.env, self._on_node, self._on_log = env, on_node, on_log
         limit = parallelism or int(spec.get("parallelism") or max(4, os.cpu_count() or 1))
         self.slots = threading.BoundedSemaphore(limit)
         self._lock = threading.RLock()
@@ -100,20 +97,15 @@ class Execution:
 
     def settle(self, node: Node, result: Result) -> None:
         """Record the result of a node; a daemon that is ready goes on."""
-        node.outputs = result.parameters
-        node.exit_code = result.exit_code
-        if result.daemon is None:
-            self._finish(node, result.phase, result.message)
-        elif node.phase not in DONE:
-            node.daemoned, node.message = True, ""
-            self.record(node)
-
-    def _finish(self, node: Node, phase: str, message: str = "") -> None:
+        node.outputs, node.exit_code = result.parameters, result.exit_code
         if node.phase in DONE:
             return
-        node.phase, node.message, node.finished = phase, message, time.time()
-        node.started = node.started or node.finished
-        self._follow_log(node)
+        if result.daemon:
+            node.daemoned, node.message = True, ""
+        else:
+            node.phase, node.message, node.finished = result.phase, result.message, time.time()
+            node.started = node.started or node.finished
+            self._follow_log(node)
         self.record(node)
 
     def record(self, node: Node) -> None:
@@ -146,18 +138,6 @@ class Execution:
             self.outputs[name] = value
 
     # Pods
-
-    def pod_environment(self, container: Mapping[str, Any], node: Node, files: PodFilesystem) -> dict[str, str]:
-        """Return a pod's environment: the machine's, then the container's."""
-        env = {**self._env, "ARGO_PROGRESS_FILE": str(self.workdir / "nodes" / node.id / "progress")}
-        values = (node.id, "local", node.id, socket.gethostname(), "local", self.get_address(node), "127.0.0.1")
-        fields = dict(zip(manifest.FIELD_PATHS, values))
-        for item in container.get("env", []):
-            if "value" in item:
-                env[item["name"]] = files.translate(str(item["value"]))
-            elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
-                env[item["name"]] = fields[path]
-        return env
 
     def get_address(self, node: Node) -> str:
         """Return the address of a pod; each server has its own, as they listen at one port, and keeps it."""

@@ -57,7 +57,8 @@ def execute_workflow(
     on_node: OnNode | None = None,
     on_log: OnLog | None = None,
 ) -> Outcome:
-    """Run `workflow` to its end.
+    """Run `workflow` to its end. Raises UserError before anything runs: at a field the executor has no meaning for, an
+    unknown argument, a missing one.
 
     Args:
         workdir: state and logs of this run; see `tuneloop.local.journal`.
@@ -66,9 +67,6 @@ def execute_workflow(
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
         env: added to every pod's environment (the container's own wins).
         grace: seconds between SIGTERM and SIGKILL, when the template names no terminationGracePeriodSeconds.
-
-    Raises:
-        UserError: a field the executor has no meaning for, an unknown argument, a missing one: before anything runs.
     """
     spec = workflow.get("spec") or {}
     manifest.check_workflow(spec)
@@ -102,10 +100,7 @@ def execute_parts(
     `tuneloop.cluster.continue_run` does on a cluster.
 
     Each part is executed by itself, under the name it would have there; `tuneloop.local.journal.read_state` shows them
-    as one run. A resumed run starts at the part that did not end well.
-
-    Raises:
-        UserError: as `execute_workflow`.
+    as one run. A resumed run starts at the part that did not end well. Raises UserError as `execute_workflow`.
     """
     state = read_state(workdir)
     done = list(state.parts) if state else []

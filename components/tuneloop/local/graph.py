@@ -1,34 +1,21 @@
-"""Graphs of a local run: templates, DAGs, recursion.
+"""Graphs of a local run: templates, DAGs, recursion; the names by which tags find what goes into them and comes out.
 
 The semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task
 runs on a thread of its own; what bounds the work is how many pods may run at a time.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod import run_pod
-from tuneloop.local.results import (
-    Call,
-    Daemon,
-    Result,
-    Scope,
-    branch_result,
-    dependency_scope,
-    find_reason,
-    input_scope,
-    resolve_arguments,
-    resolve_inputs,
-    resolve_outputs,
-    result_scope,
-)
+from tuneloop.local.results import Call, Daemon, Result, Scope
 from tuneloop.local.retries import Attempts
 from tuneloop.workflow import expressions
-from tuneloop.workflow.expression_values import ExpressionError
+from tuneloop.workflow.expression_values import ExpressionError, format_value
 from tuneloop.workflow.expressions import substitute_tags
 from tuneloop.workflow.manifest import find_ancestors, parse_depends
 
@@ -109,9 +96,10 @@ class Graph:
             branches = [branch_result(leaf, self.waits, results) for leaf in leaves]
             broken = next((result.phase for result in branches if result.broken), None)
             if broken:
-                return Result(broken, find_reason(results))
+                return Result(broken, next((f"{k}: {r.message}" for k, r in results.items() if r.broken), "stopped"))
             scope = self._scope_behind(results)
-            return Result("Succeeded", "", resolve_outputs(self.template.get("outputs", {}), scope))
+            declared = self.template.get("outputs", {}).get("parameters", [])
+            return Result("Succeeded", "", {each["name"]: resolve_output(each, scope) for each in declared})
         finally:
             threads = [_thread(daemon.close) for daemon in self.daemons]
             for thread in threads:
@@ -202,3 +190,82 @@ def _thread(work: Any, *args: Any) -> threading.Thread:
     thread = threading.Thread(target=work, args=args, daemon=True)
     thread.start()
     return thread
+
+
+def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
+    """Return what a ``depends`` may ask of the tasks `names`."""
+    scope: Scope = {}
+    for name in names:
+        result = results[name]
+        flags = {flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")}
+        flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
+        flags |= {"AnySucceeded": False, "AllFailed": False}  # of loops over items, which are not run here
+        scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
+    return scope
+
+
+def branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
+    """Return the result of a leaf's branch: a task that did not complete takes over from those above it."""
+    result = results[name]
+    if result.phase in ("Succeeded", "Failed", "Error"):
+        return result
+    above = [branch_result(other, waits, results) for other in waits[name]]
+    return next((each for each in above if each.broken), Result("Succeeded"))
+
+
+def resolve_inputs(template: Mapping[str, Any], parameters: Mapping[str, str], scope: Scope) -> dict[str, str]:
+    """Return a template's inputs: arguments over defaults. Raises ExpressionError at one without a value."""
+    values: dict[str, str] = {}
+    for parameter in template.get("inputs", {}).get("parameters", []):
+        name = parameter["name"]
+        value = parameters.get(name, parameter.get("value", parameter.get("default")))
+        if value is None:
+            raise ExpressionError(f"inputs.parameters.{name} of template {template['name']} was not supplied")
+        values[name] = value if name in parameters else format_value(substitute_tags(value, scope))
+    return values
+
+
+def input_scope(template: Mapping[str, Any], inputs: Mapping[str, str]) -> Scope:
+    """Return the tags of a template's inputs, and of the paths of its outputs."""
+    scope: Scope = {"inputs.parameters": format_value([{"name": k, "value": v} for k, v in inputs.items()])}
+    scope |= {f"inputs.parameters.{name}": value for name, value in inputs.items()}
+    for parameter in template.get("outputs", {}).get("parameters", []):
+        if "path" in parameter.get("valueFrom", {}):
+            scope[f"outputs.parameters.{parameter['name']}.path"] = parameter["valueFrom"]["path"]
+    return scope
+
+
+def resolve_arguments(task: Mapping[str, Any], scope: Scope) -> dict[str, str]:
+    """Return the arguments of a task, by name."""
+    given = (task.get("arguments") or {}).get("parameters", [])
+    return {p["name"]: format_value(substitute_tags(p["value"], scope)) for p in given if p.get("value") is not None}
+
+
+def resolve_output(parameter: Mapping[str, Any], scope: Scope) -> str:
+    """Return an output of a DAG whose tasks have settled."""
+    source = parameter.get("valueFrom") or {}
+    try:
+        if "expression" not in source:
+            given = source["parameter"] if "parameter" in source else parameter["value"]
+            return format_value(substitute_tags(given, scope))
+        # The controller knows inputs, tasks and global outputs in here, but no other workflow.…: tags, yes; names, no.
+        known = {k: v for k, v in scope.items() if not k.startswith("workflow.") or k.startswith("workflow.outputs.")}
+        value = expressions.evaluate_expression(substitute_tags(source["expression"], scope), known)
+        if value is None:
+            raise ExpressionError(f"output {parameter['name']}: {source['expression']!r} has no value (nil)")
+        return format_value(value)
+    except (ExpressionError, KeyError):
+        if "default" in source:
+            return format_value(source["default"])
+        raise
+
+
+def result_scope(name: str, result: Result) -> Scope:
+    """Return the tags of a task that has settled (or of a daemon that is ready)."""
+    at = f"tasks.{name}"
+    scope: Scope = {f"{at}.status": result.phase}
+    if result.exit_code is not None:
+        scope[f"{at}.exitCode"] = str(result.exit_code)
+    if result.daemon is not None:
+        scope[f"{at}.ip"] = result.address
+    return scope | {f"{at}.outputs.parameters.{key}": value for key, value in result.parameters.items()}

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import re
+import shutil
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
@@ -16,15 +18,66 @@ from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.server_token import create_token_file
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
-from tuneloop.local.pod_files import PodFilesystem
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.sharing.opening import STORED, open_turns
+from tuneloop.sharing.places import STORED, open_turns
 from tuneloop.sharing.sidecar import parse_arguments
+from tuneloop.workflow.manifest import FIELD_PATHS
 from tuneloop.workflow.settings import TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
+SHARED = ("/tmp", "/dev/shm")
+
+
+class PodFilesystem:
+    """The files of one pod, below `root` (emptied first).
+
+    On a cluster every pod has its own ``/tmp/tuneloop/outputs``; here they share one machine. So each path that a
+    template declares (an output parameter's, an emptyDir's) is mapped below the node's directory, by rewriting it
+    wherever it appears in the command, the arguments and the environment. A directory that holds declared outputs is
+    mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``. ``/tmp`` and ``/dev/shm`` as
+    emptyDirs are the machine's own.
+    """
+
+    def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
+        self.root = root
+        parameters = template.get("outputs", {}).get("parameters", [])
+        self._sources = {p["name"]: p["valueFrom"] for p in parameters if "path" in p.get("valueFrom", {})}
+        mounts = (mount["mountPath"].rstrip("/") for mount in template["container"].get("volumeMounts", []))
+        declared, empty = [source["path"] for source in self._sources.values()], {*mounts} - {*SHARED}
+        self._paths = sorted({*declared, *empty}, key=len, reverse=True)
+        self._parents = {str(PurePosixPath(path).parent) for path in declared} - {"/", *SHARED}
+        shutil.rmtree(root, ignore_errors=True)
+        for place in (root, *(self.local_path(path).parent for path in declared), *map(self.local_path, empty)):
+            place.mkdir(parents=True, exist_ok=True)
+
+    def local_path(self, path: str) -> Path:
+        """Return where `path` of the container is on this machine."""
+        return self.root / "fs" / path.lstrip("/")
+
+    def translate(self, text: str) -> str:
+        """Replace the declared paths in `text` by their places on this machine."""
+        head, equals, tail = text.rpartition("=")
+        if tail.rstrip("/") in self._parents:
+            return f"{head}{equals}{self.local_path(tail)}"
+        if not self._paths:
+            return text
+        pattern = "|".join(map(re.escape, self._paths))
+        return re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w-])", lambda match: str(self.local_path(match[0])), text)
+
+    def read_parameters(self) -> tuple[dict[str, str], list[str]]:
+        """Return the output parameters that the pod wrote or that have a default, and the names of the missing ones."""
+        values, missing = {}, []
+        for name, source in self._sources.items():
+            file = self.local_path(source["path"])
+            if file.exists():
+                values[name] = file.read_text().removesuffix("\n")
+            elif "default" in source:
+                values[name] = str(source["default"])
+            else:
+                missing.append(name)
+        return values, missing
 
 
 class PodDaemon:
@@ -65,7 +118,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     log.parent.mkdir(exist_ok=True)
     log.touch()
     _mount_token(execution, template, files)
-    env = execution.pod_environment(container, node, files)
+    env = _build_environment(execution, container, node, files)
     given = (*container.get("command", []), *container.get("args", []))
     # Kubernetes' ``$(NAME)`` is replaced; ``$$`` is a dollar; an unknown name stays.
     named = partial(re.sub, r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]))
@@ -101,6 +154,21 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
         last_words = words.read_text(errors="replace").strip() or _last_words(log)
         result.message = describe_exit(process.code, last_words)
     return result
+
+
+def _build_environment(
+    execution: Execution, container: Mapping[str, Any], node: Node, files: PodFilesystem
+) -> dict[str, str]:
+    """Build a pod's environment: the machine's, then the container's."""
+    env = {**execution.env, "ARGO_PROGRESS_FILE": str(execution.workdir / "nodes" / node.id / "progress")}
+    values = (node.id, "local", node.id, socket.gethostname(), "local", execution.get_address(node), "127.0.0.1")
+    fields = dict(zip(FIELD_PATHS, values))
+    for item in container.get("env", []):
+        if "value" in item:
+            env[item["name"]] = files.translate(str(item["value"]))
+        elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
+            env[item["name"]] = fields[path]
+    return env
 
 
 def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:

@@ -42,11 +42,8 @@ class Trial(NamedTuple):
 def try_attacks(
     rewards: Sequence[str], environments: Sequence[str], data: Path | None, timeout_s: float
 ) -> list[Trial]:
-    """Try all attacks on rewards and environments, by default those that ship, with the first row of `data`.
-
-    Raises:
-        UserError: one does not exist, or cannot judge this row.
-    """
+    """Try all attacks on rewards and environments, by default those that ship, with the first row of `data`. Raises
+    UserError where one does not exist, or cannot judge this row."""
     with (data or ATTACKS / "row.json").open("rb") as file:
         row = next(iter(json_lines(file, "--data", str(data))), {})
     if "answer" not in row:

@@ -27,11 +27,8 @@ def find_device(stage: Component | None) -> str:
 
 
 def read_recorded_tasks(run: Run) -> list[Task]:
-    """Read the stages of each whole iteration of `run`, in loop order, as `tuneloop.sharing.plans` takes them.
-
-    Raises:
-        UserError: it has fewer than two of them, or its times are not those of a run with devices of its own.
-    """
+    """Read the stages of each whole iteration of `run`, in loop order, as `tuneloop.sharing.plans` takes them. Raises
+    UserError where it has fewer than two of them, or its times are not those of a run with devices of its own."""
     pods = _pods(run)
     tasks, held = [], {}
     for entry in _of_whole_iterations(run):

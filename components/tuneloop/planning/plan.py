@@ -32,13 +32,11 @@ LOST = (
 
 
 def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> "RenderableType":
-    """Render the plan of a rendered workflow for a terminal.
+    """Render the plan of a rendered workflow for a terminal. Raises UserError where its model cannot be read, or runs
+    that share a node do not fit there.
 
     Args:
         seconds: stage → how long it worked in an iteration of a recorded run.
-
-    Raises:
-        UserError: its model cannot be read, or runs that share a node do not fit there.
     """
     colocation.check_colocation(workflow)
     from rich import box

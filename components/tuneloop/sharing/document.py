@@ -82,11 +82,8 @@ class Document(BaseModel, frozen=True):
         )
 
     def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> "Document":
-        """Begin a turn. Tickets that are `silent` lose their seats.
-
-        Raises:
-            Refused: somebody lives who has the turn, or is to be served before.
-        """
+        """Begin a turn. Tickets that are `silent` lose their seats. Raises Refused where somebody lives who has the
+        turn, or is to be served before."""
         seat = next((seat for seat in self.waiting if seat.ticket == ticket), None)
         if seat is None:
             raise Refused(f"{ticket} does not wait")

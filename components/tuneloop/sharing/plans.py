@@ -137,11 +137,8 @@ def recommend_plan(plans: Mapping[str, Plan]) -> str:
 
 
 def check_plan(plans: Mapping[str, Plan], name: str, rules: Rules) -> None:
-    """Refuse the plan `name` if it loses time, which only plans with device leases can.
-
-    Raises:
-        UserError: it does, and why.
-    """
+    """Refuse the plan `name` if it loses time, which only plans with device leases can. Raises UserError where it does,
+    and says why."""
     asked, other = plans[name], plans[SERIAL]
     if name not in SHARED or asked.total <= other.total:
         return

@@ -22,16 +22,14 @@ from tuneloop.core import fencing
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error
 from tuneloop.core.program import Parser
 from tuneloop.sharing.document import POLICIES
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 from tuneloop.sharing.turns import Turns
-
-FLAGS = ("group", "run", "namespace", "file")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of the sidecar, also for the local executor."""
     parser = Parser("python -m tuneloop.sharing.sidecar", __doc__)
-    for name in FLAGS:
+    for name in ("group", "run", "namespace", "file"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--policy", choices=POLICIES, default="fifo", help="who is next")
     parser.add_argument("--patience", type=float, default=30.0, help="seconds after which a silent one is out")
@@ -52,12 +50,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
-    """Hold a device lease of the group at `url` until `stop`, or write to the file why there will be none.
-
-    Raises:
-        Retryable: as `Turns.acquire`.
-        UserError: as that, where there is a file: the stage, which has begun, ends by what that says.
-    """
+    """Hold a device lease of the group at `url` until `stop`, or write to the file why there will be none. Raises
+    Retryable as `Turns.acquire`; UserError as that, where there is a file: the stage, which has begun, ends by what
+    that says."""
     file = Path(flags.file)
     try:
         hold_lease(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)

@@ -5,7 +5,7 @@
         ...                       # held.number: the fencing token; held.check() raises Retryable once the turn is lost
 
 All that a group knows is one small document (`Document`), changed by compare-and-swap alone: a Lease of the Kubernetes
-API (`tuneloop.sharing.lease`) or an object in the store (`tuneloop.sharing.opening`). Who wants a turn queues up and,
+API or an object in the store (`tuneloop.sharing.places`). Who wants a turn queues up and,
 when the turn is free or its holder silent, takes it: the number goes up by one. There is no server.
 
 Clocks of two machines are never compared (the rule of client-go's leader election). A holder is silent once an
@@ -61,12 +61,7 @@ class Place(Protocol):
         """Read the document, empty if there is none, and what `write` needs to know that nobody else wrote since."""
 
     def write(self, document: Document, seen: Any) -> None:
-        """Replace what was `seen`.
-
-        Raises:
-            Conflict: somebody else did.
-            Retryable: the place is in trouble.
-        """
+        """Replace what was `seen`. Raises Conflict where somebody else did, Retryable where the place is in trouble."""
 
 
 class Turns:
@@ -100,17 +95,14 @@ class Turns:
     def acquire(
         self, timeout: float | None = None, *, stop: threading.Event | None = None, file: Path | None = None
     ) -> "Iterator[Held]":
-        """Wait for a turn, hold it, and end it, whatever happens.
+        """Wait for a turn, hold it, and end it, whatever happens. Raises Retryable where it did not come in time, or
+        `stop` was set; UserError where the group has another policy or patience.
 
         Args:
             timeout: seconds to wait at most.
             stop: set it to wait no longer.
             file: keeps the grant, from the turn's beginning on, for the process that uses the devices; when that
                 releases its lease (`tuneloop.core.fencing`), the turn ends.
-
-        Raises:
-            Retryable: it did not come in time, or `stop` was set.
-            UserError: the group has another policy or patience.
         """
         ticket = f"{self.who}.{os.urandom(6).hex()}"
         try:
@@ -152,10 +144,7 @@ class Turns:
 
     def resume(self, standing: Grant, stop: threading.Event) -> "Held":
         """Go on holding a turn whose holder started anew. A place in trouble is asked again while the turn is safe.
-
-        Raises:
-            Retryable: it was lost, or `stop` was set.
-        """
+        Raises Retryable where it was lost, or `stop` was set."""
         held = Held(self, standing.ticket, standing.number, standing.renewed)
         while True:
             try:
@@ -176,11 +165,8 @@ class Turns:
         self.change(lambda document: document.leave(self.who))
 
     def agreed(self, document: Document) -> Document:
-        """Check the document of a group, whose policy and patience are to be this run's: an idle one takes them.
-
-        Raises:
-            UserError: the group has others.
-        """
+        """Check the document of a group, whose policy and patience are to be this run's: an idle one takes them. Raises
+        UserError where the group has others."""
         own = {"policy": self.policy, "patience": self.patience}
         if document.idle:
             return document.model_copy(update=own)

@@ -42,11 +42,8 @@ def parse_string_literal(word: str) -> str:
 
 
 def get_member(value: Any, key: Any) -> Any:
-    """Return a member of a mapping or an item of a list; None for a key that a mapping does not have.
-
-    Raises:
-        ExpressionError: the index is out of range, or the value has no members.
-    """
+    """Return a member of a mapping or an item of a list; None for a key that a mapping does not have. Raises
+    ExpressionError where the index is out of range, or the value has no members."""
     if isinstance(value, dict):
         return value.get(key)
     if isinstance(value, list) and isinstance(key, int) and not isinstance(key, bool):
@@ -70,11 +67,8 @@ def require_number(value: Any, op: str) -> Any:
 
 
 def apply_operator(op: type[ast.AST], left: Any, right: Any) -> Any:
-    """Apply a binary operator, which stands for itself but for `ast.Is`: it is ``matches``.
-
-    Raises:
-        ExpressionError: the operator does not take such operands.
-    """
+    """Apply a binary operator, which stands for itself but for `ast.Is`: it is ``matches``. Raises ExpressionError
+    where the operator does not take such operands."""
     if op in (ast.Eq, ast.NotEq):
         alike = is_number(left) == is_number(right) and isinstance(left, bool) == isinstance(right, bool)
         return (alike and left == right) == (op is ast.Eq)

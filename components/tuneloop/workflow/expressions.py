@@ -26,11 +26,8 @@ Scope = Mapping[str, Any]
 
 
 def substitute_tags(value: Any, scope: Scope) -> Any:
-    """Replace every tag in every string of `value`, also in nested lists and maps, by its text.
-
-    Raises:
-        ExpressionError: a tag that `scope` does not hold, a faulty expression, an expression without value.
-    """
+    """Replace every tag in every string of `value`, also in nested lists and maps, by its text. Raises ExpressionError
+    at a tag that `scope` does not hold, a faulty expression, or one without value."""
     if isinstance(value, str):
         return TAG.sub(lambda match: _resolve(match[1], scope), value)
     if isinstance(value, list):
@@ -50,11 +47,8 @@ def evaluate_expression(expression: str, scope: Scope) -> Any:
 
 
 def check_expression(expression: str) -> ast.expr:
-    """Check an expression's grammar and the functions it calls, without knowing any names, and return it parsed.
-
-    Raises:
-        ExpressionError: as `evaluate_expression` would whatever the names stand for.
-    """
+    """Check an expression's grammar and the functions it calls, without knowing any names, and return it parsed. Raises
+    ExpressionError as `evaluate_expression` would whatever the names stand for."""
     try:
         return _parse(expression)
     except ExpressionError as error:

@@ -97,11 +97,8 @@ class Loop:
                 raise UserError(field, wire, f"no value has this name; known here: {', '.join(sorted(known))}")
 
     def check_specs(self, specs: Sequence[StageSpec]) -> None:
-        """Check that the stage of every step has its parameters.
-
-        Raises:
-            UserError: names a step whose stage has no `StageSpec`.
-        """
+        """Check that the stage of every step has its parameters. Raises UserError with the name of a step whose stage
+        has no `StageSpec`."""
         described = {spec.component.template for spec in specs}
         for step in (*self.steps, self.check, *self.finish):
             if step.name not in described:

@@ -10,86 +10,45 @@ import yaml
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import TOKEN_SECRET
 
-Fields = Mapping[str, Any]
-
-ANY = "any"  # taken as it is, whatever is below
-IGNORED = "ignored"  # has no meaning on one machine
-
-_PROBE: Fields = {
-    "httpGet": {"path": ANY, "port": ANY},
-    **dict.fromkeys(("periodSeconds", "timeoutSeconds"), ANY),
-    "failureThreshold": IGNORED,  # an unready pod is waited for
-}
-_VALUE_FROM: Fields = dict.fromkeys(("path", "default", "expression", "parameter"), ANY)
-_PARAMETER: Fields = {
-    **dict.fromkeys(("name", "value", "default", "globalName"), ANY),
-    "description": IGNORED,
-    "valueFrom": _VALUE_FROM,
-}
-_IO: Fields = {"parameters": [_PARAMETER]}
-_RETRY: Fields = {
-    **dict.fromkeys(("limit", "retryPolicy", "expression"), ANY),
-    "affinity": IGNORED,
-    "backoff": {"duration": ANY, "factor": ANY},
-}
-_ENV: Fields = {"name": ANY, "value": ANY, "valueFrom": {"fieldRef": {"fieldPath": ANY}}}
-_REF: Fields = {"name": ANY, "optional": ANY}
-_CONTAINER: Fields = {
-    **dict.fromkeys(("name", "image", "command", "args"), ANY),
-    "env": [_ENV],
-    "envFrom": [{"secretRef": _REF, "configMapRef": _REF}],
-    "readinessProbe": _PROBE,
-    "volumeMounts": [dict.fromkeys(("name", "mountPath"), ANY)],
-    **dict.fromkeys(("imagePullPolicy", "resources", "securityContext", "ports", "terminationMessagePolicy"), IGNORED),
-}
-_SIDECAR: Fields = {
-    **dict.fromkeys(("name", "command", "args"), ANY),
-    **dict.fromkeys(("image", "imagePullPolicy", "env", "resources", "restartPolicy"), IGNORED),
-    **dict.fromkeys(("securityContext", "startupProbe", "volumeMounts"), IGNORED),
-}
-"""The one that holds the stage's turn, see `tuneloop.argo.lease_sidecar`; it is not run, the executor does the same."""
-_TASK: Fields = {
-    **dict.fromkeys(("name", "template", "when", "dependencies", "depends"), ANY),
-    "arguments": {"parameters": [{"name": ANY, "value": ANY, "description": IGNORED}]},
-}
-_POD: Fields = dict.fromkeys(
-    (
-        *("affinity", "archiveLocation", "automountServiceAccountToken", "executor", "metrics", "nodeSelector"),
-        *("podSpecPatch", "priorityClassName", "schedulerName", "securityContext", "serviceAccountName", "tolerations"),
-    ),
-    IGNORED,
+_POD = (
+    "-affinity -archiveLocation -automountServiceAccountToken -executor -metrics -nodeSelector -podSpecPatch"
+    " -priorityClassName -schedulerName -securityContext -serviceAccountName -tolerations"
 )
-_SECRET: Fields = {**dict.fromkeys(("secretName", "optional"), ANY), "defaultMode": IGNORED}
-_VOLUMES: Fields = {"name": ANY, "emptyDir": IGNORED, "projected": IGNORED, "secret": _SECRET}
-_TEMPLATE: Fields = {
-    **dict.fromkeys(("name", "daemon"), ANY),
-    **_POD,
-    "metadata": IGNORED,
-    "annotations": IGNORED,
-    "inputs": _IO,
-    "outputs": _IO,
-    "volumes": [_VOLUMES],
-    "retryStrategy": _RETRY,
-    "container": _CONTAINER,
-    "initContainers": [_SIDECAR],
-    "dag": {"failFast": IGNORED, "tasks": [_TASK]},  # the tasks that do not wait for a broken one go on
+_FIELDS = {
+    "spec": f"entrypoint onExit parallelism arguments:io synchronization:locks templates:template volumes:volume {_POD}"
+    " -archiveLogs -artifactGC -artifactRepositoryRef -dnsConfig -dnsPolicy -hostNetwork -imagePullSecrets"
+    " -podDisruptionBudget -podGC -podMetadata -podPriorityClassName -priority -ttlStrategy -volumeClaimGC"
+    " -workflowMetadata",
+    "locks": "-mutexes -mutex",  # the lock of the work directory does it
+    "template": "name daemon inputs:io outputs:io volumes:volume retryStrategy:retry container:container dag:dag"
+    f" initContainers:sidecar -metadata -annotations {_POD}",
+    "io": "parameters:parameter",
+    "parameter": "name value default globalName valueFrom:source -description",
+    "source": "path default expression parameter",
+    "retry": "limit retryPolicy expression backoff:backoff -affinity",
+    "backoff": "duration factor",
+    "container": "name image command args env:variable envFrom:variables readinessProbe:probe volumeMounts:mount"
+    " -imagePullPolicy -resources -securityContext -ports -terminationMessagePolicy",
+    "variable": "name value valueFrom:pod",
+    "pod": "fieldRef:field",
+    "field": "fieldPath",
+    "variables": "secretRef:reference configMapRef:reference",
+    "reference": "name optional",
+    "mount": "name mountPath",
+    "probe": "httpGet:request periodSeconds timeoutSeconds -failureThreshold",  # an unready pod is waited for
+    "request": "path port",
+    # It holds the stage's turn, see `tuneloop.argo.lease_sidecar`, and is not run: the executor does the same.
+    "sidecar": "name command args -image -imagePullPolicy -env -resources -restartPolicy -securityContext -startupProbe"
+    " -volumeMounts",
+    "dag": "tasks:task -failFast",  # the tasks that do not wait for a broken one go on
+    "task": "name template when dependencies depends arguments:arguments",
+    "arguments": "parameters:argument",
+    "argument": "name value -description",
+    "volume": "name secret:secret -emptyDir -projected",
+    "secret": "secretName optional -defaultMode",
 }
-_SPEC: Fields = {
-    **dict.fromkeys(("entrypoint", "onExit", "parallelism"), ANY),
-    **_POD,
-    **dict.fromkeys(
-        (
-            *("archiveLogs", "artifactGC", "artifactRepositoryRef", "dnsConfig", "dnsPolicy", "hostNetwork"),
-            *("imagePullSecrets", "podDisruptionBudget", "podGC", "podMetadata", "podPriorityClassName", "priority"),
-            *("ttlStrategy", "volumeClaimGC", "workflowMetadata"),
-        ),
-        IGNORED,
-    ),
-    "arguments": _IO,
-    "synchronization": {"mutexes": IGNORED, "mutex": IGNORED},  # the lock of the work directory does it
-    "templates": [_TEMPLATE],
-    "volumes": [_VOLUMES],
-}
+"""Kind → the fields that it may have, each with the kind of what is below it, if that is looked at; one with a dash has
+no meaning on one machine."""
 KINDS = ("container", "dag")
 UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
@@ -101,17 +60,14 @@ FIELD_PATHS = (
 
 
 def check_workflow(spec: Mapping[str, Any]) -> None:
-    """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run.
-
-    Raises:
-        UserError: names the first field that the executor does not support, or the first fault.
-    """
+    """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run. Raises UserError
+    with the first field that the executor does not support, or the first fault."""
     templates: Sequence[Mapping[str, Any]] = spec.get("templates", [])
     for template in templates:
         if "resource" in template:
             told = "is an object of a cluster: submit it to one, or say nodes=1, and as many processes"
             raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
-    for path in _unknown(spec, _SPEC, "spec"):
+    for path in _unknown(spec, "spec", "spec"):
         raise UserError(path, "…", UNSUPPORTED)
     if output := re.search(r"(?:steps|tasks)\.[\w-]+\.outputs\.result\b", json.dumps(templates)):
         raise UserError("spec.templates", output[0], "is not supported here; let the pod write a file (valueFrom.path)")
@@ -186,25 +142,23 @@ def _check_pod(template: Mapping[str, Any]) -> None:
         raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
 
 
-def mounts_token(spec: Fields) -> bool:
+def mounts_token(spec: Mapping[str, Any]) -> bool:
     """Say whether pods of a workflow mount the token of its servers; those of a template that is not here may."""
     return TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec
 
 
-def _unknown(value: Any, fields: Any, path: str) -> Iterator[str]:
-    """Yield the paths of all fields in `value` that `fields` does not have."""
-    if fields in (ANY, IGNORED) or value is None:
-        return
-    if isinstance(fields, list):
+def _unknown(value: Any, kind: str, path: str) -> Iterator[str]:
+    """Yield the paths of all fields in `value`, an object or a list of them, that its kind does not have."""
+    if isinstance(value, list):
         for index, item in enumerate(value):
-            name = item.get("name", index) if isinstance(item, dict) else index
-            yield from _unknown(item, fields[0], f"{path}.{name}")
-        return
-    for key, item in value.items():
-        if (known := fields.get(key)) is None:
-            yield f"{path}.{key}"
-        else:
-            yield from _unknown(item, known, f"{path}.{key}")
+            yield from _unknown(item, kind, f"{path}.{item.get('name', index) if isinstance(item, dict) else index}")
+    elif isinstance(value, dict):
+        known = dict(word.removeprefix("-").partition(":")[::2] for word in _FIELDS[kind].split())
+        for key, item in value.items():
+            if key not in known:
+                yield f"{path}.{key}"
+            elif known[key]:
+                yield from _unknown(item, known[key], f"{path}.{key}")
 
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -228,10 +182,8 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
     """Return the tasks that `task` waits for, and the condition on their results.
 
     The condition is an expression over ``<task, hyphens as underscores>.<result>``, empty without dependencies. A task
-    without a result means ``Succeeded || Skipped || Daemoned``.
-
-    Raises:
-        UserError: a name that is not a task of the same DAG, or not a result.
+    without a result means ``Succeeded || Skipped || Daemoned``. Raises UserError at a name that is not a task of the
+    same DAG, or not a result.
     """
     logic = task.get("depends") or " && ".join(task.get("dependencies") or [])
     names: dict[str, None] = {}

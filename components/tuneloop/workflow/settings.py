@@ -142,7 +142,7 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def memory_request(self) -> str:
-        """What a pod requests before `tuneloop.argo.memory` has seen its workflow."""
+        """What a pod requests before `tuneloop.argo.memory_estimate` has seen its workflow."""
         return UNKNOWN if self.memory == AUTO else self.memory
 
     @property

@@ -19,7 +19,7 @@ from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster, Share
 

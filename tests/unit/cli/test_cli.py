@@ -26,7 +26,7 @@ from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 
 ROOT = Path(__file__).parents[3]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")

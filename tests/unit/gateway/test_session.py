@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from tests.making import checkpoint_artifact
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.gateway import losses
 from tuneloop.gateway.messages import (
     CreateModel,
     CreateSampling,
@@ -21,7 +20,7 @@ from tuneloop.gateway.messages import (
     Sample,
     SaveWeights,
 )
-from tuneloop.gateway.resident import AdamParams
+from tuneloop.gateway.resident import INPUTS, AdamParams
 from tuneloop.gateway.session import Session
 from tuneloop.gateway.wire import Datum, ForwardBackward
 from tuneloop.training.checkpoint import trainer_state
@@ -94,7 +93,7 @@ SUPERVISED = {"weights": normal}
 REINFORCED = {"logprobs": sampled, "advantages": normal}
 
 
-@pytest.mark.parametrize("name", losses.INPUTS)
+@pytest.mark.parametrize("name", INPUTS)
 def test_losses_are_those_of_the_formulas(name: str, driver: Driver, base: Artifact) -> None:
     """Against one sequence at a time in transformers' own model, and autograd on the formula as documented."""
     batch = data(**(SUPERVISED if name == "cross_entropy" else REINFORCED))

@@ -21,7 +21,7 @@ from tuneloop.gateway import worker as module
 from tuneloop.gateway.messages import CreateModel, OptimStep, SaveWeights
 from tuneloop.gateway.session import Session
 from tuneloop.gateway.worker import Worker
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 from tuneloop.training.fsdp.ranks import Ranks
 
 MODEL = "local.session-0123456789:train:0"
@@ -63,7 +63,7 @@ def test_a_worker_that_lost_its_turn_ends(tmp_path: Path) -> None:
 import time
 from tuneloop.gateway import worker
 from tuneloop.gateway.session import Session
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 turns = open_turns({f"{tmp_path}/group"!r}, who="a", patience=5)
 with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn():
     print("has it", flush=True)

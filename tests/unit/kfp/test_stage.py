@@ -15,7 +15,7 @@ from tests.frozen import read_answers
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, find_manifest
 from tuneloop.kfp import io, stage
-from tuneloop.kfp.position import find_position
+from tuneloop.kfp.iterations import find_position
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 
 
@@ -176,7 +176,7 @@ def test_where_the_launcher_keeps_an_artifact(artifact: dict[str, str], path: st
 
 def test_what_runs_in_a_stage_needs_no_kfp() -> None:
     code = (
-        "import tuneloop.kfp.stage, tuneloop.kfp.iterations, tuneloop.kfp.report, tuneloop.config.kfp, sys;"
+        "import tuneloop.kfp.stage, tuneloop.kfp.iterations, tuneloop.kfp.report, tuneloop.config.pipeline, sys;"
         "import tuneloop.kfp.check_data;"
         "print(*({'kfp', 'kubernetes', 'google.protobuf', 'torch'} & set(sys.modules)))"
     )

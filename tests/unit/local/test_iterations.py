@@ -15,7 +15,7 @@ from tuneloop.cli.live import ITERATION
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Draft
 from tuneloop.core.errors import UserError
-from tuneloop.local.pod_length import RECORDS
+from tuneloop.local.iterations import RECORDS
 from tuneloop.workflow.pod_loop import PROGRAM, PodLoop, StageCall, expand_pod, find_pod
 
 COARSE = ["engine.name=transformers", "loop.iterations_per_pod=10"]

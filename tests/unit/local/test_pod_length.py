@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tuneloop.core.artifacts import Draft
-from tuneloop.local.pod_length import RECORDS, PodLength
+from tuneloop.local.iterations import RECORDS, PodLength
 from tuneloop.workflow.pod_loop import BEARABLE, count_iterations
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.kfp.position import find_position
+from tuneloop.kfp.iterations import find_position
 from tuneloop.runs.run_record import Run
 from tuneloop.workflow.pod_loop import PodLoop, StageCall
 from tuneloop.workflow.rendered_stages import read_loop, read_stage

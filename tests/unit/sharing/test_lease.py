@@ -16,7 +16,7 @@ from tuneloop.cluster.preflight import _turns
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection
 from tuneloop.sharing.document import Document
-from tuneloop.sharing.lease import Lease
+from tuneloop.sharing.places import Lease
 from tuneloop.sharing.turns import Held, Turns
 
 

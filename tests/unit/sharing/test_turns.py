@@ -22,7 +22,7 @@ from tuneloop.core.artifacts import Draft, find_manifest
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.core.store import Conflict
 from tuneloop.sharing.document import Document, Refused
-from tuneloop.sharing.opening import File, open_turns
+from tuneloop.sharing.places import File, open_turns
 from tuneloop.sharing.sidecar import hold_lease, parse_arguments, serve_lease
 from tuneloop.sharing.turns import SAFE, Silence, Turns
 from tuneloop.weights import pointer
@@ -161,7 +161,7 @@ import os, sys
 from pathlib import Path
 from tuneloop.core import fencing
 from tuneloop.core.component import component
-from tuneloop.sharing.opening import open_turns
+from tuneloop.sharing.places import open_turns
 
 @component("metrics")
 def stage(stage):

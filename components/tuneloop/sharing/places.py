@@ -1,9 +1,10 @@
-"""A group's document as a Lease (coordination.k8s.io/v1): no extra database, and `kubectl get leases` shows it.
+"""Where a group's document is: in a Lease of Kubernetes, or in the store; and which of them a URL names.
 
-``holderIdentity`` is the holder's ticket, ``leaseDurationSeconds`` the patience, ``acquireTime``, ``renewTime`` and
-``leaseTransitions`` are for people; the rest is one annotation. The API server refuses a write over another
-``resourceVersion`` (compare-and-swap). The Lease is deleted with the last seat, and by Kubernetes' garbage collector
-when all workflows of its runs are gone, whose owner references it carries; who was served before is forgotten then.
+A Lease (coordination.k8s.io/v1) is no extra database, and `kubectl get leases` shows it. ``holderIdentity`` is the
+holder's ticket, ``leaseDurationSeconds`` the patience, ``acquireTime``, ``renewTime`` and ``leaseTransitions`` are for
+people; the rest is one annotation. The API server refuses a write over another ``resourceVersion`` (compare-and-swap).
+The Lease is deleted with the last seat, and by Kubernetes' garbage collector when all workflows of its runs are gone,
+whose owner references it carries; who was served before is forgotten then.
 
 The numbers of its turns go on all the same: those of a new Lease count from its ``resourceVersion``. That goes up with
 every write to any Lease (Kubernetes promises it of decimal numbers since 1.35, KEP-5504, and etcd has always had it),
@@ -17,10 +18,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from tuneloop.core.errors import Corrupt, Unavailable
-from tuneloop.core.store import Conflict
-from tuneloop.kube.connection import OWNER, ApiRefusal, Connection, Unreachable, ignore_refusals
-from tuneloop.sharing.document import Document
+from tuneloop.core.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.store import Conflict, Store
+from tuneloop.kube.connection import OWNER, ApiRefusal, Connection, Unreachable, connect_to_cluster, ignore_refusals
+from tuneloop.sharing.document import POLICIES, Document, Policy
 from tuneloop.sharing.turns import Turns
 
 LEASES = ("coordination.k8s.io", "v1", "leases")
@@ -30,9 +31,13 @@ LABEL = "tuneloop.dev/turns-of"
 OWNER_VARIABLES = ("TUNELOOP_OWNER_NAME", "TUNELOOP_OWNER_UID")
 """Environment of a run's pod: the Workflow that the Lease shall not outlive."""
 
+KEY = "turns.json"
+STORED = ".turns"
+"""Below a store: where the groups lie."""
+
 
 class Lease:
-    """See the module."""
+    """A group's document as a Lease."""
 
     def __init__(self, cluster: Connection, group: str) -> None:
         self.cluster, self.group, self.name = cluster, group, f"{PREFIX}{group}"
@@ -86,11 +91,8 @@ def release_leases(cluster: Connection, run: str) -> None:
 
 
 def parse_lease(lease: dict[str, Any]) -> Document:
-    """Parse the document of a Lease; before the first device lease, with the number above which numbers begin.
-
-    Raises:
-        Corrupt: it is not one of ours.
-    """
+    """Parse the document of a Lease; before the first device lease, with the number above which numbers begin. Raises
+    Corrupt where it is not one of ours."""
     try:
         found = Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
         first = int(lease["metadata"]["resourceVersion"])
@@ -111,19 +113,65 @@ def build_lease(document: Document, name: str, group: str, seen: dict[str, Any] 
         spec |= {"leaseTransitions": turns + 1, "holderIdentity": held, "acquireTime": now, "renewTime": now}
     elif held:
         spec |= {"holderIdentity": held, "acquireTime": before["acquireTime"], "renewTime": now}
+    owners = (seen or {}).get("metadata", {}).get("ownerReferences", [])
+    own, uid = map(os.environ.get, OWNER_VARIABLES)
+    new = uid and all(owner["uid"] != uid for owner in owners)
     metadata: dict[str, Any] = {
         "name": name,
         "labels": {LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},
         "annotations": {ANNOTATION: document.model_dump_json()},
-        "ownerReferences": _owners((seen or {}).get("metadata", {}).get("ownerReferences", [])),
+        "ownerReferences": [*owners, *([{**OWNER, "name": own, "uid": uid}] if new else [])],
     }
     if seen:
         metadata["resourceVersion"] = seen["metadata"]["resourceVersion"]
     return {"apiVersion": "/".join(LEASES[:2]), "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
-def _owners(known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    name, uid = (os.environ.get(variable) for variable in OWNER_VARIABLES)
-    if not uid or any(owner["uid"] == uid for owner in known):
-        return known
-    return [*known, {**OWNER, "name": name, "uid": uid}]
+class File:
+    """A group's document as an object in the store, for runs of one machine, or of clusters that share nothing else.
+
+    It stays when the last run has left: an empty one, so that the numbers of its turns go on.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.store = Store(url)
+
+    def read(self) -> tuple[Document, bytes | None]:
+        if (data := self.store.get(KEY)) is None:
+            return Document(), None
+        try:
+            return Document.model_validate_json(data), data
+        except ValueError as error:
+            raise Corrupt("turns", f"{self.store.url}/{KEY}", "is not a document of turns; delete it") from error
+
+    def write(self, document: Document, seen: bytes | None) -> None:
+        self.store.swap(KEY, seen, document.model_dump_json().encode())
+
+
+def release_stored_leases(url: str, run: str) -> None:
+    """Release the leases and requests that an ended run left in all groups below `url`."""
+    for key in Store(url).keys(""):
+        if key.endswith(f"/{KEY}"):
+            group = key.removesuffix(f"/{KEY}")
+            Turns(File(f"{url}/{group}"), group, who=run).leave()
+
+
+def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> Turns:
+    """Open the turns of the group at `url`, for the run `who`. Raises UserError at another kind of URL, an unknown
+    policy, or a patience too short to beat in.
+
+    Args:
+        url: ``lease://namespace/group``, or a URL of the store whose last part is the group's name.
+        policy, patience: as `Turns`.
+    """
+    if policy not in POLICIES:
+        raise UserError("policy", policy, f"use one of {', '.join(POLICIES)}")
+    if patience < 1:
+        raise UserError("patience", patience, "seconds, at least 1: a holder shows six times within it that it lives")
+    if url.startswith("lease://"):
+        namespace, _, group = url.removeprefix("lease://").partition("/")
+        if not namespace or not group or "/" in group:
+            raise UserError("turns", url, "write lease://namespace/group")
+        return Turns(Lease(connect_to_cluster(namespace), group), group, who=who, policy=policy, patience=patience)
+    group = url.rstrip("/").rpartition("/")[2]
+    return Turns(File(url), group, who=who, policy=policy, patience=patience)
