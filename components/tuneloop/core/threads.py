@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,16 +35,22 @@ def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[N
         thread.join()
 
 
-def map_ahead(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield `function` of each item, in order; another thread is at the next one while the caller has one in hand."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead: Future[Made] | None = None
-        for item in items:
-            made, ahead = ahead, pool.submit(function, item)
-            if made:
-                yield made.result()
-        if ahead:
-            yield ahead.result()
+def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: int = 1) -> Iterator[Made]:
+    """Yield `function` of each item, in order; another thread is at the next one while the caller has one in hand.
+
+    Several `threads` are at as many items, and at most so many results wait besides.
+    """
+    waiting = deque[Future[Made]]()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) == 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
