@@ -265,9 +265,9 @@ def test_requests_go_on_with_new_weights(chain: list[Artifact], tmp_path: Path) 
         said.append(part)
         if len(said) in (40, 80):  # asked for here, so before the next step: 600 are said in a second or two
             version = len(said) // 40
-            loop.change(chain[version].path / "model", version, chain[version].manifest.digest, "keep")
+            loop.call(loop.change, chain[version].path / "model", version, chain[version].manifest.digest, "keep")
 
-    loop.generate([request], sampling, 0, None, hear, stream=True).result()
+    loop.call(loop.generate, [request], sampling, 0, None, hear, stream=True).result()
     (whole,) = until(lambda: [part for part in said if isinstance(part, list)])
     loop.stop()
     loop.join()
