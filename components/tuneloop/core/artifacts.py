@@ -160,19 +160,19 @@ class Artifact:
     def ref(self) -> str:
         return f"{self.url}@{self.manifest.digest}"
 
-    def part(self, name: str) -> Path:
+    def part(self, name: str, flag: str = "artifact", remedy: str = "") -> Path:
         """Return one of the artifact's files or directories as a local path: its bytes are proved, no others are read.
 
         Where the store is a folder, files are read where they lie. Others are fetched into the cache
         (`tuneloop.core.cache`), where they stay at least as long as this object does.
 
         Raises:
-            UserError: the artifact has no such part.
+            UserError: the artifact, given as `flag`, has no such part; the `remedy` says what to give.
             Corrupt: some of it is missing, or differs from the manifest.
         """
         names = [each for each in self.manifest.files if each == name or each.startswith(f"{name}/")]
         if not names:
-            raise UserError("artifact", self.url, f"holds no {name}")
+            raise UserError(flag, self.url, f"holds no {name}" + (remedy and f"; {remedy}"))
         return self._prove(names) / name
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core import plugins
@@ -15,7 +14,7 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
-from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, read_rows, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, open_rows, read_rows, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
@@ -85,16 +84,8 @@ class Prompts:
     """
 
     def __init__(self, prompts: Artifact, name: str) -> None:
-        file = f"{name}.parquet"
-        if file not in prompts.manifest.files:
-            raise UserError("--prompts", prompts.url, f"has no {file}; give it what data_prep made")
         self._prompts = prompts  # as long as it is here, the file is
-        self._file = pq.ParquetFile(prompts.part(file))
-        for column in COLUMNS:
-            if column not in self._file.schema_arrow.names:
-                raise UserError("--prompts", f"{prompts.url}/{file}", f"has no column {column}; run data_prep again")
-        if not len(self):
-            raise UserError("--prompts", f"{prompts.url}/{file}", "has no rows; give data_prep more data")
+        self._file = open_rows(prompts, f"{name}.parquet", COLUMNS, "--prompts", "data_prep")
 
     def __len__(self) -> int:
         return int(self._file.metadata.num_rows)
@@ -229,9 +220,8 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
 
 def read_canary(policy: Artifact) -> dict[str, Any]:
     """Read ``canary.json`` of a checkpoint. Raises UserError where it does not have one."""
-    if "canary.json" not in policy.manifest.files:
-        raise UserError("--policy", policy.url, "has no canary.json; make it with base_model, sft or policy_update")
-    return json.loads(policy.part("canary.json").read_text())
+    file = policy.part("canary.json", "--policy", "make it with base_model, sft or policy_update")
+    return json.loads(file.read_text())
 
 
 def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:

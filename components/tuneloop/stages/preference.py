@@ -89,9 +89,8 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     Raises:
         UserError: it saw other pairs or other tokens, or not what KTO needs.
     """
-    if f"{split}.parquet" not in logprobs.manifest.files:
-        raise UserError("--logprobs", logprobs.url, f"holds no {split}.parquet; give it what reference_logprobs made")
-    table = pq.read_table(logprobs.part(f"{split}.parquet")).combine_chunks()
+    file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
+    table = pq.read_table(file).combine_chunks()
     found = table.take(pc.index_in(pairs.ids, table["id"]))
     same = pc.fill_null(pc.equal(found["tokens"].combine_chunks(), pairs.digests()), False)
     if (other := same.index(False).as_py()) >= 0:

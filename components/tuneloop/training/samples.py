@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.formats.rollouts import ROWS
+from tuneloop.formats.rollouts import ROWS, open_rows
 from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
@@ -84,16 +84,8 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
         UserError: none, a missing column, a token of a version that is too old or newer than `version`, or values
             that cannot be.
     """
-    if "rewards.parquet" not in rewards.manifest.files:
-        raise UserError("--rewards", rewards.url, "holds no rewards.parquet; give it what the stage reward commits")
-    table = pq.ParquetFile(rewards.part("rewards.parquet"))
-    for column in COLUMNS:
-        if column not in table.schema_arrow.names:
-            raise UserError("--rewards", column, f"is not a column of {rewards.url}/rewards.parquet; run reward again")
-    if not table.metadata.num_rows:
-        raise UserError("--rewards", rewards.url, "holds no rollouts; run the stage that makes them again")
     groups: dict[str, int] = {}
-    rows = _rows(table)
+    rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
 
 

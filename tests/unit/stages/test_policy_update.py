@@ -382,7 +382,7 @@ def test_bad_input(policy, tmp_path):
             run(out, policy, rewards, **options)
     with pytest.raises(UserError, match="greedy"):
         run(out, policy, rewards_artifact(tmp_path / "greedy", policy, sampling={"temperature": 0}))
-    with pytest.raises(UserError, match="holds no rollouts"):
+    with pytest.raises(UserError, match="has no rows"):
         run(out, policy, rewards_artifact(tmp_path / "none", policy, []))
     with pytest.raises(UserError, match="does not say its version"):
         run(out, policy, policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"))

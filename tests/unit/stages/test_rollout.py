@@ -218,12 +218,12 @@ def test_bad_parameters(tmp_path: Path, policy: Artifact, prompts: Artifact, par
 def test_bad_data(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     with pytest.raises(UserError, match=r"train\.parquet.*has no rows"):
         run(tmp_path / "r", policy, commit_prompts(tmp_path / "empty", []))
-    with pytest.raises(UserError, match=r"has no train\.parquet"):
+    with pytest.raises(UserError, match=r"holds no train\.parquet"):
         run(tmp_path / "r", policy, policy)
     draft = Draft(str(tmp_path / "lacking"))
     pq.write_table(pq.read_table(prompts.path / "train.parquet").drop(["answer"]), draft.path / "train.parquet")
     draft.commit(stage="data_prep")
-    with pytest.raises(UserError, match="has no column answer"):
+    with pytest.raises(UserError, match="'answer': is not a column"):
         run(tmp_path / "r", policy, Artifact(str(tmp_path / "lacking")))
     with pytest.raises(UserError, match=r"prompts row p0: .*not a JSON list"):
         run(tmp_path / "r", policy, commit_prompts(tmp_path / "chat", ["hello"], chat=True), prompts_per_iteration=1)
