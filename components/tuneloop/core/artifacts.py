@@ -215,14 +215,9 @@ def find_manifest(url: str) -> Manifest | None:
 
 
 def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
-    """Parse a manifest from the bytes read below `url`, and prove it.
-
-    Args:
-        proved: these very bytes have been proved before.
-
-    Raises:
-        Corrupt: they are none, it names files outside its artifact, or it states something else than was committed.
-    """
+    """Parse a manifest from the bytes read below `url`, and prove it. `proved`: these very bytes have been proved
+    before. Raises Corrupt: they are none, it names files outside its artifact, or it states something else than was
+    committed."""
     where = f"{(url := normalize_url(url))}/{MANIFEST}"
     told = {} if proved else load_checked_json(data, MANIFEST, url, _MEND)
     try:
@@ -236,11 +231,8 @@ def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
 
 
 class Draft:
-    """An artifact being written: a scratch directory, then one atomic commit.
-
-    Args:
-        attempt: names this attempt's data directory; all ranks of one attempt pass the same.
-    """
+    """An artifact being written: a scratch directory, then one atomic commit. `attempt`: names this attempt's data
+    directory; all ranks of one attempt pass the same."""
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)

@@ -10,11 +10,8 @@ from tuneloop.core.threads import forward_signals
 
 
 class Background:
-    """At most one piece of work.
-
-    Attributes:
-        beside: whether stages follow in this process, beside which work goes on; else it is done at once.
-    """
+    """At most one piece of work. `beside`: whether stages follow in this process, beside which work goes on; else it is
+    done at once."""
 
     def __init__(self) -> None:
         self.beside = False

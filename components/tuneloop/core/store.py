@@ -41,11 +41,8 @@ class Conflict(RuntimeError):
 
 
 def normalize_url(url: str) -> str:
-    """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``.
-
-    Raises:
-        UserError: the scheme is not one that tuneloop can store to, or no bucket or directory stands behind it.
-    """
+    """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``. Raises UserError: the
+    scheme is not one that tuneloop can store to, or no bucket or directory stands behind it."""
     scheme, mark, rest = url.partition(":")
     scheme = scheme.lower()
     if not url.isprintable():  # no file system takes a NUL, or half of a surrogate pair
@@ -114,11 +111,8 @@ class Store:
                 return None
 
     def open(self, key: str) -> BinaryIO:
-        """Open `key` as a file: of an object only the parts that are read travel.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
+        """Open `key` as a file: of an object only the parts that are read travel. Raises FileNotFoundError: it does not
+        exist."""
         if self.root is not None:
             return open_for_reading(self.root / key)
         with self._faults(key):
@@ -152,11 +146,8 @@ class Store:
                 raise Conflict(f"{self.url}/{key} exists") from error
 
     def swap(self, key: str, expected: bytes | None, data: bytes) -> None:
-        """Replace `key` if it still holds `expected` (None: if it is still absent).
-
-        Raises:
-            Conflict: somebody else wrote it since.
-        """
+        """Replace `key` if it still holds `expected` (None: if it is still absent). Raises Conflict: somebody else
+        wrote it since."""
         if expected is None:
             return self.create(key, data)
         if self.root is not None:
@@ -190,11 +181,8 @@ class Store:
                     raise
 
     def download(self, key: str, path: Path) -> None:
-        """Copy `key` to the local file `path`, which is made, or replaced, once all of it has arrived.
-
-        Raises:
-            Corrupt: the key does not exist.
-        """
+        """Copy `key` to the local file `path`, which is made, or replaced, once all of it has arrived. Raises Corrupt:
+        the key does not exist."""
         staged = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
         with self._faults(key):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,11 +195,7 @@ class Store:
 
     def copy_file(self, key: str, path: Path, size: int | None = None) -> None:
         """Write `key` to the local file `path`, which is there already: of a large object many ranges at a time. Its
-        `size` saves a request.
-
-        Raises:
-            Corrupt: the key does not exist.
-        """
+        `size` saves a request. Raises Corrupt: the key does not exist."""
         with self._faults(key):
             try:
                 if self.root is not None:
@@ -309,11 +293,8 @@ class Store:
             return False
 
     def check_writable(self) -> None:
-        """Create and delete a probe key.
-
-        Raises:
-            UserError: the store refuses, or nothing here says with which keys to ask it.
-        """
+        """Create and delete a probe key. Raises UserError: the store refuses, or nothing here says with which keys to
+        ask it."""
         key = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
         try:
             self.create(key, b"")

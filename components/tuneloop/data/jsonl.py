@@ -41,11 +41,8 @@ def load_splits(
     shuffle: bool = True,
 ) -> Splits:
     """Load rows of a file; without files of their own, `eval` and `sft` are cut from `train`, and without columns of
-    their own, `sft` and `preference` have those of `columns`.
-
-    Raises:
-        UserError: a file that cannot be read, is empty or lacks a column.
-    """
+    their own, `sft` and `preference` have those of `columns`. Raises UserError: a file that cannot be read, is empty or
+    lacks a column."""
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
     def stream(name: str, file: str) -> Iterator[Example]:
@@ -73,10 +70,7 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
 
 def read_rows(argument: str, path: str) -> "Rows":
     """Read the rows of the file at `path`, named by `argument`; objects of a store are copied to ``TMPDIR`` first.
-
-    Raises:
-        UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read.
-    """
+    Raises UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read."""
     field = f"source_args.{argument}"
     if (file := _open(path)) is None:
         raise UserError(field, path, "no such file")
@@ -152,11 +146,8 @@ def json_lines(file: BinaryIO, field: str, path: str) -> Rows:
 
 
 def read_parquet(file: BinaryIO) -> Rows:
-    """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory.
-
-    Raises:
-        pyarrow.ArrowException, OSError: it cannot be read.
-    """
+    """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory. Raises
+    pyarrow.ArrowException, OSError: it cannot be read."""
     packed = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     with tempfile.NamedTemporaryFile() as unpacked:
         with pa.ipc.new_file(unpacked, packed.schema_arrow) as out:

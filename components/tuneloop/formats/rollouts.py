@@ -63,11 +63,8 @@ def make_rows(
 
 
 def open_rows(artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str) -> pq.ParquetFile:
-    """Open a Parquet file of the artifact given as `flag`, which the stage `maker` makes.
-
-    Raises:
-        UserError: no such file, a missing column, or no rows.
-    """
+    """Open a Parquet file of the artifact given as `flag`, which the stage `maker` makes. Raises UserError: no such
+    file, a missing column, or no rows."""
     table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
     for column in columns:
         if column not in table.schema_arrow.names:

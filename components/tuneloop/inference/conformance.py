@@ -44,11 +44,7 @@ class Outcome:
 
 @dataclass
 class Probe:
-    """An endpoint under test.
-
-    Attributes:
-        tolerance: mean absolute difference of log-probabilities that still counts as equal.
-    """
+    """An endpoint under test. `tolerance`: mean absolute difference of log-probabilities that still counts as equal."""
 
     url: str
     policy: Artifact | None = None
@@ -61,11 +57,8 @@ class Probe:
         return random.Random(seed).choices(range(3, self.vocabulary), k=length)
 
     def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the lines of an answer; closing the iterator hangs up.
-
-        Raises:
-            Failed: the status is not 200, or a line is not a JSON object.
-        """
+        """Yield the lines of an answer; closing the iterator hangs up. Raises Failed: the status is not 200, or a line
+        is not a JSON object."""
         with self._send(body) as response:
             if response.status != 200:
                 raise Failed(f"answers {response.status}: {response.read().decode(errors='replace')[:300]}")

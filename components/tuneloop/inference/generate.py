@@ -77,11 +77,8 @@ class Job:
 
 
 class Prompts:
-    """``<name>.parquet``, read where rows are asked for: it may be larger than memory.
-
-    Raises:
-        UserError: no such file, a missing column, or no rows.
-    """
+    """``<name>.parquet``, read where rows are asked for: it may be larger than memory. Raises UserError: no such file,
+    a missing column, or no rows."""
 
     def __init__(self, prompts: Artifact, name: str) -> None:
         self._prompts = prompts  # as long as it is here, the file is
@@ -161,11 +158,8 @@ def generate_completions(
 
 
 def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
-    """Open the engine that `options` name; it is closed when the block ends.
-
-    Raises:
-        UserError: unknown, or arguments that it does not take.
-    """
+    """Open the engine that `options` name; it is closed when the block ends. Raises UserError: unknown, or arguments
+    that it does not take."""
     create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
@@ -246,11 +240,8 @@ def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
 
 
 def measure_staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
-    """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
-
-    Raises:
-        StaleWeights: some are older than the bound, or newer than the policy.
-    """
+    """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`. Raises
+    StaleWeights: some are older than the bound, or newer than the policy."""
     want = policy.manifest.facts["version"]
     each = [v for group in completions for c in group for v in c.versions or [c.start_version] * len(c.ids)]
     if not each or not want - bound <= min(each) <= max(each) <= want:

@@ -50,11 +50,8 @@ class GenerateBody(BaseModel):
 
 
 class HttpApi:
-    """The HTTP side of an `EngineLoop`, which may have a follower.
-
-    Args:
-        attempts: where the starts of this server are counted: those without an answer.
-    """
+    """The HTTP side of an `EngineLoop`, which may have a follower. `attempts`: where the starts of this server are
+    counted: those without an answer."""
 
     def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
         self.loop, self.follower, self.attempts = loop, follower, attempts

@@ -157,11 +157,8 @@ def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally:
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
-    """Load the splits of a source, its arguments checked against the types that it declares.
-
-    Raises:
-        UserError: an unknown source or argument, a wrong type, a package that is not installed.
-    """
+    """Load the splits of a source, its arguments checked against the types that it declares. Raises UserError: an
+    unknown source or argument, a wrong type, a package that is not installed."""
     try:
         load = _find(source, arguments, "source_args.")
     except ImportError as error:

@@ -354,11 +354,8 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
 
 
 def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """Split the scored samples into `count` parts of whole groups, dealt in random order.
-
-    Raises:
-        UserError: there are fewer groups.
-    """
+    """Split the scored samples into `count` parts of whole groups, dealt in random order. Raises UserError: there are
+    fewer groups."""
     import torch
 
     groups = sorted({sample.group for sample in samples})

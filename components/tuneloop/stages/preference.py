@@ -84,11 +84,8 @@ def preference(
 
 
 def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """Read what the reference says of `pairs`, in their order.
-
-    Raises:
-        UserError: it saw other pairs or other tokens, or not what KTO needs.
-    """
+    """Read what the reference says of `pairs`, in their order. Raises UserError: it saw other pairs or other tokens, or
+    not what KTO needs."""
     file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
     table = pq.read_table(file).combine_chunks()
     found = table.take(pc.index_in(pairs.ids, table["id"]))

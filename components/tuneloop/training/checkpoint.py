@@ -65,11 +65,7 @@ def trainer_state(policy: Artifact) -> dict[str, Any] | None:
 
 def find_state(policy: Artifact) -> Artifact | None:
     """Find the artifact that holds a checkpoint's ``trainer/``: its own, or the one below it; None where that was not
-    written.
-
-    Raises:
-        Corrupt: what lies there was written behind another checkpoint.
-    """
+    written. Raises Corrupt: what lies there was written behind another checkpoint."""
     if "trainer/state.json" in policy.manifest.files:
         return policy
     if find_manifest(place := f"{policy.url}/{STATE}") is None:
@@ -81,11 +77,8 @@ def find_state(policy: Artifact) -> Artifact | None:
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Bring the processes that train together; say where, and loudly when a CPU stands in for a GPU.
-
-    Raises:
-        UserError: another device or number of processes than was asked for.
-    """
+    """Bring the processes that train together; say where, and loudly when a CPU stands in for a GPU. Raises UserError:
+    another device or number of processes than was asked for."""
     from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size)
@@ -98,11 +91,8 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
 
 
 def check_stop(stage: Stage, policy: Policy) -> None:
-    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting.
-
-    Raises:
-        Interrupted: SIGTERM has arrived somewhere.
-    """
+    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting. Raises
+    Interrupted: SIGTERM has arrived somewhere."""
     (stop,) = policy.ranks.max([float(stage.stopping)])
     if stop:  # a signal that came since then is for the next look
         stage.stopping = True
@@ -111,11 +101,8 @@ def check_stop(stage: Stage, policy: Policy) -> None:
 
 def load_masters(target: Policy, policy: Artifact) -> None:
     """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained whole;
-    where adapters were, ``model/`` with them merged in is all there is.
-
-    Raises:
-        UserError: they were not written, and ``model/`` is rounded.
-    """
+    where adapters were, ``model/`` with them merged in is all there is. Raises UserError: they were not written, and
+    ``model/`` is rounded."""
     state = trainer_state(policy)
     if state is None or "lora" in state:
         return

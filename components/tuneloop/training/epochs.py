@@ -44,11 +44,8 @@ def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
 
 
 def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args.") -> Kind:
-    """Make the algorithm called `name` with its own options, whose names follow `prefix` in errors.
-
-    Raises:
-        UserError: unknown, of another kind, or an option that is unknown or impossible.
-    """
+    """Make the algorithm called `name` with its own options, whose names follow `prefix` in errors. Raises UserError:
+    unknown, of another kind, or an option that is unknown or impossible."""
     found = find_algorithm(name, kind)
     try:
         return found(**options)
@@ -201,11 +198,8 @@ def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
 
 
 def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int) -> None:
-    """Check that a model can take all documents, each under the name of its row.
-
-    Raises:
-        UserError: one is longer than `max_length` or the model's context, or its tokens are beyond the vocabulary.
-    """
+    """Check that a model can take all documents, each under the name of its row. Raises UserError: one is longer than
+    `max_length` or the model's context, or its tokens are beyond the vocabulary."""
     limit = min(max_length, policy.context)
     for name, document in documents:
         if len(document.ids) > limit:

@@ -26,14 +26,8 @@ PLANNED = 8192
 
 
 class Pairs(Places[list[Document]]):
-    """Pairs by place: a prompt with the chosen completion, and with the rejected one.
-
-    Args:
-        documents: two of each pair, in this order.
-
-    Attributes:
-        ids: of the pairs.
-    """
+    """Pairs by place: a prompt with the chosen completion, and with the rejected one. `documents`: two of each pair, in
+    this order. `ids`: of the pairs."""
 
     def __init__(self, documents: Corpus) -> None:
         self.documents, self.ids = documents, documents.names.combine_chunks()[::2]
@@ -87,11 +81,8 @@ def score_documents(
     limit: int,
     score: "Callable[[Any, Batch], Tensor]" = sum_logprobs,
 ) -> "array[float]":
-    """Compute `score` of any number of documents, at most `limit` at once, on every rank.
-
-    Args:
-        stage: left on SIGTERM; None: in an optimizer step, which ends first, so that a resume point can follow.
-    """
+    """Compute `score` of any number of documents, at most `limit` at once, on every rank. `stage`: left on SIGTERM;
+    None: in an optimizer step, which ends first, so that a resume point can follow."""
     scores = array("d")
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]

@@ -56,11 +56,8 @@ def to_float32(values: Sequence[float]) -> "array[float]":
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
-    """Check that the rollouts can teach this policy, and return their temperature.
-
-    Raises:
-        UserError: another policy, or one that is too old, sampled them, or it did so greedily.
-    """
+    """Check that the rollouts can teach this policy, and return their temperature. Raises UserError: another policy, or
+    one that is too old, sampled them, or it did so greedily."""
     facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
     for name in ("version", "digest", "sampling"):
         if name not in facts:
@@ -78,12 +75,8 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
 
 
 def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """Read the rollouts with their scores.
-
-    Raises:
-        UserError: none, a missing column, a token of a version that is too old or newer than `version`, or values
-            that cannot be.
-    """
+    """Read the rollouts with their scores. Raises UserError: none, a missing column, a token of a version that is too
+    old or newer than `version`, or values that cannot be."""
     groups: dict[str, int] = {}
     rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
@@ -110,11 +103,8 @@ def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample],
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Check that every token is one that the policy has.
-
-    Raises:
-        UserError: one is not: another tokenizer made it, or an engine of another model.
-    """
+    """Check that every token is one that the policy has. Raises UserError: one is not: another tokenizer made it, or an
+    engine of another model."""
     for sample in samples:
         ids = np.asarray(sample.document.ids)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]

@@ -295,11 +295,8 @@ def _same_files(model: Checkpoint, entry: Entry) -> bool:
 def read_tensors(
     chain: Chain, version: int, names: Iterable[str], *, base: Path | None = None
 ) -> Iterator[tuple[Tensor, Bytes]]:
-    """Read the tensors `names` of a version, proved, and no bytes of others; one is in memory at a time.
-
-    Raises:
-        UserError, Corrupt: as `materialize_version`.
-    """
+    """Read the tensors `names` of a version, proved, and no bytes of others; one is in memory at a time. Raises as
+    `materialize_version`."""
     plan = plan_restoration(chain, version)
     assert plan.full is not None
     about = plan.full.index.tuneloop
@@ -339,11 +336,8 @@ def _read_bytes(file: BinaryIO, tensor: Tensor) -> Bytes:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock the directory for this process; the kernel releases it when the process dies.
-
-    Raises:
-        UserError: it holds files that `materialize_version` did not put there, or cannot be written.
-    """
+    """Lock the directory for this process; the kernel releases it when the process dies. Raises UserError: it holds
+    files that `materialize_version` did not put there, or cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / LOCK).exists() and any(directory.iterdir()):

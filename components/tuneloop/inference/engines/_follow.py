@@ -159,11 +159,8 @@ class Follower(threading.Thread):
 
 
 def prove_tensors(engine: Vllm, model: Path) -> Readback:
-    """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served.
-
-    Raises:
-        RuntimeError: it is not, or for some tensors nobody can tell.
-    """
+    """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served. Raises RuntimeError:
+    it is not, or for some tensors nobody can tell."""
     comparison = read_back(engine.engine, model, PROBE)
     for names, what in ((comparison.different, "differ"), (comparison.unread, "cannot be read back from this engine")):
         if names:

@@ -31,12 +31,8 @@ Result = TypeVar("Result")
 
 @dataclass
 class Ticket:
-    """An admitted group of requests.
-
-    Attributes:
-        emit: called on the engine's thread with (index of a request, its completions), with (index, (number of a
-            completion, `Tokens`)) for what is streamed, or with (-1, what went wrong).
-    """
+    """An admitted group of requests. `emit`: called on the engine's thread with (index of a request, its completions),
+    with (index, (number of a completion, `Tokens`)) for what is streamed, or with (-1, what went wrong)."""
 
     number: int
     emit: Callable[[int, Any], None]
@@ -49,11 +45,8 @@ class Ticket:
 
 class EngineLoop(threading.Thread):
     """Serves an engine to many callers. `call`, `cancel`, `stop` and `trouble` are for any thread; what else is public
-    runs on the engine's, by `call`.
-
-    Attributes:
-        failed: called once the engine has failed: nothing is served by this process any more.
-    """
+    runs on the engine's, by `call`. `failed`: called once the engine has failed: nothing is served by this process any
+    more."""
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)

@@ -79,11 +79,8 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
-    """Check `args`, and return them as options.
-
-    Raises:
-        UserError: an unknown or impossible one, with `prefix` and its name as the field.
-    """
+    """Check `args`, and return them as options. Raises UserError: an unknown or impossible one, with `prefix` and its
+    name as the field."""
     try:
         return Options(**args)
     except ValidationError as error:
