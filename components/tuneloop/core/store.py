@@ -126,8 +126,9 @@ class Store:
         with self._faults(key):
             if self.root is None:
                 obstore.put(self._objects, key, data)
-            else:
-                os.replace(self._staged(key, data), self.root / key)
+                return
+            with self._stage(key, data) as staged:
+                os.replace(staged, self.root / key)
 
     def create(self, key: str, data: bytes) -> None:
         """Write `key` if it is absent. Raises Conflict where it exists."""
@@ -136,12 +137,9 @@ class Store:
                 if self.root is None:
                     obstore.put(self._objects, key, data, mode="create", use_multipart=False)
                     return
-                staged = self._staged(key, data)
-                try:
+                with self._stage(key, data) as staged:
                     os.link(staged, self.root / key)  # fails where the name is taken: atomic create
                     fsync_path(self.root / key, directory=True)
-                finally:
-                    staged.unlink()
             except (FileExistsError, exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 raise Conflict(f"{self.url}/{key} exists") from error
 
@@ -170,15 +168,11 @@ class Store:
         with self._faults(key):
             if self.root is None:
                 obstore.put(self._objects, key, path)
-            else:
-                staged = self._staged(key, b"")
-                try:
-                    shutil.copyfile(path, staged)
-                    fsync_path(staged)
-                    os.replace(staged, self.root / key)
-                except BaseException:
-                    staged.unlink(missing_ok=True)
-                    raise
+                return
+            with self._stage(key, b"") as staged:
+                shutil.copyfile(path, staged)
+                fsync_path(staged)
+                os.replace(staged, self.root / key)
 
     def download(self, key: str, path: Path) -> None:
         """Copy `key` to the local file `path`, which is made, or replaced, once all of it has arrived. Raises Corrupt:
@@ -302,7 +296,9 @@ class Store:
             raise error.mistake from error
         self.delete(key)
 
-    def _staged(self, key: str, data: bytes) -> Path:
+    @contextlib.contextmanager
+    def _stage(self, key: str, data: bytes) -> Iterator[Path]:
+        """Yield a file of `data`, durable, beside `key`; what still has its name at the end goes."""
         assert self.root is not None
         target = self.root / key
         try:
@@ -315,10 +311,9 @@ class Store:
                 out.write(data)
                 out.flush()
                 os.fsync(out.fileno())
-        except BaseException:
+            yield staged
+        finally:
             staged.unlink(missing_ok=True)
-            raise
-        return staged
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
