@@ -199,7 +199,7 @@ def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypat
 def test_keeps_to_the_protocol(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
     running, _ = follower
     outcomes = list(run_checks(Probe(running.url, chain[10], 256)))
-    assert [o for o in outcomes if o.result != "ok"] == []
+    assert [o for o in outcomes if o[1] != "ok"] == []
 
 
 def test_goes_back_to_an_older_version_when_told_to(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
