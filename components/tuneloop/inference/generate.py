@@ -14,13 +14,14 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
-from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, open_rows, read_rows, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
+"""Of prompts, as `data_prep` writes them."""
 
 SHARED_FLAGS = (
     *("max_tokens", "environment", "environment_args", "max_turns", "keep_reasoning"),
@@ -74,22 +75,6 @@ class Job:
     groups: Sequence[str]
     n: int
     options: SamplingOptions
-
-
-class Prompts:
-    """``<name>.parquet``, read where rows are asked for: it may be larger than memory. Raises UserError: no such file,
-    a missing column, or no rows."""
-
-    def __init__(self, prompts: Artifact, name: str) -> None:
-        self._prompts = prompts  # as long as it is here, the file is
-        self._file = open_rows(prompts, f"{name}.parquet", COLUMNS, "--prompts", "data_prep")
-
-    def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
-
-    def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows at `places`, with the columns `COLUMNS`; at most a row group in memory."""
-        return read_rows(self._file, places, COLUMNS)
 
 
 def generate_completions(
