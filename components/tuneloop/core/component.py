@@ -45,12 +45,12 @@ from tuneloop.core.artifacts import (
     split_ref,
 )
 from tuneloop.core.attempts import admit_attempt
-from tuneloop.core.background import BACKGROUND
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.provenance import collect_provenance, list_device_ids
 from tuneloop.core.store import Store
+from tuneloop.core.threads import BACKGROUND
 
 Input = Annotated[Artifact, "input"]
 """An input artifact: the stage gets it opened and verified."""

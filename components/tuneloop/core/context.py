@@ -124,7 +124,7 @@ class Stage:
     def commit_later(self, name: str, write: Callable[[Path], None], **about: Any) -> None:
         """Have an artifact committed at `name` below the output once that stands; called by all ranks.
 
-        A single process writes it then, beside the stages that follow (`tuneloop.core.background`): what `write` reads
+        A single process writes it then, beside the stages that follow (`tuneloop.core.threads`): what `write` reads
         must stay as it is until that is waited for. Several processes end with their stage, and write it here.
         """
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)

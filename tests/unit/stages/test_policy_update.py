@@ -21,7 +21,7 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
-from tuneloop.training.resident import RESIDENT
+from tuneloop.training.checkpoint import RESIDENT
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
