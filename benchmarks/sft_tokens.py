@@ -24,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +180,12 @@ def corpus(rows: int, work: Path) -> None:
     """A table of the seconds until the documents of `rows` demonstrations can be trained on, and for a step's."""
     from tuneloop.core.artifacts import Artifact
     from tuneloop.core.component import Params, Stage
+    from tuneloop.core.seeds import draw_indices
     from tuneloop.stages.base_model import base_model
     from tuneloop.stages.data_prep import data_prep
     from tuneloop.stages.tokenize_data import tokenize_data
     from tuneloop.training.batching import collate_documents
     from tuneloop.training.corpora import read_corpus
-    from tuneloop.training.epochs import draw_indices
 
     rng = random.Random(0)
     with (work / "rows.jsonl").open("w") as file:
@@ -218,7 +219,8 @@ def corpus(rows: int, work: Path) -> None:
 
     stage = Stage("sft", Params(), Path(os.devnull), "", "")
     for size in (32, 512):
-        chosen = measure(f"indices of {size}", lambda size=size: draw_indices(stage, len(found), 0, size))  # type: ignore[misc]
+        order = partial(draw_indices, len(found), 0, size, partial(stage.seed, "order"))
+        chosen = measure(f"indices of {size}", order)
         picked = measure("their documents", lambda chosen=chosen: [found[i] for i in chosen])  # type: ignore[misc]
         measure("collated", lambda picked=picked: collate_documents(picked, torch.device("cpu")))  # type: ignore[misc]
     print(f"{found.tokens:,} tokens")

@@ -23,10 +23,10 @@ from typing import Any
 
 from store_bytes import make_model, run_loop, serve_s3
 
-from tuneloop.core.background import BACKGROUND
+from tuneloop.core.threads import BACKGROUND
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.rollout import rollout
-from tuneloop.training.resident import RESIDENT
+from tuneloop.training.checkpoint import RESIDENT
 
 
 def serve_store(directory: Path, mb_per_s: float, line: Connection) -> None:

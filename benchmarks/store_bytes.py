@@ -38,7 +38,7 @@ from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.stages.sft import sft
-from tuneloop.training.resident import RESIDENT
+from tuneloop.training.checkpoint import RESIDENT
 
 Request = tuple[str, str, int]
 """Method, ``bucket/key``, and bytes of the object that went over the line."""

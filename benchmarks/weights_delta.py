@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from tuneloop.core.threads import map_ahead
 from tuneloop.weights import codec, delta
 from tuneloop.weights.layout import Bytes, Checkpoint
 from tuneloop.weights.materialize import materialize_version
@@ -113,13 +114,13 @@ ENCODINGS: tuple[codec.Encoding, ...] = ("xor", "gap8-xor")
 class Memory:
     """The codec alone, beside memcpy: arrays in, bytes out, and back, hashed and proved."""
 
-    def __init__(self, clock: Clock, old: Checkpoint, new: Checkpoint, threads: int) -> None:
-        self.clock, self.threads = clock, threads
+    def __init__(self, clock: Clock, old: Checkpoint, new: Checkpoint) -> None:
+        self.clock = clock
         self.old, self.new, self.held = ({n: side.view(n).copy() for n in side.tensors} for side in (old, new, old))
         self.digests = [{n: self.digest(data) for n, data in side.items()} for side in (self.new, self.old)]
 
     def every(self, work: Callable[[str], Any]) -> dict[str, Any]:
-        return dict(delta.in_order(work, self.old, self.threads))
+        return dict(zip(self.old, map_ahead(work, self.old, delta.count_threads()), strict=True))
 
     @staticmethod
     def digest(data: Bytes) -> str:
@@ -175,8 +176,8 @@ class Memory:
 class Files:
     """From files to files, and the whole way through a store."""
 
-    def __init__(self, clock: Clock, place: Path, threads: int) -> None:
-        self.clock, self.place, self.threads = clock, place, threads
+    def __init__(self, clock: Clock, place: Path) -> None:
+        self.clock, self.place = clock, place
         self.old, self.new = Checkpoint(place / "old"), Checkpoint(place / "new")
         self.loaded = load_file(place / "new" / "model.safetensors")
 
@@ -201,15 +202,13 @@ class Files:
         path, written = self.place / "delta.safetensors", list[delta.Written]()
 
         def encode() -> None:
-            written.append(delta.write_delta(self.old, self.new, path, encoding, 1 << 62, self.threads))
+            written.append(delta.write_delta(self.old, self.new, path, encoding, 1 << 62))
 
         self.clock(f"{encoding} encode", encode)
         (done,) = written
         shutil.copytree(self.old.directory, self.place / "copy")
         opened, model = delta.DeltaFile(path, encoding, done.names, done.new), Checkpoint(self.place / "copy")
-        self.clock(
-            f"{encoding} apply + verify", lambda: delta.patch_checkpoint(model, [opened], done.new, self.threads)
-        )
+        self.clock(f"{encoding} apply + verify", lambda: delta.patch_checkpoint(model, [opened], done.new))
         self.clock.sizes |= {f"{encoding} encode": done.size, f"{encoding} apply + verify": done.size}
         shutil.rmtree(self.place / "copy")
         return done.changed / done.elements
@@ -242,19 +241,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        place, clock, threads = Path(scratch), Clock(), delta.thread_count()
+        place, clock = Path(scratch), Clock()
         old, new = map(Checkpoint, exports(place, options.megabytes << 20, options.lr, options.steps))
-        memory = Memory(clock, old, new, threads)
+        memory = Memory(clock, old, new)
         for _ in range(options.repeats):
             memory.turn()
         memory.zstd()
         del memory
-        files = Files(clock, place, threads)
+        files = Files(clock, place)
         for _ in range(options.repeats):
             density = files.turn()
     steps = f"AdamW at {options.lr:g}, step {options.steps}: {density:.2%} changed; load {os.getloadavg()[0]:.0f}"
     out = Console(width=120)
-    out.print(clock.table(f"{new.size / 1e6:.0f} MB of bf16, {steps}; {threads} threads", new.size))
+    out.print(clock.table(f"{new.size / 1e6:.0f} MB of bf16, {steps}; {delta.count_threads()} threads", new.size))
     ours, theirs = clock.sizes["gap8-xor encode"], clock.sizes["xor encode"]
     zstd = clock.sizes["RAM: all under zstd-1"]
     out.print(f"bytes: 1/{new.size / ours:.0f} of full, 1/{zstd / ours:.0f} of zstd-1, {ours / theirs:.2f} of xor")

@@ -38,7 +38,7 @@ def run_checks(
         raise UserError("url", url, f"does not answer ({error}); start it, or correct the address") from error
     probe = Probe(check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout)
     outcomes = list(run_checks(probe))
-    print_table(("check", "result", "what, and why"), [(each.name, each.result, each.why) for each in outcomes])
-    failed = sum(outcome.result == "failed" for outcome in outcomes)
+    print_table(("check", "result", "what, and why"), outcomes)
+    failed = sum(result == "failed" for _, result, _ in outcomes)
     typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} checks without a fault")
     return 1 if failed else 0

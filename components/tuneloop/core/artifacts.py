@@ -160,19 +160,19 @@ class Artifact:
     def ref(self) -> str:
         return f"{self.url}@{self.manifest.digest}"
 
-    def part(self, name: str) -> Path:
+    def part(self, name: str, flag: str = "artifact", remedy: str = "") -> Path:
         """Return one of the artifact's files or directories as a local path: its bytes are proved, no others are read.
 
         Where the store is a folder, files are read where they lie. Others are fetched into the cache
         (`tuneloop.core.cache`), where they stay at least as long as this object does.
 
         Raises:
-            UserError: the artifact has no such part.
+            UserError: the artifact, given as `flag`, has no such part; the `remedy` says what to give.
             Corrupt: some of it is missing, or differs from the manifest.
         """
         names = [each for each in self.manifest.files if each == name or each.startswith(f"{name}/")]
         if not names:
-            raise UserError("artifact", self.url, f"holds no {name}")
+            raise UserError(flag, self.url, f"holds no {name}" + (remedy and f"; {remedy}"))
         return self._prove(names) / name
 
     @property
@@ -215,14 +215,9 @@ def find_manifest(url: str) -> Manifest | None:
 
 
 def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
-    """Parse a manifest from the bytes read below `url`, and prove it.
-
-    Args:
-        proved: these very bytes have been proved before.
-
-    Raises:
-        Corrupt: they are none, it names files outside its artifact, or it states something else than was committed.
-    """
+    """Parse a manifest from the bytes read below `url`, and prove it. `proved`: these very bytes have been proved
+    before. Raises Corrupt: they are none, it names files outside its artifact, or it states something else than was
+    committed."""
     where = f"{(url := normalize_url(url))}/{MANIFEST}"
     told = {} if proved else load_checked_json(data, MANIFEST, url, _MEND)
     try:
@@ -236,11 +231,8 @@ def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
 
 
 class Draft:
-    """An artifact being written: a scratch directory, then one atomic commit.
-
-    Args:
-        attempt: names this attempt's data directory; all ranks of one attempt pass the same.
-    """
+    """An artifact being written: a scratch directory, then one atomic commit. `attempt`: names this attempt's data
+    directory; all ranks of one attempt pass the same."""
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)

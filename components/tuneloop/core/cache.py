@@ -29,11 +29,8 @@ PREFIX = "sha256-"
 
 
 def open_directory(digest: str) -> Path:
-    """Return the directory for the files of the artifact with this digest; the cache is made where it is absent.
-
-    Raises:
-        UserError: the cache cannot be written.
-    """
+    """Return the directory for the files of the artifact with this digest; the cache is made where it is absent. Raises
+    UserError: the cache cannot be written."""
     cache = Path(os.environ.get(DIRECTORY) or Path(tempfile.gettempdir()) / "tuneloop-cache")
     with _refusals(cache):
         cache.mkdir(parents=True, exist_ok=True)

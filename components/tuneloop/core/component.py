@@ -45,12 +45,12 @@ from tuneloop.core.artifacts import (
     split_ref,
 )
 from tuneloop.core.attempts import admit_attempt
-from tuneloop.core.background import BACKGROUND
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.provenance import collect_provenance, list_device_ids
 from tuneloop.core.store import Store
+from tuneloop.core.threads import BACKGROUND
 
 Input = Annotated[Artifact, "input"]
 """An input artifact: the stage gets it opened and verified."""
@@ -124,11 +124,8 @@ class Component:
         return [*TORCHRUN, *here, "-m", self.module]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
-        """Run the stage in this process: references and parameters in, the committed manifest out.
-
-        Raises:
-            UserError, Retryable: as the exit codes 2 and 75 would say.
-        """
+        """Run the stage in this process: references and parameters in, the committed manifest out. Raises UserError,
+        Retryable: as the exit codes 2 and 75 would say."""
         refs = {name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None}
         missing = [name for name, required in self.inputs.items() if required and name not in refs]
         if missing:
@@ -166,22 +163,15 @@ class Component:
         return create_model(f"{self.name}_settings", __base__=Params, __doc__=self.summary, **fields)
 
     def validate(self, values: Mapping[str, Any]) -> Params:
-        """Return the parameters as a model.
-
-        Raises:
-            UserError: an unknown name, a wrong type or an impossible value.
-        """
+        """Return the parameters as a model. Raises UserError: an unknown name, a wrong type or an impossible value."""
         try:
             return self.Params(**values)
         except ValidationError as error:
             raise from_validation(error, prefix=f"{self.name}.") from None
 
     def resolve_constants(self, given: Mapping[str, Any], dynamic: Collection[str] = ()) -> dict[str, Any]:
-        """Return the parameters as JSON values, validated, but for the `dynamic` ones, which a graph passes.
-
-        Raises:
-            UserError: as `validate`.
-        """
+        """Return the parameters as JSON values, validated, but for the `dynamic` ones, which a graph passes. Raises as
+        `validate`."""
         needed = {name: "0" for name in dynamic if self.Params.model_fields[name].is_required()}  # stand-ins
         resolved = self.validate({k: v for k, v in given.items() if k not in set(dynamic)} | needed)
         return resolved.model_dump(mode="json", exclude=set(dynamic))
@@ -303,12 +293,9 @@ def component(
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
-    """Find the stage that `module` defines, of several the one called `template`; None where it defines none.
-
-    Args:
-        load: import a module of somebody else's, too. Else it is None where nothing here has imported that: it may be
-            a program that begins to work when it is imported.
-    """
+    """Find the stage that `module` defines, of several the one called `template`; None where it defines none. `load`:
+    import a module of somebody else's, too. Else it is None where nothing here has imported that: it may be a program
+    that begins to work when it is imported."""
     if load or module.startswith("tuneloop.stages."):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

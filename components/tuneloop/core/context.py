@@ -23,11 +23,8 @@ class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
 
 
 class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
-    """Parameters that several stages share: one of this type is flattened, each of its fields is a flag.
-
-    Attributes:
-        flags: the fields that are flags, in their order; empty: all, as they are declared.
-    """
+    """Parameters that several stages share: one of this type is flattened, each of its fields is a flag. `flags`: the
+    fields that are flags, in their order; empty: all, as they are declared."""
 
     flags: ClassVar[tuple[str, ...]] = ()
 
@@ -100,11 +97,7 @@ class Stage:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
 
     def check_stop(self) -> None:
-        """Leave the stage if SIGTERM has arrived.
-
-        Raises:
-            Interrupted: exit code 75 follows.
-        """
+        """Leave the stage if SIGTERM has arrived. Raises Interrupted: exit code 75 follows."""
         if self.stopping:
             raise Interrupted(f"{self.name}: stopped by a signal")
 
@@ -131,7 +124,7 @@ class Stage:
     def commit_later(self, name: str, write: Callable[[Path], None], **about: Any) -> None:
         """Have an artifact committed at `name` below the output once that stands; called by all ranks.
 
-        A single process writes it then, beside the stages that follow (`tuneloop.core.background`): what `write` reads
+        A single process writes it then, beside the stages that follow (`tuneloop.core.threads`): what `write` reads
         must stay as it is until that is waited for. Several processes end with their stage, and write it here.
         """
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)

@@ -50,11 +50,8 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
 def check_variant_args(
     name: str, function: Callable[..., Any], given: Mapping[str, Any], *, first: int, prefix: str
 ) -> dict[str, inspect.Parameter]:
-    """Check `given` against the parameters of `function` from the `first` on, and return these.
-
-    Raises:
-        UserError: another one is `given`, with `prefix` and its name as the field.
-    """
+    """Check `given` against the parameters of `function` from the `first` on, and return these. Raises UserError:
+    another one is `given`, with `prefix` and its name as the field."""
     known = dict(list(inspect.signature(function).parameters.items())[first:])
     for each, value in given.items():
         if each not in known:

@@ -41,11 +41,8 @@ LIMITED: dict[str, str] = {}
 
 
 def check_processor() -> None:
-    """Hold oneDNN and vLLM back if AMX does not work here; to be called before the first product on a CPU.
-
-    Raises:
-        UserError: the variable has another value than those it knows.
-    """
+    """Hold oneDNN and vLLM back if AMX does not work here; to be called before the first product on a CPU. Raises
+    UserError: the variable has another value than those it knows."""
     answer, why = find_answer()
     if answer == "bad" and not LIMITED:
         limit_libraries(why)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import xxhash
 
@@ -14,6 +15,16 @@ def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
     """
     name = "/".join(map(str, (seed, purpose, *index)))
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def draw_indices(count: int, start: int, size: int, seed: Callable[[int], int]) -> list[int]:
+    """Draw the indices `start` … `start + size - 1` of the endless stream of epochs over `count`; `seed` is an epoch's.
+
+    >>> sorted(draw_indices(6, 0, 3, abs) + draw_indices(6, 3, 3, abs))
+    [0, 1, 2, 3, 4, 5]
+    """
+    places = (divmod(place, count) for place in range(start, start + size))
+    return [permute_index(offset, count, seed(epoch)) for epoch, offset in places]
 
 
 def permute_index(index: int, count: int, seed: int) -> int:

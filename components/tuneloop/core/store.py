@@ -41,11 +41,8 @@ class Conflict(RuntimeError):
 
 
 def normalize_url(url: str) -> str:
-    """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``.
-
-    Raises:
-        UserError: the scheme is not one that tuneloop can store to, or no bucket or directory stands behind it.
-    """
+    """Return `url` as an absolute URL without a trailing slash; a plain path becomes ``file://``. Raises UserError: the
+    scheme is not one that tuneloop can store to, or no bucket or directory stands behind it."""
     scheme, mark, rest = url.partition(":")
     scheme = scheme.lower()
     if not url.isprintable():  # no file system takes a NUL, or half of a surrogate pair
@@ -114,11 +111,8 @@ class Store:
                 return None
 
     def open(self, key: str) -> BinaryIO:
-        """Open `key` as a file: of an object only the parts that are read travel.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-        """
+        """Open `key` as a file: of an object only the parts that are read travel. Raises FileNotFoundError: it does not
+        exist."""
         if self.root is not None:
             return open_for_reading(self.root / key)
         with self._faults(key):
@@ -132,8 +126,9 @@ class Store:
         with self._faults(key):
             if self.root is None:
                 obstore.put(self._objects, key, data)
-            else:
-                os.replace(self._staged(key, data), self.root / key)
+                return
+            with self._stage(key, data) as staged:
+                os.replace(staged, self.root / key)
 
     def create(self, key: str, data: bytes) -> None:
         """Write `key` if it is absent. Raises Conflict where it exists."""
@@ -142,21 +137,15 @@ class Store:
                 if self.root is None:
                     obstore.put(self._objects, key, data, mode="create", use_multipart=False)
                     return
-                staged = self._staged(key, data)
-                try:
+                with self._stage(key, data) as staged:
                     os.link(staged, self.root / key)  # fails where the name is taken: atomic create
                     fsync_path(self.root / key, directory=True)
-                finally:
-                    staged.unlink()
             except (FileExistsError, exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 raise Conflict(f"{self.url}/{key} exists") from error
 
     def swap(self, key: str, expected: bytes | None, data: bytes) -> None:
-        """Replace `key` if it still holds `expected` (None: if it is still absent).
-
-        Raises:
-            Conflict: somebody else wrote it since.
-        """
+        """Replace `key` if it still holds `expected` (None: if it is still absent). Raises Conflict: somebody else
+        wrote it since."""
         if expected is None:
             return self.create(key, data)
         if self.root is not None:
@@ -179,22 +168,15 @@ class Store:
         with self._faults(key):
             if self.root is None:
                 obstore.put(self._objects, key, path)
-            else:
-                staged = self._staged(key, b"")
-                try:
-                    shutil.copyfile(path, staged)
-                    fsync_path(staged)
-                    os.replace(staged, self.root / key)
-                except BaseException:
-                    staged.unlink(missing_ok=True)
-                    raise
+                return
+            with self._stage(key, b"") as staged:
+                shutil.copyfile(path, staged)
+                fsync_path(staged)
+                os.replace(staged, self.root / key)
 
     def download(self, key: str, path: Path) -> None:
-        """Copy `key` to the local file `path`, which is made, or replaced, once all of it has arrived.
-
-        Raises:
-            Corrupt: the key does not exist.
-        """
+        """Copy `key` to the local file `path`, which is made, or replaced, once all of it has arrived. Raises Corrupt:
+        the key does not exist."""
         staged = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
         with self._faults(key):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,11 +189,7 @@ class Store:
 
     def copy_file(self, key: str, path: Path, size: int | None = None) -> None:
         """Write `key` to the local file `path`, which is there already: of a large object many ranges at a time. Its
-        `size` saves a request.
-
-        Raises:
-            Corrupt: the key does not exist.
-        """
+        `size` saves a request. Raises Corrupt: the key does not exist."""
         with self._faults(key):
             try:
                 if self.root is not None:
@@ -309,11 +287,8 @@ class Store:
             return False
 
     def check_writable(self) -> None:
-        """Create and delete a probe key.
-
-        Raises:
-            UserError: the store refuses, or nothing here says with which keys to ask it.
-        """
+        """Create and delete a probe key. Raises UserError: the store refuses, or nothing here says with which keys to
+        ask it."""
         key = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
         try:
             self.create(key, b"")
@@ -321,7 +296,9 @@ class Store:
             raise error.mistake from error
         self.delete(key)
 
-    def _staged(self, key: str, data: bytes) -> Path:
+    @contextlib.contextmanager
+    def _stage(self, key: str, data: bytes) -> Iterator[Path]:
+        """Yield a file of `data`, durable, beside `key`; what still has its name at the end goes."""
         assert self.root is not None
         target = self.root / key
         try:
@@ -334,10 +311,9 @@ class Store:
                 out.write(data)
                 out.flush()
                 os.fsync(out.fileno())
-        except BaseException:
+            yield staged
+        finally:
             staged.unlink(missing_ok=True)
-            raise
-        return staged
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,16 +35,22 @@ def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[N
         thread.join()
 
 
-def map_ahead(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield `function` of each item, in order; another thread is at the next one while the caller has one in hand."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead: Future[Made] | None = None
-        for item in items:
-            made, ahead = ahead, pool.submit(function, item)
-            if made:
-                yield made.result()
-        if ahead:
-            yield ahead.result()
+def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: int = 1) -> Iterator[Made]:
+    """Yield `function` of each item, in order; another thread is at the next one while the caller has one in hand.
+
+    Several `threads` are at as many items, and at most so many results wait besides.
+    """
+    waiting = deque[Future[Made]]()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) == 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -82,3 +89,34 @@ def end_process(code: int) -> NoReturn:
         with contextlib.suppress(BrokenPipeError):
             stream.flush()
     os._exit(code)
+
+
+class Background:
+    """What a stage leaves to be done once its output stands: at most one piece of work, on which no result depends. Who
+    needs what it makes, or changes what it reads, waits for it first. `beside`: whether stages follow in this process,
+    beside which it goes on; else it is done at once."""
+
+    def __init__(self) -> None:
+        self.beside = False
+        self.work: Future[None] | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Begin `work`, which no signal ends, once what was begun before is done. Raises as `wait`."""
+        self.wait()
+        if self.beside:
+            pool = ThreadPoolExecutor(1)
+            self.work = pool.submit(work)
+            pool.shutdown(wait=False)
+        else:
+            with forward_signals(lambda number: None):
+                work()
+
+    def wait(self) -> None:
+        """Wait for what was begun, and raise what ended it."""
+        work, self.work = self.work, None
+        if work:
+            work.result()
+
+
+BACKGROUND = Background()
+"""That of this process."""

@@ -86,11 +86,8 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
     answer_regex: str | None = None
 
     def examples(self, rows: Sequence[Mapping[str, Any]], where: str, seed: int | None) -> Iterator[Example]:
-        """Make examples of `rows`, in an order that `seed` decides (None: as they are).
-
-        Raises:
-            UserError: no rows, a column that is missing, or a value that is not a prompt or answer.
-        """
+        """Make examples of `rows`, in an order that `seed` decides (None: as they are). Raises UserError: no rows, a
+        column that is missing, or a value that is not a prompt or answer."""
         if not len(rows):
             raise UserError("data", where, "is empty; point it at a table with at least one row")
         own = [(role, getattr(self, role)) for role in ("prompt", "input", "answer", "completion", "rejected")]

@@ -63,11 +63,7 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
 
 
 def load_split(path: str, name: str | None, revision: str | None, split: str) -> Any:
-    """Load one split as a ``datasets.Dataset``.
-
-    Raises:
-        UserError, Retryable: as `load_splits`.
-    """
+    """Load one split as a ``datasets.Dataset``. Raises as `load_splits`."""
     try:
         if not any((Path(path) / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")):
             return datasets.load_dataset(path, name, revision=revision, split=split)

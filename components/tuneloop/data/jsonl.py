@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -21,6 +21,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path
 from tuneloop.data import Columns, Example, Splits
+from tuneloop.formats.token_files import Places
 
 Row = Mapping[str, Any]
 UNPACKED = 1024
@@ -41,11 +42,8 @@ def load_splits(
     shuffle: bool = True,
 ) -> Splits:
     """Load rows of a file; without files of their own, `eval` and `sft` are cut from `train`, and without columns of
-    their own, `sft` and `preference` have those of `columns`.
-
-    Raises:
-        UserError: a file that cannot be read, is empty or lacks a column.
-    """
+    their own, `sft` and `preference` have those of `columns`. Raises UserError: a file that cannot be read, is empty or
+    lacks a column."""
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
     def stream(name: str, file: str) -> Iterator[Example]:
@@ -71,12 +69,9 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
     return state.hexdigest()
 
 
-def read_rows(argument: str, path: str) -> "Rows":
+def read_rows(argument: str, path: str) -> Places[Row]:
     """Read the rows of the file at `path`, named by `argument`; objects of a store are copied to ``TMPDIR`` first.
-
-    Raises:
-        UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read.
-    """
+    Raises UserError: it does not exist, or is not what its name says; of a line of JSON, once it is read."""
     field = f"source_args.{argument}"
     if (file := _open(path)) is None:
         raise UserError(field, path, "no such file")
@@ -105,20 +100,7 @@ def _open(path: str) -> BinaryIO | None:
         raise UserError("store", path, f"not permitted ({error.strerror}); grant access") from error
 
 
-class Rows(Sequence[Row]):
-    """`length` rows; `read` makes the one at a place."""
-
-    def __init__(self, length: int, read: Callable[[int], Row]) -> None:
-        self._length, self._read = length, read
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._read(range(self._length)[place])
-
-
-def json_lines(file: BinaryIO, field: str, path: str) -> Rows:
+def json_lines(file: BinaryIO, field: str, path: str) -> Places[Row]:
     """Index JSON Lines in a file that can be sought cheaply; eight bytes a row in memory.
 
     A row that is not a JSON object, or not UTF-8, raises UserError once it is read.
@@ -148,15 +130,12 @@ def json_lines(file: BinaryIO, field: str, path: str) -> Rows:
         ends = itertools.accumulate(map(len, file))
         return 1 + sum(1 for _ in itertools.takewhile(lambda end: end <= starts[place], ends))
 
-    return Rows(len(starts), read)
+    return Places(len(starts), read)
 
 
-def read_parquet(file: BinaryIO) -> Rows:
-    """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory.
-
-    Raises:
-        pyarrow.ArrowException, OSError: it cannot be read.
-    """
+def read_parquet(file: BinaryIO) -> Places[Row]:
+    """Read Parquet rows, unpacked once into a temporary file (``TMPDIR``) that is mapped into memory. Raises
+    pyarrow.ArrowException, OSError: it cannot be read."""
     packed = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     with tempfile.NamedTemporaryFile() as unpacked:
         with pa.ipc.new_file(unpacked, packed.schema_arrow) as out:
@@ -170,4 +149,4 @@ def read_parquet(file: BinaryIO) -> Rows:
         k = bisect.bisect_right(ends, place)
         return mapped.get_batch(k).slice(place - (ends[k - 1] if k else 0), 1).to_pylist()[0]
 
-    return Rows(len(ends) and ends[-1], read)
+    return Places(len(ends) and ends[-1], read)

@@ -21,7 +21,7 @@ from tuneloop.rewards.scoring import full_marks, parse_spec, score_all
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
 ROWS = 1024
-"""In a table, and in a row group of Parquet: how many are in memory at once."""
+"""In a table, which is a row group of Parquet: how many are in memory at once."""
 WINDOW = 64
 """Tables that Ray is given at once."""
 TEXTS = ("id", "prompt", "answer", "reward", "metadata", "solution", "completion", "chosen", "rejected")
@@ -96,7 +96,9 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         given = iter(given)
         while window := list(itertools.islice(given, WINDOW)):
             data = ray.data.from_arrow(window).map_batches(function, batch_size=None, batch_format="pyarrow")
-            yield from data.iter_batches(batch_size=None, batch_format="pyarrow")
+            yield from data.iter_batches(
+                batch_size=ROWS, batch_format="pyarrow"
+            )  # as they came, whatever its blocks are
 
     try:
         yield mapped
@@ -108,32 +110,13 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         ray.shutdown()
 
 
-class Writer:
-    """A Parquet file of row groups of `ROWS`, whatever the tables were; no file without a row, if `optional`."""
-
-    def __init__(self, path: Path, schema: pa.Schema, optional: bool) -> None:
-        self.path, self.schema = path, schema
-        self._file = None if optional else pq.ParquetWriter(path, schema)
-        self._left: pa.Table = schema.empty_table()
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def write(self, table: pa.Table) -> None:
-        """Append rows that have the columns of the schema, and others."""
-        if self._file is None and table.num_rows:
-            self._file = pq.ParquetWriter(self.path, self.schema)
-        self._left = pa.concat_tables([self._left, table.select(self.schema.names).cast(self.schema)])
-        while self._left.num_rows >= ROWS:
-            self._group(ROWS)
-
-    def _group(self, count: int) -> None:
-        assert self._file is not None
-        self._file.write_table(self._left.slice(0, count).combine_chunks())
-        self._left = self._left.slice(count)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._file is not None:
-            if kind is None and self._left.num_rows:
-                self._group(self._left.num_rows)
-            self._file.close()
+def write_tables(path: Path, tables: Iterable[pa.Table], schema: pa.Schema, optional: bool) -> None:
+    """Write tables to a Parquet file, a row group each, with the columns of `schema` alone; no file without a table, if
+    `optional`."""
+    tables = iter(tables)
+    first = next(tables, None if optional else schema.empty_table())
+    if first is None:
+        return
+    with pq.ParquetWriter(path, schema) as out:
+        for table in itertools.chain([first] if first.num_rows else [], tables):
+            out.write_table(table.select(schema.names).cast(schema).combine_chunks())

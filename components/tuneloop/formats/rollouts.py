@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
 from tuneloop.formats.tokens import decode_ids
 
 FILE = "rollouts.parquet"
@@ -58,6 +60,18 @@ def make_rows(
         }
         for sample, said in enumerate(completions)
     ]
+
+
+def open_rows(artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str) -> pq.ParquetFile:
+    """Open a Parquet file of the artifact given as `flag`, which the stage `maker` makes. Raises UserError: no such
+    file, a missing column, or no rows."""
+    table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
+    for column in columns:
+        if column not in table.schema_arrow.names:
+            raise UserError(flag, column, f"is not a column of {artifact.url}/{file}; run {maker} again")
+    if not table.metadata.num_rows:
+        raise UserError(flag, f"{artifact.url}/{file}", f"has no rows; run {maker} with more data")
+    return table
 
 
 def read_rows(file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 import itertools
 import tempfile
-from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,18 +18,16 @@ T = TypeVar("T")
 
 
 class Places(Sequence[T]):
-    """A sequence whose items are made as they are asked for, by `at`."""
+    """A sequence of `length` items, which `at` makes of their places as they are asked for."""
 
-    @abstractmethod
-    def at(self, place: int) -> T:
-        """Return the item at a place from 0 to ``len(self) - 1``."""
+    def __init__(self, length: int, at: Callable[[int], T]) -> None:
+        self._length, self.at = length, at
 
-    @overload
-    def __getitem__(self, place: int) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
-    def __getitem__(self, place: int | slice) -> T | list[T]:
-        places = range(len(self))[place]
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: Any) -> Any:
+        places = range(self._length)[place]
         return self.at(places) if isinstance(places, int) else [self.at(i) for i in places]
 
 
@@ -50,17 +47,25 @@ class Corpus(Places["Document"]):
         reader = pa.ipc.open_file(pa.memory_map(file))
         batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
         self.names = pa.chunked_array([batch["id"] for batch in batches], pa.string())
-        self._rows = batches[0].num_rows if batches else 1  # of each batch but the last
-        self._starts = [batch["input_ids"].offsets.to_numpy() for batch in batches]
-        self._ids = [batch["input_ids"].values.to_numpy() for batch in batches]
-        self._mask = [batch["loss_mask"].values for batch in batches]
-        self.tokens = sum(map(len, self._ids))
+        rows = batches[0].num_rows if batches else 1  # of each batch but the last
+        starts = [batch["input_ids"].offsets.to_numpy() for batch in batches]
+        ids = [batch["input_ids"].values.to_numpy() for batch in batches]
+        masks = [batch["loss_mask"].values for batch in batches]
+
+        def read(place: int) -> Document:
+            k, row = divmod(place, rows)
+            start, end = starts[k][row : row + 2].tolist()
+            mask = masks[k].slice(start, end - start).to_numpy(zero_copy_only=False)
+            return Document(array("i", ids[k][start:end].tobytes()), array("b", mask.tobytes()))
+
+        super().__init__(len(self.names), read)
+        self.tokens = sum(map(len, ids))
         most: dict[str, tuple[int, int]] = {}
-        for k, (starts, ids) in enumerate(zip(self._starts, self._ids)):
-            for what, values in (("length", np.diff(starts)), ("id", np.maximum.reduceat(ids, starts[:-1]))):
+        for k, (begins, values_) in enumerate(zip(starts, ids)):
+            for what, values in (("length", np.diff(begins)), ("id", np.maximum.reduceat(values_, begins[:-1]))):
                 row = int(values.argmax())
                 if what not in most or values[row] > most[what][0]:
-                    most[what] = values[row], k * self._rows + row
+                    most[what] = values[row], k * rows + row
         self.extremes = [(str(self.names[place]), self.at(place)) for _, place in most.values()]
 
     @classmethod
@@ -69,15 +74,6 @@ class Corpus(Places["Document"]):
         with tempfile.NamedTemporaryFile() as file:
             write_corpus(file.name, documents)
             return cls(file.name)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def at(self, place: int) -> "Document":
-        k, row = divmod(place, self._rows)
-        start, end = self._starts[k][row : row + 2].tolist()
-        mask = self._mask[k].slice(start, end - start).to_numpy(zero_copy_only=False)
-        return Document(array("i", self._ids[k][start:end].tobytes()), array("b", mask.tobytes()))
 
 
 def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None:

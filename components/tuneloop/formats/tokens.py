@@ -22,11 +22,8 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Load the tokenizer of a Hugging Face model directory.
-
-    Raises:
-        UserError: the directory has none that can be loaded, or it knows no end of sequence.
-    """
+    """Load the tokenizer of a Hugging Face model directory. Raises UserError: the directory has none that can be
+    loaded, or it knows no end of sequence."""
     from transformers import AutoTokenizer
 
     if not any((model / name).is_file() for name in FILES):  # transformers would make an empty one up

@@ -33,22 +33,9 @@ class Skipped(RuntimeError):
     """The check needs something that was not given."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Of one check: ``ok``, ``failed`` or ``skipped``, and why."""
-
-    name: str
-    result: str
-    why: str
-
-
 @dataclass
 class Probe:
-    """An endpoint under test.
-
-    Attributes:
-        tolerance: mean absolute difference of log-probabilities that still counts as equal.
-    """
+    """An endpoint under test. `tolerance`: mean absolute difference of log-probabilities that still counts as equal."""
 
     url: str
     policy: Artifact | None = None
@@ -61,11 +48,8 @@ class Probe:
         return random.Random(seed).choices(range(3, self.vocabulary), k=length)
 
     def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the lines of an answer; closing the iterator hangs up.
-
-        Raises:
-            Failed: the status is not 200, or a line is not a JSON object.
-        """
+        """Yield the lines of an answer; closing the iterator hangs up. Raises Failed: the status is not 200, or a line
+        is not a JSON object."""
         with self._send(body) as response:
             if response.status != 200:
                 raise Failed(f"answers {response.status}: {response.read().decode(errors='replace')[:300]}")
@@ -305,8 +289,8 @@ CHECKS: tuple[Callable[[Probe], None], ...] = (
 )
 
 
-def run_checks(probe: Probe) -> Iterator[Outcome]:
-    """Run all checks, one after the other."""
+def run_checks(probe: Probe) -> Iterator[tuple[str, str, str]]:
+    """Run all checks, one after the other; yield the name of each, ``ok``, ``failed`` or ``skipped``, and why."""
     check_url(probe.url)
     for each in CHECKS:
         what = (each.__doc__ or "").strip()
@@ -319,4 +303,4 @@ def run_checks(probe: Probe) -> Iterator[Outcome]:
             result, why = "skipped", f"{what}: {skipped}"
         except (KeyError, TypeError, IndexError, AttributeError) as error:  # an answer of a form that nobody expects
             result, why = "failed", f"{what}: answers in another form ({type(error).__name__}: {error})"
-        yield Outcome(each.__name__.removeprefix("check_"), result, why)
+        yield each.__name__.removeprefix("check_"), result, why

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core import plugins
@@ -15,13 +14,14 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
-from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, read_rows, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
+"""Of prompts, as `data_prep` writes them."""
 
 SHARED_FLAGS = (
     *("max_tokens", "environment", "environment_args", "max_turns", "keep_reasoning"),
@@ -75,33 +75,6 @@ class Job:
     groups: Sequence[str]
     n: int
     options: SamplingOptions
-
-
-class Prompts:
-    """``<name>.parquet``, read where rows are asked for: it may be larger than memory.
-
-    Raises:
-        UserError: no such file, a missing column, or no rows.
-    """
-
-    def __init__(self, prompts: Artifact, name: str) -> None:
-        file = f"{name}.parquet"
-        if file not in prompts.manifest.files:
-            raise UserError("--prompts", prompts.url, f"has no {file}; give it what data_prep made")
-        self._prompts = prompts  # as long as it is here, the file is
-        self._file = pq.ParquetFile(prompts.part(file))
-        for column in COLUMNS:
-            if column not in self._file.schema_arrow.names:
-                raise UserError("--prompts", f"{prompts.url}/{file}", f"has no column {column}; run data_prep again")
-        if not len(self):
-            raise UserError("--prompts", f"{prompts.url}/{file}", "has no rows; give data_prep more data")
-
-    def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
-
-    def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows at `places`, with the columns `COLUMNS`; at most a row group in memory."""
-        return read_rows(self._file, places, COLUMNS)
 
 
 def generate_completions(
@@ -170,11 +143,8 @@ def generate_completions(
 
 
 def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
-    """Open the engine that `options` name; it is closed when the block ends.
-
-    Raises:
-        UserError: unknown, or arguments that it does not take.
-    """
+    """Open the engine that `options` name; it is closed when the block ends. Raises UserError: unknown, or arguments
+    that it does not take."""
     create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
@@ -229,9 +199,8 @@ def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> 
 
 def read_canary(policy: Artifact) -> dict[str, Any]:
     """Read ``canary.json`` of a checkpoint. Raises UserError where it does not have one."""
-    if "canary.json" not in policy.manifest.files:
-        raise UserError("--policy", policy.url, "has no canary.json; make it with base_model, sft or policy_update")
-    return json.loads(policy.part("canary.json").read_text())
+    file = policy.part("canary.json", "--policy", "make it with base_model, sft or policy_update")
+    return json.loads(file.read_text())
 
 
 def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
@@ -256,11 +225,8 @@ def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
 
 
 def measure_staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
-    """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`.
-
-    Raises:
-        StaleWeights: some are older than the bound, or newer than the policy.
-    """
+    """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`. Raises
+    StaleWeights: some are older than the bound, or newer than the policy."""
     want = policy.manifest.facts["version"]
     each = [v for group in completions for c in group for v in c.versions or [c.start_version] * len(c.ids)]
     if not each or not want - bound <= min(each) <= max(each) <= want:

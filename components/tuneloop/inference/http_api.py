@@ -24,7 +24,6 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop, Mode, Ticket
-from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
 
@@ -51,11 +50,8 @@ class GenerateBody(BaseModel):
 
 
 class HttpApi:
-    """The HTTP side of an `EngineLoop`, which may have a follower.
-
-    Args:
-        attempts: where the starts of this server are counted: those without an answer.
-    """
+    """The HTTP side of an `EngineLoop`, which may have a follower. `attempts`: where the starts of this server are
+    counted: those without an answer."""
 
     def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
         self.loop, self.follower, self.attempts = loop, follower, attempts
@@ -149,8 +145,7 @@ class HttpApi:
 
     async def pause(self, mode: Annotated[Mode, Body(embed=True)] = "wait") -> dict[str, str]:
         """Generate nothing until `resume`; Dynamo's callers also say ``clear_cache``, which a change does anyway."""
-        await asyncio.wrap_future(self.loop.pause(mode))
-        return {"status": "ok"}
+        return await self._have(self.loop.pause, mode)
 
     async def update(
         self, model_path: Annotated[str, Body()], weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")]
@@ -168,13 +163,11 @@ class HttpApi:
 
     async def flush(self) -> dict[str, str]:
         """Drop the prefix cache."""
-        await asyncio.wrap_future(self.loop.call(Vllm.flush))
-        return {"status": "ok"}
+        return await self._have(self.loop.engine.flush)
 
     async def resume(self) -> dict[str, str]:
         """Go on after `pause`."""
-        await asyncio.wrap_future(self.loop.resume())
-        return {"status": "ok"}
+        return await self._have(self.loop.resume)
 
     async def label(self) -> dict[str, str]:
         """Answer with the version served, as `update` was told it; empty while nothing is served."""
@@ -183,19 +176,24 @@ class HttpApi:
 
     async def sleep(self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1) -> dict[str, str]:
         """Give back the device's memory: 1 keeps the weights on the host, 2 drops them."""
-        await asyncio.wrap_future(self.loop.sleep(level))
-        return {"status": "asleep"}
+        return await self._have(self.loop.sleep, level, status="asleep")
 
     async def wake_up(self) -> dict[str, str]:
         """Take the device's memory again."""
-        await asyncio.wrap_future(self.loop.wake_up())
+        answer = await self._have(self.loop.wake_up, status="awake")
         if self.follower:
             self.follower.wake()
-        return {"status": "awake"}
+        return answer
+
+    async def _have(self, work: Callable[..., None], *args: Any, status: str = "ok") -> dict[str, str]:
+        """Have the engine's thread do `work`, and answer that it is done."""
+        await asyncio.wrap_future(self.loop.call(work, *args))
+        return {"status": status}
 
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
-        admitted = self.loop.generate(body.requests, body.sampling, body.version, body.min_version, emit, **how)
+        versions = body.version, body.min_version
+        admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, **how)
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
             while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:
@@ -246,7 +244,7 @@ class HttpApi:
 
 def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]]:
     """Have `policy` served."""
-    return loop.change(policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest)
+    return loop.call(loop.change, policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest)
 
 
 def _fetch(ref: str) -> Artifact:

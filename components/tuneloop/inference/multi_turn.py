@@ -52,11 +52,8 @@ class EpisodeOptions(Options):
     )
 
     def open_environment(self, row: Mapping[str, Any]) -> Environment:
-        """Open the environment of a new episode.
-
-        Raises:
-            UserError: an argument that it does not take, or a row that it cannot use.
-        """
+        """Open the environment of a new episode. Raises UserError: an argument that it does not take, or a row that it
+        cannot use."""
         create = _find(self.environment or "", self.environment_args, "environment_args.")
         try:
             environment: Environment = validate_call(create)(row, **self.environment_args)

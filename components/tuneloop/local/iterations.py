@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuneloop.core.artifacts import MANIFEST
-from tuneloop.core.background import BACKGROUND
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, Retryable, UserError, print_diagnostic, report_error
 from tuneloop.core.program import run_component, write_outputs
 from tuneloop.core.store import Store
-from tuneloop.core.threads import forward_signals
+from tuneloop.core.threads import BACKGROUND, forward_signals
 from tuneloop.workflow.loop import output_of
 from tuneloop.workflow.pod_loop import PodLoop, StageCall, count_iterations
 
@@ -207,7 +206,7 @@ def _fresh_state(**environment: str) -> Iterator[None]:
         os.chdir(place)
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
-        os.environ.update(before)  # never cleared: a thread may commit meanwhile (`tuneloop.core.background`)
+        os.environ.update(before)  # never cleared: a thread may commit meanwhile (`tuneloop.core.threads`)
         if torch := sys.modules.get("torch"):
             torch.use_deterministic_algorithms(False)
             torch.utils.deterministic.fill_uninitialized_memory = True

@@ -116,10 +116,10 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
     """Yield what a tokenizer may learn from: training prompts and answers, demonstrations, the contents of chats."""
     if prompts is None:
         raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
-    if "train.parquet" not in prompts.manifest.files:
-        raise UserError("--prompts", prompts.url, "has no train.parquet; give it what data_prep made")
     for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
-        for row in pq.read_table(prompts.part(f"{file}.parquet")).to_pylist():
+        for row in pq.read_table(
+            prompts.part(f"{file}.parquet", "--prompts", "give it what data_prep made")
+        ).to_pylist():
             if row["chat"]:
                 yield from (message["content"] for message in json.loads(row["prompt"]))
             else:

@@ -16,7 +16,7 @@ from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_v
 from tuneloop.core.errors import UserError
 from tuneloop.core.progress import Progress
 from tuneloop.data import Example, Splits
-from tuneloop.data.tables import Examine, Preparation, Writer, build_tables, examine_answers, ray_data
+from tuneloop.data.tables import Examine, Preparation, build_tables, examine_answers, ray_data, write_tables
 from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
@@ -126,7 +126,8 @@ def data_prep(
     with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
         for name, number in wanted.items():
             rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
-            _write_split(stage, name, mapped(build_tables(rows), judge), tally, bar)
+            tables = _count_rows(stage, name, mapped(build_tables(rows), judge), tally, bar)
+            write_tables(stage.out / f"{name}.parquet", tables, SCHEMAS[name], optional=SCHEMAS[name] is PAIRS)
             if (found := tally.rows.get(name, 0)) < (min(number, 1) if name == "train" else number):
                 ask = "one is needed" if name == "train" else f"ask for fewer (set data.{name}), or give it more data"
                 raise UserError(f"data_prep.{name}", number, f"{source} has only {found} distinct prompts left; {ask}")
@@ -136,32 +137,25 @@ def data_prep(
     if preparation == "ray":
         stage.notes["examined"] = dict(tally.hosts)
     stage.facts.update(rows=counts, source=source, rewards=rewards, **unchecked)
-    stage.log(_describe_rows(counts, train, source))
+    short = f" of {train} asked for: {source} has no more" if counts["train"] < train else ""
+    stage.log(", ".join(f"{name} {number}" for name, number in counts.items()) + short)
     return {name: counts[name] for name in ("train", "eval", "sft")}
 
 
-def _describe_rows(counts: Mapping[Split, int], train: int, source: str) -> str:
-    short = f" of {train} asked for: {source} has no more" if counts["train"] < train else ""
-    return ", ".join(f"{name} {number}" for name, number in counts.items()) + short
-
-
-def _write_split(stage: Stage, name: Split, examined: Iterable[pa.Table], tally: "Tally", bar: Progress) -> None:
-    """Write the rows of a split as they are examined; what has no answer gets an empty one."""
-    with Writer(stage.out / f"{name}.parquet", SCHEMAS[name], optional=SCHEMAS[name] is PAIRS) as out:
-        for table in examined:
-            stage.check_stop()
-            tally.add(name, table)
-            answers = table["answer"].fill_null("")
-            out.write(table.set_column(table.column_names.index("answer"), "answer", answers))
-            bar.update(tally.total)
+def _count_rows(
+    stage: Stage, name: Split, examined: Iterable[pa.Table], tally: "Tally", bar: Progress
+) -> Iterator[pa.Table]:
+    """Count the rows of a split as they are examined, and yield them; what has no answer gets an empty one."""
+    for table in examined:
+        stage.check_stop()
+        tally.add(name, table)
+        yield table.set_column(table.column_names.index("answer"), "answer", table["answer"].fill_null(""))
+        bar.update(tally.total)
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
-    """Load the splits of a source, its arguments checked against the types that it declares.
-
-    Raises:
-        UserError: an unknown source or argument, a wrong type, a package that is not installed.
-    """
+    """Load the splits of a source, its arguments checked against the types that it declares. Raises UserError: an
+    unknown source or argument, a wrong type, a package that is not installed."""
     try:
         load = _find(source, arguments, "source_args.")
     except ImportError as error:

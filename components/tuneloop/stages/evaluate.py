@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.formats.rollouts import build_reward_inputs
+from tuneloop.formats.rollouts import build_reward_inputs, open_rows, read_rows
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.rewards.scoring import KINDS, may_pass, score_all
@@ -43,8 +43,8 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         UserError: nothing could be scored, and none of it for want of time or by a crash.
         Retryable: as `rollout`, or nothing could be scored.
     """
-    held_out = generate.Prompts(prompts, "eval")
-    rows = held_out.rows(range(min(options.limit, len(held_out))))
+    held_out = open_rows(prompts, "eval.parquet", generate.COLUMNS, "--prompts", "data_prep")
+    rows = read_rows(held_out, range(min(options.limit, held_out.metadata.num_rows)), generate.COLUMNS)
     groups = [f"i{options.iteration:06d}-e{i:05d}" for i in range(len(rows))]
     with generate.open_engine(options) as engine:
         job = generate.Job(rows, groups, 1, options)

@@ -20,7 +20,6 @@ from tuneloop.training import checkpoint, epochs
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.options import Optimization, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
-from tuneloop.training.resident import RESIDENT
 from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, select_groups, to_float32
 from tuneloop.weights.publication import Weights
 
@@ -126,7 +125,7 @@ def policy_update(
     if due:
         about = {"kind": "trainer-state", "facts": stage.facts[checkpoint.STATE_FACT]}
         stage.commit_later(checkpoint.STATE, lambda path: trainer.save(path / "trainer"), **about)
-    RESIDENT.keep(trainer, stage.attempt, options)
+    checkpoint.RESIDENT.keep(trainer, stage.attempt, options)
     return {"loss": sum(losses) / len(losses) if losses else 0.0, "version": version}
 
 
@@ -197,20 +196,20 @@ def open_trainer(
     """Open the trainer of `policy`, and say what became of the optimizer's state.
 
     Adapters are carried on together with it; where it is fresh they begin anew, over the model with the old ones in it.
-    Where this very process wrote `policy`, its trainer is taken up again (`tuneloop.training.resident`); where not, and
+    Where this very process wrote `policy`, its trainer is taken up again (`checkpoint.RESIDENT`); where not, and
     the state was not written, the updates since it was are repeated.
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
     optimization, about = options.optimization, options.model_options
-    kept, same = RESIDENT.take(policy, options)
+    kept, same = checkpoint.RESIDENT.take(policy, options)
     state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy)
     (missed,) = ranks.max([float(written is None)])
     written = None if missed else written  # the same for all ranks, also where it is committed just now
     fresh = why_fresh(state, optimization, about, reset)
     if not (fresh or written or kept):
         replay_updates(stage, policy, ranks)
-        kept, same = RESIDENT.take(policy, options)
+        kept, same = checkpoint.RESIDENT.take(policy, options)
     if kept and same and not reset:
         kept.since = policy.ref if written else kept.since
         return kept, f"carried on from step {kept.step}"
@@ -273,7 +272,7 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     wanted = made.manifest.facts[checkpoint.STATE_FACT]["digest"]
     if (found := trainer.compute_state_digest()) != wanted:
         raise UserError("trainer's state", found, f"{wanted} was committed {remedy}")
-    RESIDENT.keep(trainer, made.manifest.root, arguments["options"])
+    checkpoint.RESIDENT.keep(trainer, made.manifest.root, arguments["options"])
 
 
 @contextmanager
@@ -354,11 +353,8 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
 
 
 def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """Split the scored samples into `count` parts of whole groups, dealt in random order.
-
-    Raises:
-        UserError: there are fewer groups.
-    """
+    """Split the scored samples into `count` parts of whole groups, dealt in random order. Raises UserError: there are
+    fewer groups."""
     import torch
 
     groups = sorted({sample.group for sample in samples})

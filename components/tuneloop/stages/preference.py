@@ -15,7 +15,15 @@ from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.delegation import BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Mismatched, Pairs, Split, read_pairs, score_documents, sum_logprobs
+from tuneloop.training.pairs import (
+    Mismatched,
+    Pairs,
+    Split,
+    compute_accuracy,
+    read_pairs,
+    score_documents,
+    sum_logprobs,
+)
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -84,14 +92,10 @@ def preference(
 
 
 def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """Read what the reference says of `pairs`, in their order.
-
-    Raises:
-        UserError: it saw other pairs or other tokens, or not what KTO needs.
-    """
-    if f"{split}.parquet" not in logprobs.manifest.files:
-        raise UserError("--logprobs", logprobs.url, f"holds no {split}.parquet; give it what reference_logprobs made")
-    table = pq.read_table(logprobs.part(f"{split}.parquet")).combine_chunks()
+    """Read what the reference says of `pairs`, in their order. Raises UserError: it saw other pairs or other tokens, or
+    not what KTO needs."""
+    file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
+    table = pq.read_table(file).combine_chunks()
     found = table.take(pc.index_in(pairs.ids, table["id"]))
     same = pc.fill_null(pc.equal(found["tokens"].combine_chunks(), pairs.digests()), False)
     if (other := same.index(False).as_py()) >= 0:
@@ -100,12 +104,6 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
     if needs_kl and "chosen_kl" not in found.column_names:
         raise UserError("--logprobs", logprobs.url, "lacks what kto needs; set reference_logprobs' mismatched_pairs")
     return {name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")}
-
-
-def compute_accuracy(stage: Stage, trainer: "Trainer", pairs: Pairs, limit: int) -> float:
-    """Compute the share of pairs whose chosen completion is likelier than the rejected one."""
-    found = score_documents(stage, trainer, pairs.documents, limit)
-    return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)
 
 
 class Learner:

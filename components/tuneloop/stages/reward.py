@@ -17,7 +17,7 @@ from pydantic import Field
 from tuneloop.core import plugins
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.formats.rollouts import ROWS
+from tuneloop.formats.rollouts import FILE, ROWS, open_rows
 from tuneloop.rewards.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
 
 
@@ -53,12 +53,9 @@ def reward(
         UserError: more failures than the budget that would come again: the reward raises or returns what it must not,
             or they are `unverifiable` or `escape`. The data, the rewards or the policy must change.
     """
-    if "rollouts.parquet" not in rollouts.manifest.files:
-        raise UserError("--rollouts", rollouts.url, "has no rollouts.parquet; give it what the stage rollout made")
-    path = rollouts.part("rollouts.parquet")
-    rows = pq.read_table(path, columns=["group", "completion", "answer", "reward_spec", "metadata"]).to_pylist()
-    if not rows:
-        raise UserError("--rollouts", rollouts.url, "holds no rollouts; run the stage that makes them again")
+    columns = ["group", "completion", "answer", "reward_spec", "metadata"]
+    sampled = open_rows(rollouts, FILE, columns, "--rollouts", "the stage rollout")
+    rows = sampled.read(columns).to_pylist()
     if reward_weights is not None:
         rows = [{**row, "reward_spec": json.dumps(reward_weights, sort_keys=True)} for row in rows]
     bar = stage.progress(sum(len(parse_spec(row["reward_spec"])) for row in rows), "rewards")
@@ -76,7 +73,7 @@ def reward(
     _check_budget(outcomes, error_budget)
     if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
         stage.log(f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say")
-    _write(path, outcomes, stage.out / "rewards.parquet")
+    _write(sampled, outcomes, stage.out / "rewards.parquet")
     facts = summarize_rewards(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
     numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}
@@ -85,9 +82,9 @@ def reward(
     return {"mean_reward": facts["mean"]}
 
 
-def _write(rollouts: Path, outcomes: Sequence[Outcome], scored: Path) -> None:
+def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> None:
     """Write the rollouts with their outcomes, a row group after the other."""
-    file, left = pq.ParquetFile(rollouts), iter(outcomes)
+    left = iter(outcomes)
     added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
     with pq.ParquetWriter(scored, pa.schema([*file.schema_arrow, *added])) as out:
         for batch in file.iter_batches(ROWS):

@@ -8,12 +8,12 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import Pairs, read_pairs
+from tuneloop.training.pairs import compute_accuracy, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tuneloop.training.scorer import Scorer, ScoreTrainer
+    from tuneloop.training.scorer import ScoreTrainer
 
 
 @component("scorer", image="trainer", accelerator=True, role="trainer", results={"loss": float, "accuracy": float})
@@ -50,7 +50,7 @@ def reward_model(
 
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):
-        right = compute_accuracy(stage, trainer, held_out, options.per_device_train_batch_size)
+        right = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores)
     checkpoint.release_device(stage, trainer)
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
@@ -86,17 +86,6 @@ def bradley_terry(chosen: "Tensor", rejected: "Tensor", center: float) -> "Tenso
     from torch.nn.functional import logsigmoid
 
     return center * (chosen + rejected).square() - logsigmoid(chosen - rejected)
-
-
-def compute_accuracy(stage: Stage, scorer: "Scorer", pairs: Pairs, limit: int) -> float:
-    """Compute the share of pairs whose chosen completion scores above the rejected one."""
-    right = 0.0
-    with scorer.frozen():
-        for micro in scorer.plan([sum(len(document.ids) for document in pair) for pair in pairs], limit):
-            checkpoint.check_stop(stage, scorer)
-            chosen, rejected = scorer.scores([document for i in micro for document in pairs[i]]).view(-1, 2).unbind(1)
-            right += float((chosen > rejected).sum())
-    return scorer.ranks.sum([right])[0] / len(pairs)
 
 
 if __name__ == "__main__":

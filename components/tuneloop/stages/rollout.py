@@ -1,12 +1,13 @@
 """Sample completions from the policy, with the log-probabilities that training needs."""
 
 import itertools
+from functools import partial
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from tuneloop.core.component import Input, Results, Stage
-from tuneloop.core.seeds import derive_seed, permute_index
+from tuneloop.core.seeds import derive_seed, draw_indices
 from tuneloop.formats import rollouts
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
@@ -56,9 +57,11 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         Retryable: the server is away, breaks off or keeps silent.
         StaleWeights: the engine serves other weights.
     """
-    train, iteration = generate.Prompts(prompts, "train"), options.iteration
+    train = rollouts.open_rows(prompts, "train.parquet", generate.COLUMNS, "--prompts", "data_prep")
+    total, iteration = train.metadata.num_rows, options.iteration
     size = options.oversampled_prompts or options.prompts_per_iteration
-    chosen = train.rows(select_prompt_indices(len(train), size, options.seed, iteration))
+    places = draw_indices(total, iteration * size, size, partial(derive_seed, options.seed, "prompts"))
+    chosen = rollouts.read_rows(train, places, generate.COLUMNS)
     groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
     with generate.open_engine(options) as engine:
         job = generate.Job(chosen, groups, options.n, options)
@@ -72,16 +75,6 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     cut = sum(said.finish_reason == "length" for said in made) / len(made)
     stage.metric(iteration, completions=len(made), mean_length=mean, cut=cut, **stage.facts["canary"])
     return {"completions": len(made), "mean_length": mean}
-
-
-def select_prompt_indices(total: int, size: int, seed: int, iteration: int) -> list[int]:
-    """Select the indices of an iteration's prompts: its slice of one permutation of `total` per epoch.
-
-    >>> sorted(select_prompt_indices(6, 3, 0, 0) + select_prompt_indices(6, 3, 0, 1))
-    [0, 1, 2, 3, 4, 5]
-    """
-    places = (divmod(place, total) for place in range(iteration * size, (iteration + 1) * size))
-    return [permute_index(offset, total, derive_seed(seed, "prompts", epoch)) for epoch, offset in places]
 
 
 if __name__ == "__main__":

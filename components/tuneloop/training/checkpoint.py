@@ -19,14 +19,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core import fencing
 from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, find_manifest, split_ref
-from tuneloop.core.background import BACKGROUND
 from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.threads import BACKGROUND
 from tuneloop.formats.canary import canary_ids, canary_logprobs
 from tuneloop.training.old_checkpoints import SINCE, STATE, STATE_FACT, delete_old_checkpoints
 from tuneloop.training.options import TrainerOptions
@@ -65,11 +66,7 @@ def trainer_state(policy: Artifact) -> dict[str, Any] | None:
 
 def find_state(policy: Artifact) -> Artifact | None:
     """Find the artifact that holds a checkpoint's ``trainer/``: its own, or the one below it; None where that was not
-    written.
-
-    Raises:
-        Corrupt: what lies there was written behind another checkpoint.
-    """
+    written. Raises Corrupt: what lies there was written behind another checkpoint."""
     if "trainer/state.json" in policy.manifest.files:
         return policy
     if find_manifest(place := f"{policy.url}/{STATE}") is None:
@@ -81,11 +78,8 @@ def find_state(policy: Artifact) -> Artifact | None:
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Bring the processes that train together; say where, and loudly when a CPU stands in for a GPU.
-
-    Raises:
-        UserError: another device or number of processes than was asked for.
-    """
+    """Bring the processes that train together; say where, and loudly when a CPU stands in for a GPU. Raises UserError:
+    another device or number of processes than was asked for."""
     from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size)
@@ -98,11 +92,8 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
 
 
 def check_stop(stage: Stage, policy: Policy) -> None:
-    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting.
-
-    Raises:
-        Interrupted: SIGTERM has arrived somewhere.
-    """
+    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting. Raises
+    Interrupted: SIGTERM has arrived somewhere."""
     (stop,) = policy.ranks.max([float(stage.stopping)])
     if stop:  # a signal that came since then is for the next look
         stage.stopping = True
@@ -111,11 +102,8 @@ def check_stop(stage: Stage, policy: Policy) -> None:
 
 def load_masters(target: Policy, policy: Artifact) -> None:
     """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained whole;
-    where adapters were, ``model/`` with them merged in is all there is.
-
-    Raises:
-        UserError: they were not written, and ``model/`` is rounded.
-    """
+    where adapters were, ``model/`` with them merged in is all there is. Raises UserError: they were not written, and
+    ``model/`` is rounded."""
     state = trainer_state(policy)
     if state is None or "lora" in state:
         return
@@ -200,3 +188,45 @@ def write_checkpoint(
     kept = ("model", "architecture", "parameters", "vocab_size")
     stage.facts.update({key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts})
     return version
+
+
+@dataclass
+class ResidentTrainer:
+    """The trainer that stays in memory between two updates of one process, as where a pod runs several iterations: at
+    most one, as a second would take its memory.
+
+    It saves reading what was just written, and with ``state_every`` above 1 writing it; it changes no number. It is
+    taken up again only by an update that goes on from the very checkpoint behind which it stands: one that it wrote, or
+    whose update it has repeated.
+
+    Attributes:
+        attempt: that wrote the checkpoint behind which the trainer stands.
+        options: that it was made with.
+    """
+
+    trainer: Trainer | None = None
+    attempt: str = ""
+    options: TrainerOptions | None = None
+
+    def keep(self, trainer: Trainer, attempt: str, options: TrainerOptions) -> None:
+        """Keep the trainer that stands behind the checkpoint of `attempt`."""
+        self.trainer, self.attempt, self.options = trainer, attempt, options
+
+    def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
+        """Hand out the trainer behind `policy`, and say whether these are its options; any other is let go.
+
+        First what is still to be written of it is waited for: who takes it changes it.
+
+        Raises:
+            Exception: what ended that writing.
+        """
+        BACKGROUND.wait()
+        found, known, attempt = self.trainer, self.options, self.attempt
+        self.trainer = self.options = None
+        if known is None or attempt != policy.manifest.root:
+            return None, False
+        return found, (known.optimization, known.model_options) == (options.optimization, options.model_options)
+
+
+RESIDENT = ResidentTrainer()
+"""That of this process."""

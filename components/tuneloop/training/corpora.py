@@ -18,10 +18,7 @@ CONFIG = "model/config.json"
 
 def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool = True) -> Corpus:
     """Open the documents of a split, mapped into memory: those of `tokenize_data`, or else of its rows, tokenized now.
-
-    Raises:
-        UserError: the split is missing, lacks a column, or was tokenized otherwise than `policy` does it.
-    """
+    Raises UserError: the split is missing, lacks a column, or was tokenized otherwise than `policy` does it."""
     if f"{split}.arrow" in prompts.manifest.files:
         if prompts.manifest.facts["tokenizer"] != digest_tokenizer(policy):
             remedy = "was tokenized by another tokenizer than --policy has; run tokenize_data with that policy"
@@ -36,11 +33,8 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
 def tokenize_split(
     prompts: Artifact, policy: Artifact, split: str, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of each row of a split, under its name.
-
-    Raises:
-        UserError: a missing column, a row that cannot be tokenized, or a policy without a tokenizer.
-    """
+    """Yield the documents of each row of a split, under its name. Raises UserError: a missing column, a row that cannot
+    be tokenized, or a policy without a tokenizer."""
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     for column in (columns := ["id", "prompt", "chat", *SIDES[split]]):
         if column not in table.schema_arrow.names:
@@ -68,11 +62,8 @@ def digest_tokenizer(policy: Artifact) -> str:
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
-    """Find the files of a checkpoint's tokenizer and chat template, which stay the same while it is trained.
-
-    Raises:
-        UserError: `policy` is not a checkpoint.
-    """
+    """Find the files of a checkpoint's tokenizer and chat template, which stay the same while it is trained. Raises
+    UserError: `policy` is not a checkpoint."""
     if CONFIG not in (files := policy.manifest.files):
         raise UserError("checkpoint", policy.url, f"holds no {CONFIG}; give it a checkpoint")
     others = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")

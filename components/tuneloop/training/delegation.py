@@ -42,10 +42,7 @@ class BackendOptions(TrainerOptions):
 
 def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact) -> float:
     """Have the backend of a stage train the model of `trainer`, on the split called as the stage; return the last loss.
-
-    Raises:
-        UserError, Retryable: it refuses or fails, as its own lines say; it was stopped, and a retry begins anew.
-    """
+    Raises UserError, Retryable: it refuses or fails, as its own lines say; it was stopped, and a retry begins anew."""
     import torch
 
     from tuneloop.training.fsdp.policy import open_model

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,7 +17,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Stage, from_validation
 from tuneloop.core.errors import UserError
-from tuneloop.core.seeds import permute_index
+from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
@@ -44,11 +45,8 @@ def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
 
 
 def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args.") -> Kind:
-    """Make the algorithm called `name` with its own options, whose names follow `prefix` in errors.
-
-    Raises:
-        UserError: unknown, of another kind, or an option that is unknown or impossible.
-    """
+    """Make the algorithm called `name` with its own options, whose names follow `prefix` in errors. Raises UserError:
+    unknown, of another kind, or an option that is unknown or impossible."""
     found = find_algorithm(name, kind)
     try:
         return found(**options)
@@ -172,7 +170,7 @@ def train_epochs(
     second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
 
     def prepare(number: int) -> Prepared:
-        indices = draw_indices(stage, count, number * batch, batch)
+        indices = draw_indices(count, number * batch, batch, partial(stage.seed, "order"))
         return prepare_step(trainer, read, indices, options.per_device_train_batch_size)
 
     with stage.timed("train"):
@@ -194,18 +192,9 @@ def train_epochs(
     return loss
 
 
-def draw_indices(stage: Stage, count: int, start: int, batch: int) -> list[int]:
-    """Draw the indices `start` … `start + batch - 1` of the endless stream of epochs over `count` examples."""
-    places = (divmod(place, count) for place in range(start, start + batch))
-    return [permute_index(offset, count, stage.seed("order", epoch)) for epoch, offset in places]
-
-
 def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int) -> None:
-    """Check that a model can take all documents, each under the name of its row.
-
-    Raises:
-        UserError: one is longer than `max_length` or the model's context, or its tokens are beyond the vocabulary.
-    """
+    """Check that a model can take all documents, each under the name of its row. Raises UserError: one is longer than
+    `max_length` or the model's context, or its tokens are beyond the vocabulary."""
     limit = min(max_length, policy.context)
     for name, document in documents:
         if len(document.ids) > limit:

@@ -28,12 +28,9 @@ ANSWERS = ("completion", "chosen", "rejected")
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
-    """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes.
-
-    Raises:
-        UserError: nothing is committed there, the artifact has no such part, or rows that `messages` cannot be;
-            `into` holds something that no earlier call put there.
-    """
+    """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes. Raises
+    UserError: nothing is committed there, the artifact has no such part, or rows that `messages` cannot be; `into`
+    holds something that no earlier call put there."""
     into = into.resolve()
     mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
     if into.is_dir() and mark.is_file() and mark.read_text() == said:

@@ -31,11 +31,8 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
     use_rslora: bool = Field(False, description="scale by lora_alpha / √r instead (arXiv 2312.03732)")
 
     def inject(self, model: Any) -> None:
-        """Freeze a model of transformers and give it adapters: A random from torch's own stream, B zero.
-
-        Raises:
-            UserError: `target_modules` names nothing, or embeddings, which a tied output layer would share.
-        """
+        """Freeze a model of transformers and give it adapters: A random from torch's own stream, B zero. Raises
+        UserError: `target_modules` names nothing, or embeddings, which a tied output layer would share."""
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 

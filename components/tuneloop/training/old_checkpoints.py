@@ -42,11 +42,8 @@ def list_pinned(run: str) -> set[str]:
 
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
     """Yield the URLs of what training on from the checkpoint at `url` reads: its adapters' base, and the checkpoints
-    since the trainer's state was last written. Rewards, from which they are replayed, are never deleted.
-
-    Args:
-        find: returns the manifest of what is committed at a URL.
-    """
+    since the trainer's state was last written. Rewards, from which they are replayed, are never deleted. `find`:
+    returns the manifest of what is committed at a URL."""
     if base := made.facts.get("base"):
         yield split_ref(base)[0]
     found = made if STATE_FACT in made.facts and not find(f"{url}/{STATE}") else None

@@ -53,10 +53,7 @@ class Optimization:
 
 class TrainerOptions(Options):
     """What a trainer can be told. A stage has other defaults in a subclass, and leaves fields out by `flags`.
-
-    Attributes:
-        sequences: that an example has.
-    """
+    `sequences`: that an example has."""
 
     sequences: ClassVar[int] = 1
 

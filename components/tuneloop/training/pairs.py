@@ -26,23 +26,12 @@ PLANNED = 8192
 
 
 class Pairs(Places[list[Document]]):
-    """Pairs by place: a prompt with the chosen completion, and with the rejected one.
-
-    Args:
-        documents: two of each pair, in this order.
-
-    Attributes:
-        ids: of the pairs.
-    """
+    """Pairs by place: a prompt with the chosen completion, and with the rejected one. `documents`: two of each pair, in
+    this order. `ids`: of the pairs."""
 
     def __init__(self, documents: Corpus) -> None:
         self.documents, self.ids = documents, documents.names.combine_chunks()[::2]
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def at(self, place: int) -> list[Document]:
-        return self.documents[2 * place : 2 * place + 2]
+        super().__init__(len(self.ids), lambda place: documents[2 * place : 2 * place + 2])
 
     def digests(self) -> pa.StringArray:
         """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same tokens."""
@@ -55,14 +44,11 @@ class Mismatched(Places[Document]):
     estimate KL from (KTO)."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
+        def mix(place: int) -> Document:
+            own, other = documents[place], documents[place - 2]
+            return build_document(own.ids[: own.targets.index(True)], other.ids[other.targets.index(True) :])
 
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def at(self, place: int) -> Document:
-        own, other = self._documents[place], self._documents[place - 2]
-        return build_document(own.ids[: own.targets.index(True)], other.ids[other.targets.index(True) :])
+        super().__init__(len(documents), mix)
 
 
 def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
@@ -87,11 +73,8 @@ def score_documents(
     limit: int,
     score: "Callable[[Any, Batch], Tensor]" = sum_logprobs,
 ) -> "array[float]":
-    """Compute `score` of any number of documents, at most `limit` at once, on every rank.
-
-    Args:
-        stage: left on SIGTERM; None: in an optimizer step, which ends first, so that a resume point can follow.
-    """
+    """Compute `score` of any number of documents, at most `limit` at once, on every rank. `stage`: left on SIGTERM;
+    None: in an optimizer step, which ends first, so that a resume point can follow."""
     scores = array("d")
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]
@@ -105,3 +88,11 @@ def score_documents(
         merged = policy.ranks.merge(found)
         scores.extend(merged[i][0] for i in range(len(part)))
     return scores
+
+
+def compute_accuracy(
+    stage: Stage, policy: Any, pairs: Pairs, limit: int, score: "Callable[[Any, Batch], Tensor]" = sum_logprobs
+) -> float:
+    """Compute the share of pairs whose chosen completion has a higher `score` than the rejected one."""
+    found = score_documents(stage, policy, pairs.documents, limit, score)
+    return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.formats.rollouts import ROWS
+from tuneloop.formats.rollouts import ROWS, open_rows
 from tuneloop.formats.token_files import Document
 
 TOKENS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "policy_versions")
@@ -56,11 +56,8 @@ def to_float32(values: Sequence[float]) -> "array[float]":
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
-    """Check that the rollouts can teach this policy, and return their temperature.
-
-    Raises:
-        UserError: another policy, or one that is too old, sampled them, or it did so greedily.
-    """
+    """Check that the rollouts can teach this policy, and return their temperature. Raises UserError: another policy, or
+    one that is too old, sampled them, or it did so greedily."""
     facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
     for name in ("version", "digest", "sampling"):
         if name not in facts:
@@ -78,22 +75,10 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
 
 
 def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """Read the rollouts with their scores.
-
-    Raises:
-        UserError: none, a missing column, a token of a version that is too old or newer than `version`, or values
-            that cannot be.
-    """
-    if "rewards.parquet" not in rewards.manifest.files:
-        raise UserError("--rewards", rewards.url, "holds no rewards.parquet; give it what the stage reward commits")
-    table = pq.ParquetFile(rewards.part("rewards.parquet"))
-    for column in COLUMNS:
-        if column not in table.schema_arrow.names:
-            raise UserError("--rewards", column, f"is not a column of {rewards.url}/rewards.parquet; run reward again")
-    if not table.metadata.num_rows:
-        raise UserError("--rewards", rewards.url, "holds no rollouts; run the stage that makes them again")
+    """Read the rollouts with their scores. Raises UserError: none, a missing column, a token of a version that is too
+    old or newer than `version`, or values that cannot be."""
     groups: dict[str, int] = {}
-    rows = _rows(table)
+    rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
 
 
@@ -118,11 +103,8 @@ def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample],
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Check that every token is one that the policy has.
-
-    Raises:
-        UserError: one is not: another tokenizer made it, or an engine of another model.
-    """
+    """Check that every token is one that the policy has. Raises UserError: one is not: another tokenizer made it, or an
+    engine of another model."""
     for sample in samples:
         ids = np.asarray(sample.document.ids)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]

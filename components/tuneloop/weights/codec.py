@@ -65,14 +65,9 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
 
 
 def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:
-    """Write to `new` what the delta makes of `old`, and return its xxh3-128, in one pass.
-
-    Args:
-        old, new: flat uint8 of the same length; the same array, where it is to be changed in place.
-
-    Raises:
-        Corrupt: the payload does not fit the tensor. Some bytes may have changed by then.
-    """
+    """Write to `new` what the delta makes of `old`, and return its xxh3-128, in one pass. `old`, `new`: flat uint8 of
+    the same length; the same array, where it is to be changed in place. Raises Corrupt: the payload does not fit the
+    tensor. Some bytes may have changed by then."""
     work = _Pass(old, new)
     try:
         {"gap8-xor": _apply_gaps, "xor": _apply_xor, "overwrite": _apply_overwrite}[encoding](work, payload, width)

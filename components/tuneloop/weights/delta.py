@@ -6,24 +6,20 @@ compressing are one pass, and neither model is ever held in memory.
 
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from tuneloop.core.errors import Corrupt
+from tuneloop.core.threads import map_ahead
 from tuneloop.weights import codec
 from tuneloop.weights.layout import Blame, Bytes, Checkpoint, build_blame, encode_header, read_header
 
 MEND = "restore it from a copy, or publish the next version in full"
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -46,9 +42,7 @@ class Written:
     fits: bool
 
 
-def write_delta(
-    old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int, threads: int
-) -> Written:
+def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int) -> Written:
     """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
 
     ``__metadata__`` holds the xxh3-128 of each changed tensor's new state. Tensors that did not change are absent.
@@ -68,7 +62,7 @@ def write_delta(
     at = 0
     with path.open("wb") as file:
         file.seek(room)
-        for name, delta in in_order(encode, new.tensors, threads):
+        for name, delta in zip(new.tensors, map_ahead(encode, new.tensors, count_threads()), strict=True):
             tensor = new.tensors[name]
             done.old[name], done.new[name] = delta.old, delta.new
             done.elements += (tensor.end - tensor.start) // (1 if encoding == "overwrite" else tensor.width)
@@ -121,12 +115,7 @@ class DeltaFile:
 
 
 def patch_checkpoint(
-    target: Checkpoint,
-    deltas: list[DeltaFile],
-    expected: Mapping[str, str],
-    threads: int,
-    *,
-    start: Mapping[str, str] | None = None,
+    target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, str], start: Mapping[str, str] | None = None
 ) -> None:
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
@@ -160,7 +149,7 @@ def patch_checkpoint(
         check_checksums([(name, digest)], expected, touching[-1].blame)
         target.write(name, made)
 
-    for _ in in_order(update, target.tensors, threads):
+    for _ in map_ahead(update, target.tensors, count_threads()):
         pass
 
 
@@ -181,29 +170,13 @@ def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str
             raise blame(f"its {name} has xxh3-128 {digest}, published was {expected.get(name)}")
 
 
-def compute_checksums(checkpoint: Checkpoint, threads: int) -> dict[str, str]:
+def compute_checksums(checkpoint: Checkpoint) -> dict[str, str]:
     """Compute the xxh3-128 of every tensor's bytes."""
-    found = in_order(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), checkpoint.tensors, threads)
-    return dict(found)
+    names = checkpoint.tensors
+    found = map_ahead(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), names, count_threads())
+    return dict(zip(names, found))
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[tuple[Item, Result]]:
-    """Run `work` on threads; yield (item, result) in the order of items, few ahead, so results do not pile up."""
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(work, item)))
-                if len(waiting) > 2 * threads:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            for item, future in waiting:
-                yield item, future.result()
-        finally:
-            for _, future in waiting:
-                future.cancel()
-
-
-def thread_count() -> int:
+def count_threads() -> int:
     """Count the CPUs that this process may use; more than eight do not help a memory-bound pass."""
     return min(8, len(os.sched_getaffinity(0)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
-from tuneloop.weights import codec, delta, live
+from tuneloop.weights import codec, live
 from tuneloop.weights.layout import Bytes, Tensor
 from tuneloop.weights.materialize import check_directory, materialize_version, plan_restoration, read_tensors
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
@@ -53,7 +53,7 @@ def verify_version(root: str | Store | Chain, version: int | None = None, *, bas
     entry = chain.entry(chain.target(version))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
         materialize_version(chain, entry.version, f"{scratch}/model", base=base)
-        return check_directory(Path(scratch) / "model", entry, delta.thread_count())
+        return check_directory(Path(scratch) / "model", entry)
 
 
 @dataclass(frozen=True)

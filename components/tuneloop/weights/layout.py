@@ -63,11 +63,8 @@ class Header:
 
 
 def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Header:
-    """Read the header of the safetensors file at `path`, whose tensors will call the file `name`.
-
-    Raises:
-        Corrupt: it is not a safetensors file.
-    """
+    """Read the header of the safetensors file at `path`, whose tensors will call the file `name`. Raises Corrupt: it is
+    not a safetensors file."""
     with open_for_reading(path) as file:
         return parse_header(file, name, blame or build_blame(path))
 
@@ -197,11 +194,8 @@ def encode_header(header: Mapping[str, Any], length: int = 0) -> bytes:
 
 
 def check_file_names(names: Iterable[str]) -> None:
-    """Refuse names that would leave the directory they are written to.
-
-    Raises:
-        Corrupt: an absolute name, or one with an empty, hidden or parent part.
-    """
+    """Refuse names that would leave the directory they are written to. Raises Corrupt: an absolute name, or one with an
+    empty, hidden or parent part."""
     for name in names:
         if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
             raise Corrupt("weights", name, "is not a name for a file of a model directory; publish the version again")

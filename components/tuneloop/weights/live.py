@@ -25,11 +25,8 @@ EXPIRY_S = 600.0
 
 
 def announce_version(root: Store, replica: str, version: int) -> None:
-    """Announce that `replica` serves `version`, from now until `RENEW_S` from now.
-
-    Raises:
-        UserError, Retryable: the store cannot be written to.
-    """
+    """Announce that `replica` serves `version`, from now until `RENEW_S` from now. Raises UserError, Retryable: the
+    store cannot be written to."""
     root.put(key := f"{PLACE}/{replica}.json", dump_checked_json({"version": version}, key))
 
 

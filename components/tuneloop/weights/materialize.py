@@ -63,7 +63,7 @@ class Materialized:
 
 
 def materialize_version(
-    root: str | Store | Chain, version: int | None, directory: Path | str, *, base: Path | None = None, threads: int = 0
+    root: str | Store | Chain, version: int | None, directory: Path | str, *, base: Path | None = None
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
@@ -81,10 +81,9 @@ def materialize_version(
     """
     chain = root if isinstance(root, Chain) else Chain(root)
     directory = Path(directory)
-    threads = threads or delta.thread_count()
     target = chain.target(version)  # before a directory is made for it
     with lock_directory(directory):
-        held = _held(directory, chain, target, threads)
+        held = _held(directory, chain, target)
         plan = plan_restoration(chain, target, held)
         if held == target:
             return _result(plan, {})
@@ -95,11 +94,11 @@ def materialize_version(
         try:
             deltas = [_open_delta(chain.store, step, incoming) for step in plan.steps]
             if plan.full:
-                first = check_base(plan.full, base, threads) if plan.full.index.tuneloop.held else None
+                first = check_base(plan.full, base) if plan.full.index.tuneloop.held else None
                 _fetch_full(chain.store, plan.full, incoming / "model", first)
             fetched = time.perf_counter() - clock
             clock = time.perf_counter()
-            _assemble(chain, plan, deltas, directory, threads)
+            _assemble(chain, plan, deltas, directory)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
         return _result(plan, {"fetch": fetched, "apply": time.perf_counter() - clock})
@@ -170,10 +169,10 @@ def fetch_file(store: Store, key: str, path: Path, *, copy: bool = False) -> Pat
     return store.root / key
 
 
-def check_base(first: Entry, base: Path | None, threads: int) -> Store:
+def check_base(first: Entry, base: Path | None) -> Store:
     """Open `base`; raise a `UserError` if it does not hold the weights that the version `first` names."""
     model, wanted = Checkpoint(base) if base else None, first.index.tuneloop.held
-    found = model and versions.digest_weights(model.headers, delta.compute_checksums(model, threads))
+    found = model and versions.digest_weights(model.headers, delta.compute_checksums(model))
     if base is None or found != wanted:
         what = f"its weights are {found}, and version {first.version}, which stores none, is {wanted}"
         raise UserError("--base", base and str(base), f"{what}; give the model that the run began with")
@@ -188,7 +187,7 @@ def _fetch_full(store: Store, full: Entry, directory: Path, base: Store | None) 
         fetch_file(place, key, directory / name, copy=True)
 
 
-def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], directory: Path, threads: int) -> None:
+def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], directory: Path) -> None:
     """Apply the plan: to a copy beside the directory where it starts from a full version, else in place."""
     index = plan.target.index.tuneloop
     work = directory / INCOMING / "model" if plan.full else directory
@@ -204,7 +203,7 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
     if not plan.full:
         (directory / MARKER).unlink()  # from here on the directory holds nothing until it is proved again
     start = (plan.full or chain.entry(plan.held or 0)).index.tuneloop.checksums
-    delta.patch_checkpoint(model, given, index.checksums, threads, start=start)
+    delta.patch_checkpoint(model, given, index.checksums, start)
     for name, path in others.items():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, work / name)
@@ -253,7 +252,7 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | None:
+def _held(directory: Path, chain: Chain, target: int) -> int | None:
     """Return the version that the directory holds; None where it holds none that this chain knows, or is damaged."""
     try:
         marker = Marker.model_validate_json((directory / MARKER).read_bytes())
@@ -264,13 +263,13 @@ def _held(directory: Path, chain: Chain, target: int, threads: int) -> int | Non
         return None
     try:
         if marker.boot != _boot() or marker.version == target:  # else the deltas' checks prove every tensor
-            check_directory(directory, entry, threads)
+            check_directory(directory, entry)
         return marker.version if _same_files(Checkpoint(directory), entry) else None
     except UserError:
         return None
 
 
-def check_directory(directory: Path, entry: Entry, threads: int) -> int:
+def check_directory(directory: Path, entry: Entry) -> int:
     """Compare a directory with a version, every tensor and every file.
 
     Returns the number of tensors.
@@ -282,7 +281,7 @@ def check_directory(directory: Path, entry: Entry, threads: int) -> int:
     if not _same_files(model, entry):
         where = f"version {entry.version}"
         raise build_blame(directory, _AGAIN)(f"has other tensors, configuration or tokenizer than {where}")
-    found = delta.compute_checksums(model, threads).items()
+    found = delta.compute_checksums(model).items()
     delta.check_checksums(found, entry.index.tuneloop.checksums, build_blame(directory, _AGAIN))
     return len(model.tensors)
 
@@ -296,11 +295,8 @@ def _same_files(model: Checkpoint, entry: Entry) -> bool:
 def read_tensors(
     chain: Chain, version: int, names: Iterable[str], *, base: Path | None = None
 ) -> Iterator[tuple[Tensor, Bytes]]:
-    """Read the tensors `names` of a version, proved, and no bytes of others; one is in memory at a time.
-
-    Raises:
-        UserError, Corrupt: as `materialize_version`.
-    """
+    """Read the tensors `names` of a version, proved, and no bytes of others; one is in memory at a time. Raises as
+    `materialize_version`."""
     plan = plan_restoration(chain, version)
     assert plan.full is not None
     about = plan.full.index.tuneloop
@@ -314,7 +310,7 @@ def read_tensors(
                 raise blame("is missing although its index is there") from None
             return {name: (file, tensor) for name, tensor in parse_header(file, "", blame).tensors.items()}
 
-        place = check_base(plan.full, base, delta.thread_count()) if about.held else chain.store
+        place = check_base(plan.full, base) if about.held else chain.store
         keys = [name if about.held else f"{plan.full.place}/{f.stored}" for name, f in about.files.items() if f.header]
         states = {name: found for key in keys for name, found in find_tensors(place, key).items()}
         files = [(step, name) for step in plan.steps for name in {*step.index.weight_map.values()}]
@@ -340,11 +336,8 @@ def _read_bytes(file: BinaryIO, tensor: Tensor) -> Bytes:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock the directory for this process; the kernel releases it when the process dies.
-
-    Raises:
-        UserError: it holds files that `materialize_version` did not put there, or cannot be written.
-    """
+    """Lock the directory for this process; the kernel releases it when the process dies. Raises UserError: it holds
+    files that `materialize_version` did not put there, or cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / LOCK).exists() and any(directory.iterdir()):

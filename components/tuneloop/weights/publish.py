@@ -66,7 +66,6 @@ def publish_version(
     source: str | None = None,
     held: bool = False,
     encoding: codec.Encoding | Literal["chain"] | None = "chain",
-    threads: int | None = None,
     restore_bound: float = RESTORE_BOUND,
 ) -> Published:
     """Publish `directory` as `version` below `root` and move ``latest`` to it.
@@ -94,12 +93,11 @@ def publish_version(
         Corrupt: `base` is not the base version, or the chain in the store is damaged.
     """
     chain = Chain(root)
-    threads = threads or delta.thread_count()
     if chain.pointed is not None and chain.pointed.version > version:
         where = f"{chain.store.url} is at version {chain.pointed.version} already"
         raise PointerRewind("weights version", version, where)
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
-        attempt = _Attempt(chain, version, Path(directory), threads, Path(scratch), source)
+        attempt = _Attempt(chain, version, Path(directory), Path(scratch), source)
         if version in chain.versions:
             attempt.describe_full(held)
             return attempt.stand_by()
@@ -125,10 +123,8 @@ def publish_version(
 class _Attempt:
     """One attempt to publish: what is to be uploaded under which key, and the indexes that will describe it."""
 
-    def __init__(
-        self, chain: Chain, version: int, directory: Path, threads: int, scratch: Path, source: str | None
-    ) -> None:
-        self.chain, self.version, self.threads, self.scratch, self.source = chain, version, threads, scratch, source
+    def __init__(self, chain: Chain, version: int, directory: Path, scratch: Path, source: str | None) -> None:
+        self.chain, self.version, self.scratch, self.source = chain, version, scratch, source
         self.new = Checkpoint(directory)
         self.place = versions.get_version_directory(version)
         self.timings: dict[str, float] = {}
@@ -143,7 +139,7 @@ class _Attempt:
         clock = time.perf_counter()
         if base is None:
             base = self.scratch / "base"
-            materialize_version(self.chain.store, standing.version, base, threads=self.threads)
+            materialize_version(self.chain.store, standing.version, base)
         old = Checkpoint(Path(base))
         self.timings["base"] = time.perf_counter() - clock
         clock = time.perf_counter()
@@ -152,7 +148,7 @@ class _Attempt:
             raise _not_the_base(base, standing)
         if old.headers != self.new.headers:  # names, dtypes, shapes or files differ: only a full version can say that
             return
-        done = delta.write_delta(old, self.new, self.delta_path, encoding, self.new.size, self.threads)
+        done = delta.write_delta(old, self.new, self.delta_path, encoding, self.new.size)
         self.checksums = done.new
         self.timings["encode"] = time.perf_counter() - clock
         if done.old != before.checksums:
@@ -189,7 +185,7 @@ class _Attempt:
     def describe_full(self, held: bool) -> None:
         """Make the index of the version in full; where readers hold its weights, of all files but these."""
         if self.checksums is None:
-            self.checksums = delta.compute_checksums(self.new, self.threads)
+            self.checksums = delta.compute_checksums(self.new)
         files = self._files(self.checksums, held)
         stored = {name: file.stored for name, file in files.items()}
         self.full = Index(

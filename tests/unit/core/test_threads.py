@@ -7,8 +7,9 @@ from tuneloop.core.threads import map_ahead
 
 
 def test_it_is_map() -> None:
-    for count in range(4):
-        assert [*map_ahead(str, range(count))] == [*map(str, range(count))]
+    for count in range(9):
+        for threads in (1, 3):
+            assert [*map_ahead(str, range(count), threads)] == [*map(str, range(count))]
 
 
 def test_the_next_is_made_while_the_caller_has_one_in_hand_and_no_more() -> None:

@@ -40,7 +40,7 @@ def test_a_deterministic_engine_has_one_callers_requests_at_a_time(deterministic
 
     loop = EngineLoop(engine)
     requests = [Request(str(i), [1, 2], [7, 8]) for i in range(3)]
-    asked = [loop.generate(requests, Sampling(), 0, None, emit) for _ in range(4)]
+    asked = [loop.call(loop.generate, requests, Sampling(), 0, None, emit) for _ in range(4)]
     loop.start()
     try:
         assert over.wait(LIMIT_S)

@@ -169,10 +169,10 @@ def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch:
             assert answer.status_code == 503
             assert answer.json()["error"] == "waited 0.2 s; the engine sleeps; POST /wake_up"
         until(lambda: len(loop._held) == 2)
-        loop.call(lambda _: loop._release()).result(LIMIT_S)
+        loop.call(loop._release).result(LIMIT_S)
         assert len(loop._held) == 2 and loop.is_alive(), "it sleeps on"
         loop.asleep = loop.waking = False
-        loop.resume().result(LIMIT_S)
+        loop.call(loop.resume).result(LIMIT_S)
         assert not loop._held and loop.is_alive(), "what nobody waits for is dropped"
     loop.stop()
     loop.join(LIMIT_S)

@@ -12,7 +12,7 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs.retention import delete_leftovers, find_leftovers
 from tuneloop.runs.run_record import Run
 from tuneloop.stages.policy_update import policy_update
-from tuneloop.training.resident import RESIDENT
+from tuneloop.training.checkpoint import RESIDENT
 from tuneloop.weights.inspect import list_versions
 
 

@@ -133,7 +133,7 @@ def test_bad_parameters(prompts: str, tiny: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "c")
     with pytest.raises(UserError, match=r"--prompts: None: is required for tiny-qwen3"):
         base_model(out=out)
-    with pytest.raises(UserError, match=r"has no train\.parquet"):
+    with pytest.raises(UserError, match=r"holds no train\.parquet"):
         base_model(out=out, prompts=str(tiny.parent))
     with pytest.raises(UserError, match=r"base_model.vocab_size: 100"):
         base_model(out=out, prompts=prompts, vocab_size=100)

@@ -26,8 +26,8 @@ from tuneloop.stages.reward_model import reward_model
 from tuneloop.stages.rollout import rollout
 from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
+from tuneloop.training.checkpoint import RESIDENT
 from tuneloop.training.fetch import fetch_artifact
-from tuneloop.training.resident import RESIDENT
 
 TRAIN = {"max_steps": 1, "max_length": 256, "device": "cpu"}
 SAMPLE = {"engine": "transformers", "max_tokens": 2}

@@ -21,7 +21,7 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
-from tuneloop.training.resident import RESIDENT
+from tuneloop.training.checkpoint import RESIDENT
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -382,7 +382,7 @@ def test_bad_input(policy, tmp_path):
             run(out, policy, rewards, **options)
     with pytest.raises(UserError, match="greedy"):
         run(out, policy, rewards_artifact(tmp_path / "greedy", policy, sampling={"temperature": 0}))
-    with pytest.raises(UserError, match="holds no rollouts"):
+    with pytest.raises(UserError, match="has no rows"):
         run(out, policy, rewards_artifact(tmp_path / "none", policy, []))
     with pytest.raises(UserError, match="does not say its version"):
         run(out, policy, policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"))

@@ -21,13 +21,13 @@ from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
 from tuneloop.algorithms import grpo
 from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json, find_manifest
-from tuneloop.core.background import BACKGROUND
 from tuneloop.core.errors import Interrupted, UserError
+from tuneloop.core.threads import BACKGROUND
 from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
+from tuneloop.training.checkpoint import RESIDENT
 from tuneloop.training.old_checkpoints import STATE_FACT
-from tuneloop.training.resident import RESIDENT
 from tuneloop.weights.versions import Chain
 
 TERMS = {"algorithm_args": {"beta": 0.1}, "updates_per_batch": 2, "warmup_steps": 3, "learning_rate": 1e-2}

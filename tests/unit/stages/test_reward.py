@@ -130,11 +130,11 @@ def test_bad_parameters(tmp_path: Path, params: dict[str, Any], message: str) ->
 
 
 def test_bad_inputs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no rollouts"):
+    with pytest.raises(UserError, match=r"rollouts\.parquet': has no rows"):
         reward(out=str(tmp_path / "w"), rollouts=rollouts(tmp_path / "r", []))
     draft = Draft(str(tmp_path / "other"))
     draft.commit(stage="data_prep")
-    with pytest.raises(UserError, match=r"has no rollouts\.parquet"):
+    with pytest.raises(UserError, match=r"holds no rollouts\.parquet"):
         reward(out=str(tmp_path / "w"), rollouts=str(tmp_path / "other"))
 
 

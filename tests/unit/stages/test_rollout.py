@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from transformers import AutoModelForCausalLM
 from tests.policies import commit_policy, commit_prompts, model
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.formats.rollouts import SCHEMA
+from tuneloop.core.seeds import derive_seed, draw_indices
+from tuneloop.formats.rollouts import SCHEMA, open_rows, read_rows
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
-from tuneloop.inference.generate import Prompts, StaleWeights
+from tuneloop.inference.generate import COLUMNS, StaleWeights
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.reward import reward
-from tuneloop.stages.rollout import rollout, select_prompt_indices
+from tuneloop.stages.rollout import rollout
 
 SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 5}
 
@@ -113,14 +115,15 @@ def test_chat(tmp_path: Path, policy: Artifact) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 5), st.integers(0, 20))
 def test_batches_go_through_every_epoch(total: int, size: int, seed: int, iteration: int) -> None:
-    stream = [i for k in range(iteration + 1) for i in select_prompt_indices(total, size, seed, k)]
+    epochs = partial(derive_seed, seed, "prompts")
+    stream = [i for k in range(iteration + 1) for i in draw_indices(total, k * size, size, epochs)]
     for epoch in range(len(stream) // total):
         assert sorted(stream[epoch * total : (epoch + 1) * total]) == list(range(total))
-    assert stream[iteration * size :] == select_prompt_indices(total, size, seed, iteration)
+    assert stream[iteration * size :] == draw_indices(total, iteration * size, size, epochs)
 
 
 def test_epochs_differ() -> None:
-    assert len({tuple(select_prompt_indices(20, 20, 0, epoch)) for epoch in range(5)}) == 5
+    assert len({tuple(draw_indices(20, 20 * epoch, 20, partial(derive_seed, 0, "prompts"))) for epoch in range(5)}) == 5
 
 
 def test_wrong_weights_are_caught(tmp_path: Path, prompts: Artifact) -> None:
@@ -218,12 +221,12 @@ def test_bad_parameters(tmp_path: Path, policy: Artifact, prompts: Artifact, par
 def test_bad_data(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     with pytest.raises(UserError, match=r"train\.parquet.*has no rows"):
         run(tmp_path / "r", policy, commit_prompts(tmp_path / "empty", []))
-    with pytest.raises(UserError, match=r"has no train\.parquet"):
+    with pytest.raises(UserError, match=r"holds no train\.parquet"):
         run(tmp_path / "r", policy, policy)
     draft = Draft(str(tmp_path / "lacking"))
     pq.write_table(pq.read_table(prompts.path / "train.parquet").drop(["answer"]), draft.path / "train.parquet")
     draft.commit(stage="data_prep")
-    with pytest.raises(UserError, match="has no column answer"):
+    with pytest.raises(UserError, match="'answer': is not a column"):
         run(tmp_path / "r", policy, Artifact(str(tmp_path / "lacking")))
     with pytest.raises(UserError, match=r"prompts row p0: .*not a JSON list"):
         run(tmp_path / "r", policy, commit_prompts(tmp_path / "chat", ["hello"], chat=True), prompts_per_iteration=1)
@@ -269,7 +272,7 @@ def test_vllm_absent(tmp_path: Path, policy: Artifact, prompts: Artifact, monkey
 def test_prompts_come_from_any_row_group_in_any_order(tmp_path: Path) -> None:
     small = {"source_args": {"digits": 4}, "train": 2500, "eval": 1, "sft": 1}
     data_prep(out=str(tmp_path / "p"), **small)
-    train = Prompts(Artifact(str(tmp_path / "p")), "train")
-    assert train._file.num_row_groups == 3 and len(train) == 2500
+    train = open_rows(Artifact(str(tmp_path / "p")), "train.parquet", COLUMNS, "--prompts", "data_prep")
+    assert train.num_row_groups == 3 and train.metadata.num_rows == 2500
     places = [2499, 0, 1023, 1024, 0, 2048]
-    assert [row["id"] for row in train.rows(places)] == [f"train-{place:06d}" for place in places]
+    assert [row["id"] for row in read_rows(train, places, COLUMNS)] == [f"train-{place:06d}" for place in places]

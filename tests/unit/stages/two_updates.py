@@ -4,7 +4,7 @@ import sys
 
 from tests.unit.stages.test_replay import ROUNDED, loop
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.background import BACKGROUND
+from tuneloop.core.threads import BACKGROUND
 
 if __name__ == "__main__":
     BACKGROUND.beside = True

@@ -32,12 +32,8 @@ Done = Callable[[int], None]
 
 
 class Engine(Protocol):
-    """Generates and scores.
-
-    Attributes:
-        version, digest: of the checkpoint whose weights are served; -1 and "" before the first `load`,
-            and after one that failed half-way.
-    """
+    """Generates and scores. `version`, `digest`: of the checkpoint whose weights are served; -1 and "" before the first
+    `load`, and after one that failed half-way."""
 
     name: str
     context: int
@@ -74,10 +70,7 @@ class Remote(Engine, Protocol):
 
 
 def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
-    """Refuse arguments that the engine `name` cannot take; of one that is not tuneloop's nothing is known here.
-
-    Raises:
-        UserError: with `prefix` and the argument's name as the field.
-    """
+    """Refuse arguments that the engine `name` cannot take; of one that is not tuneloop's nothing is known here. Raises
+    UserError: with `prefix` and the argument's name as the field."""
     if name in plugins.list_shipped_variants("engines"):
         plugins.load_variant("engines", name, "check_engine_args")(args, prefix)

@@ -109,10 +109,7 @@ class Client:
         self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done, **more: Any
     ) -> None:
         """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there.
-
-        Args:
-            more: of the request's body.
-        """
+        `more`: of the request's body."""
 
         longest = max((len(request.prompt_ids) for request in requests.values()), default=0)
         size = min(PROMPTS, TOKENS // max(longest, 1)) or 1

@@ -104,9 +104,10 @@ class Follower(threading.Thread):
 
     def verify(self) -> tuple[int, Readback]:
         """Compare all that the engine holds with its files, and return the version that is served with the result."""
+        engine = self.loop.engine
         with self._one:
-            comparison = self.loop.call(lambda engine: (engine.version, read_back(engine.engine, self.directory)))
-            return comparison.result()  # type: ignore[no-any-return]
+            comparison = self.loop.call(lambda: (engine.version, read_back(engine.engine, self.directory)))
+            return comparison.result()
 
     def _look(self) -> None:
         latest = pointer.read_pointer(self.store)
@@ -138,15 +139,12 @@ class Follower(threading.Thread):
                 return  # a step that changed nothing gives another version the same digest
             self.pulled = {}
             comparisons: list[Readback] = []
-            change = self.loop.change(
-                self.directory,
-                version,
-                digest,
-                self.mode,
-                lambda e: comparisons.append(prove_tensors(e, self.directory)),
-            )
+
+            def prove(engine: Vllm) -> None:
+                comparisons.append(prove_tensors(engine, self.directory))
+
             try:
-                took = change.result()
+                took = self.loop.call(self.loop.change, self.directory, version, digest, self.mode, prove).result()
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
@@ -161,11 +159,8 @@ class Follower(threading.Thread):
 
 
 def prove_tensors(engine: Vllm, model: Path) -> Readback:
-    """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served.
-
-    Raises:
-        RuntimeError: it is not, or for some tensors nobody can tell.
-    """
+    """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served. Raises RuntimeError:
+    it is not, or for some tensors nobody can tell."""
     comparison = read_back(engine.engine, model, PROBE)
     for names, what in ((comparison.different, "differ"), (comparison.unread, "cannot be read back from this engine")):
         if names:

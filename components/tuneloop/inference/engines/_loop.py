@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Completion, Request
@@ -25,16 +25,14 @@ from tuneloop.inference.refusals import Refused
 
 Mode = Literal["wait", "keep"]
 """What becomes of running requests when weights change, in vLLM's words."""
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 @dataclass
 class Ticket:
-    """An admitted group of requests.
-
-    Attributes:
-        emit: called on the engine's thread with (index of a request, its completions), with (index, (number of a
-            completion, `Tokens`)) for what is streamed, or with (-1, what went wrong).
-    """
+    """An admitted group of requests. `emit`: called on the engine's thread with (index of a request, its completions),
+    with (index, (number of a completion, `Tokens`)) for what is streamed, or with (-1, what went wrong)."""
 
     number: int
     emit: Callable[[int, Any], None]
@@ -46,11 +44,9 @@ class Ticket:
 
 
 class EngineLoop(threading.Thread):
-    """Serves an engine to many callers; all methods but `run` may be called from any thread.
-
-    Attributes:
-        failed: called once the engine has failed: nothing is served by this process any more.
-    """
+    """Serves an engine to many callers. `call`, `cancel`, `stop` and `trouble` are for any thread; what else is public
+    runs on the engine's, by `call`. `failed`: called once the engine has failed: nothing is served by this process any
+    more."""
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)
@@ -77,42 +73,39 @@ class EngineLoop(threading.Thread):
 
     def change(
         self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
-    ) -> Future[dict[str, float]]:
+    ) -> dict[str, float]:
         """Change to the weights of a model directory.
 
         Args:
             check: runs after the change, before a request sees the new weights; what it raises poisons the engine
                 until a later change succeeds.
 
-        The future holds seconds: ``drain``, in which what ran finished and nothing was admitted; then ``change`` and
-        ``check``, in which nothing was stepped: the pause.
+        Returns:
+            seconds: ``drain``, in which what ran finished and nothing was admitted; then ``change`` and ``check``, in
+            which nothing was stepped: the pause.
         """
-
-        def work() -> dict[str, float]:
-            begun = time.perf_counter()
-            if mode == "wait" and not self.paused:
-                self._drain()
-            if self.broken:
-                raise Refused(503, self.trouble)
-            drained = time.perf_counter()
-            failure: Exception | None = None
-            try:
-                self.engine.change(model, version, digest)
-                changed = time.perf_counter()
-                if check is not None:
-                    check(self.engine)
-            except UserError:
-                raise
-            except Exception as error:
-                self.engine.poison()
-                failure = error
-            self.waking = self.asleep
-            self._release()  # after a failure they are refused, until a version is loaded
-            if failure:
-                raise Refused(503, f"loading version {version} failed ({failure}); load a version again") from failure
-            return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
-
-        return self._command(work)
+        begun = time.perf_counter()
+        if mode == "wait" and not self.paused:
+            self._drain()
+        if self.broken:
+            raise Refused(503, self.trouble)
+        drained = time.perf_counter()
+        failure: Exception | None = None
+        try:
+            self.engine.change(model, version, digest)
+            changed = time.perf_counter()
+            if check is not None:
+                check(self.engine)
+        except UserError:
+            raise
+        except Exception as error:
+            self.engine.poison()
+            failure = error
+        self.waking = self.asleep
+        self._release()  # after a failure they are refused, until a version is loaded
+        if failure:
+            raise Refused(503, f"loading version {version} failed ({failure}); load a version again") from failure
+        return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
 
     def generate(
         self,
@@ -121,80 +114,74 @@ class EngineLoop(threading.Thread):
         version: int | None,
         min_version: int | None,
         emit: Callable[[int, Any], None],
-        *,
-        prompt_logprobs: bool = False,
-        stream: bool = False,
-    ) -> Future[Ticket]:
+        **how: bool,
+    ) -> Ticket:
         """Admit requests, if the version that is served then satisfies the caller.
 
         A deterministic engine has one caller's at a time: those of another wait until these have finished.
 
-        The future raises `Refused`: 409 for another version, 503 where nothing is served, 400 for bad requests.
+        Args:
+            how: ``prompt_logprobs`` and ``stream``, as `Vllm.submit` takes them.
+
+        Raises:
+            Refused: 409 for another version, 503 where nothing is served, 400 for bad requests.
         """
-        how = {"prompt_logprobs": prompt_logprobs, "stream": stream}
+        if self.engine.deterministic:
+            self._drain()
+        self._check(version, min_version)
+        self.engine.begin_batch()
+        ticket = Ticket(next(self._numbers), emit)
+        try:
+            for i, request in enumerate(requests):
+                ticket.waiting[i] = [None] * len(request.seeds)
+                for j, seed in enumerate(request.seeds):
+                    self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
+        except ValueError as error:
+            self.engine.abort(ticket.keys)
+            raise Refused(400, f"request {i}: {error}") from error
+        self._tickets[ticket.number] = ticket
+        return ticket
 
-        def work() -> Ticket:
-            if self.engine.deterministic:
-                self._drain()
-            self._check(version, min_version)
-            self.engine.begin_batch()
-            ticket = Ticket(next(self._numbers), emit)
-            try:
-                for i, request in enumerate(requests):
-                    ticket.waiting[i] = [None] * len(request.seeds)
-                    for j, seed in enumerate(request.seeds):
-                        self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
-            except ValueError as error:
-                self.engine.abort(ticket.keys)
-                raise Refused(400, f"request {i}: {error}") from error
-            self._tickets[ticket.number] = ticket
-            return ticket
-
-        return self._command(work, pausable=True)
-
-    def pause(self, mode: Mode) -> Future[None]:
+    def pause(self, mode: Mode) -> None:
         """Generate nothing until `resume`: what runs finishes first (``wait``) or stays where it is (``keep``); who
         comes meanwhile waits."""
-
-        def work() -> None:
-            if mode == "wait" and not self.paused:
-                self._drain()
-            self.paused = True
-
-        return self._command(work)
-
-    def resume(self) -> Future[None]:
-        """Go on after `pause`, or do nothing."""
-
-        def work() -> None:
-            self.paused = False
-            self._release()
-
-        return self._command(work)
-
-    def sleep(self, level: int) -> Future[None]:
-        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says; who comes waits."""
-
-        def work() -> None:
+        if mode == "wait" and not self.paused:
             self._drain()
-            self.engine.sleep(level)
-            self.asleep = self.waking = True
+        self.paused = True
 
-        return self._command(work)
+    def resume(self) -> None:
+        """Go on after `pause`, or do nothing."""
+        self.paused = False
+        self._release()
 
-    def wake_up(self) -> Future[None]:
+    def sleep(self, level: int) -> None:
+        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says; who comes waits."""
+        self._drain()
+        self.engine.sleep(level)
+        self.asleep = self.waking = True
+
+    def wake_up(self) -> None:
         """Take the device's memory again; where the weights are gone, who waits does so until they are loaded."""
+        self.engine.wake_up()
+        self.asleep, self.waking = False, self.waking and not self.engine.digest
+        self._release()
 
-        def work() -> None:
-            self.engine.wake_up()
-            self.asleep, self.waking = False, self.waking and not self.engine.digest
-            self._release()
+    def call(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
+        """Run `work` on the engine's thread in its turn, between two steps; `generate` not while it is paused or the
+        engine away."""
+        answer: Future[Result] = Future()
 
-        return self._command(work)
+        def execute() -> None:
+            if work == self.generate and (self.paused or self.waking):
+                self._held.append(execute)
+            elif answer.set_running_or_notify_cancel():  # else nobody waits any more
+                try:
+                    answer.set_result(work(*args, **kwargs))
+                except Exception as error:
+                    answer.set_exception(error)
 
-    def call(self, work: Callable[[Vllm], Any]) -> Future[Any]:
-        """Run `work` on the engine's thread, between two steps."""
-        return self._command(lambda: work(self.engine))
+        self._inbox.put(execute)
+        return answer
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what is still running of requests that nobody waits for any more."""
@@ -214,22 +201,6 @@ class EngineLoop(threading.Thread):
                 self._inbox.get()()
             if not self.paused:
                 self._step()
-
-    def _command(self, work: Callable[[], Any], *, pausable: bool = False) -> Future[Any]:
-        """Run `work` on this thread in its turn; if it is `pausable`, not while it is paused or the engine away."""
-        answer: Future[Any] = Future()
-
-        def execute() -> None:
-            if pausable and (self.paused or self.waking):
-                self._held.append(execute)
-            elif answer.set_running_or_notify_cancel():  # else nobody waits any more
-                try:
-                    answer.set_result(work())
-                except Exception as error:
-                    answer.set_exception(error)
-
-        self._inbox.put(execute)
-        return answer
 
     def _release(self) -> None:
         """Admit those who wait, unless they have to wait on."""

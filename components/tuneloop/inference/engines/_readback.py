@@ -38,11 +38,8 @@ class Readback:
 
 
 def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
-    """Compare all tensors below `model` with those in `engine`, as loaded: cast to the engine's dtype.
-
-    Args:
-        every: of packed layers, look at one column in so many.
-    """
+    """Compare all tensors below `model` with those in `engine`, as loaded: cast to the engine's dtype. `every`: of
+    packed layers, look at one column in so many."""
     ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
     different = sorted(name for name in ranks[0] if any(rank[name] is False for rank in ranks))
     unread = sorted({name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different})

@@ -64,11 +64,7 @@ class Replicas:
 
     def call_each(self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None) -> None:
         """Do `work` with all replicas at the same time; one that is lost meanwhile is left out from then on. What
-        `poll` raises ends the wait.
-
-        Raises:
-            Retryable: all are lost, and the last did not come back.
-        """
+        `poll` raises ends the wait. Raises Retryable: all are lost, and the last did not come back."""
         pending = list(self.live)
         while pending:
             for client in pending:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,10 +25,10 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
+from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
-from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
-from tuneloop.inference.engines._partial import Partial, Piece, Whole
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
@@ -79,11 +79,8 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
-    """Check `args`, and return them as options.
-
-    Raises:
-        UserError: an unknown or impossible one, with `prefix` and its name as the field.
-    """
+    """Check `args`, and return them as options. Raises UserError: an unknown or impossible one, with `prefix` and its
+    name as the field."""
     try:
         return Options(**args)
     except ValidationError as error:
@@ -107,6 +104,49 @@ class Lost(RuntimeError):
     """This attempt came to nothing; another may not. `about` is what was sent, as the hook left it."""
 
     about: Mapping[str, Any] | None = None
+
+
+class Piece(BaseModel, strict=True):
+    """Tokens of one completion."""
+
+    index: int = Field(ge=0)
+    ids: Ids
+    logprobs: list[float]
+    version: int
+
+
+class Whole(BaseModel, strict=True):
+    """Completions that have ended."""
+
+    index: int = Field(ge=0)
+    completions: list[dict[str, Any]] = Field(min_length=1)
+
+
+@dataclass
+class Partial:
+    """What is known of one completion so far; `versions` has one a token."""
+
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    done: Completion | None = None
+
+    def extend(self, piece: Piece) -> None:
+        """Take the tokens of a piece."""
+        self.ids += piece.ids
+        self.logprobs += piece.logprobs
+        self.versions += [piece.version] * len(piece.ids)
+
+    def find_end(self, sampling: Sampling) -> str:
+        """Return the finish reason of a completion that needs no further token, else nothing."""
+        if self.ids and self.ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.ids) >= sampling.max_tokens else ""
+
+    def derive_next_seed(self) -> int:
+        """Derive the seed of a request that goes on from here: the stream of the first would repeat itself."""
+        return derive_seed(self.seed, "continue", len(self.ids)) if self.ids else self.seed
 
 
 class Endpoint:

@@ -31,10 +31,7 @@ ARGS = ("dtype", "max_model_len", "max_num_seqs", "attn_implementation")
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Make the engine; `args` may hold vLLM's dtype, max_model_len, max_num_seqs, transformers' attn_implementation.
-
-    Raises:
-        UserError: another argument, or an endpoint.
-    """
+    Raises UserError: another argument, or an endpoint."""
     if endpoint:
         raise UserError("--endpoint", endpoint, "the transformers engine runs in process; leave the endpoint out")
     check_engine_args(args)
@@ -42,11 +39,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
-    """Refuse what `open_engine` does not know.
-
-    Raises:
-        UserError: with `prefix` and the argument's name as the field.
-    """
+    """Refuse what `open_engine` does not know. Raises UserError: with `prefix` and the argument's name as the field."""
     for name in args.keys() - set(ARGS):
         raise UserError(f"{prefix}{name}", args[name], f"engine transformers knows only {', '.join(ARGS)}")
 

@@ -73,11 +73,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
-    """Refuse what tuneloop sets itself.
-
-    Raises:
-        UserError: with `prefix` and the argument's name as the field.
-    """
+    """Refuse what tuneloop sets itself. Raises UserError: with `prefix` and the argument's name as the field."""
     for name in args.keys() & set(OURS):
         raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
     if not isinstance(value := args.get(DETERMINISTIC, False), bool):
@@ -85,11 +81,8 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
 
 
 def check_here(args: Mapping[str, Any], prefix: str) -> None:
-    """Refuse what the vLLM that is installed here does not know: by its source, for importing it takes seconds.
-
-    Raises:
-        UserError: as `check_engine_args`.
-    """
+    """Refuse what the vLLM that is installed here does not know: by its source, for importing it takes seconds. Raises
+    as `check_engine_args`."""
     spec = importlib.util.find_spec("vllm")
     if not args or spec is None or spec.origin is None:
         return
@@ -126,11 +119,8 @@ class Vllm:
         self._streamed: dict[str, Tokens] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Start on, or change in place to, the weights of `policy`.
-
-        Raises:
-            UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
-        """
+        """Start on, or change in place to, the weights of `policy`. Raises UserError: vLLM is absent, refuses an
+        argument, or runs a model of another shape."""
         wanted = policy.manifest.facts["version"], policy.manifest.digest
         if (self.version, self.digest) != wanted or force:
             self.change(policy.part("model"), *wanted)
@@ -209,10 +199,7 @@ class Vllm:
 
     def sleep(self, level: int) -> None:
         """Give back the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them.
-
-        Raises:
-            UserError: the device cannot, or the engine was not started for it.
-        """
+        Raises UserError: the device cannot, or the engine was not started for it."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_sleep_mode_available():

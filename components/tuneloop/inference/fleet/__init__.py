@@ -92,11 +92,8 @@ class Fleet(Protocol):
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet that `url` names; nothing is asked yet.
-
-    Raises:
-        UserError: an unknown scheme, or a URL that the backend does not understand.
-    """
+    """Open the fleet that `url` names; nothing is asked yet. Raises UserError: an unknown scheme, or a URL that the
+    backend does not understand."""
     scheme, address, _ = url.partition("://")
     name, known = URLS.get(scheme, scheme), plugins.list_variants("fleet")
     if not address or name not in known:

@@ -110,10 +110,7 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
 
 def find_api_version(cluster: connection.Connection) -> str:
     """Find the newest version of the API that the cluster has; where the account may not ask (403), it counts as there.
-
-    Raises:
-        UserError: the operator's definitions are not installed.
-    """
+    Raises UserError: the operator's definitions are not installed."""
     for version in VERSIONS:
         try:
             if any(kind.name == PLURAL for kind in cluster.custom.get_api_resources(GROUP, version).resources):

@@ -56,11 +56,8 @@ class LLMBackend(ABC):
 
     @abstractmethod
     def validate(self) -> None:
-        """Find what is known to fail before anything is started.
-
-        Raises:
-            UserError: an option that is missing or impossible.
-        """
+        """Find what is known to fail before anything is started. Raises UserError: an option that is missing or
+        impossible."""
 
     def to_runtime_args(self) -> list[str]:
         """Return its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
@@ -95,20 +92,14 @@ def register_backend(name: str) -> Callable[[Backend], Backend]:
 
 
 def load_backend(name: str) -> type[LLMBackend]:
-    """Load the backend registered as `name`, or at a dotted path ``package.module:Class``.
-
-    Raises:
-        UserError: there is none, or two have one name.
-    """
+    """Load the backend registered as `name`, or at a dotted path ``package.module:Class``. Raises UserError: there is
+    none, or two have one name."""
     return list_backends().get(name) or plugins.load_variant("backends", name)
 
 
 def list_backends() -> Mapping[str, type[LLMBackend]]:
-    """Return all backends by name: those that ship with tuneloop, and those of entry points.
-
-    Raises:
-        UserError: two have one name.
-    """
+    """Return all backends by name: those that ship with tuneloop, and those of entry points. Raises UserError: two have
+    one name."""
     for name in plugins.list_shipped_variants("backends"):
         plugins.load_variant("backends", name)  # which registers it
     for entry in entry_points(group="tuneloop.backends"):
@@ -117,11 +108,8 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
 
 
 def run_here(backend: LLMBackend) -> int:
-    """Run all its processes on this machine, pass SIGTERM and SIGINT on to them, and return the exit code.
-
-    Raises:
-        UserError: an option that the backend refuses, or several nodes.
-    """
+    """Run all its processes on this machine, pass SIGTERM and SIGINT on to them, and return the exit code. Raises
+    UserError: an option that the backend refuses, or several nodes."""
     backend.validate()
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, f"this is one machine; say 1, and processes={backend.nodes}")

@@ -70,11 +70,8 @@ def gather_tensor(value: Tensor) -> Tensor:
 
 
 class _Plan:
-    """Which tensors go where: known to every rank from the model's configuration alone.
-
-    Attributes:
-        wanted: name → a tensor without data, of the shape and dtype that is written.
-    """
+    """Which tensors go where: known to every rank from the model's configuration alone. `wanted`: name → a tensor
+    without data, of the shape and dtype that is written."""
 
     def __init__(self, model: Any, dtype: torch.dtype, target: Path) -> None:
         import copy

@@ -257,11 +257,8 @@ class Policy:
 
 
 def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any) -> Any:
-    """Open a model of transformers: a causal language model, or one with another `head`.
-
-    Raises:
-        UserError: the directory's model, or this way of attention, is none that can be loaded.
-    """
+    """Open a model of transformers: a causal language model, or one with another `head`. Raises UserError: the
+    directory's model, or this way of attention, is none that can be loaded."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 

@@ -46,7 +46,7 @@ class Trainer(Policy):
         super().__init__(model, ranks, **about)
         self.optimization, self.step = optimization, 0
         self._traffic: dict[str, float] = {}
-        self._bed: Bed | None = None
+        self._homes: dict[int, torch.device] | None = None  # while it sleeps: address on the host → device
         self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
@@ -115,26 +115,57 @@ class Trainer(Policy):
         return whole, rate
 
     def sleep(self) -> None:
-        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device."""
-        if self._bed is not None:
-            raise RuntimeError("the trainer sleeps already")
-        self._bed = Bed(self.model, self.optimizer, self.ranks.device)
-        self._bed.take()
+        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device.
+
+        They, and buffers, move tensor by tensor, each back to where it came from: a state that comes back to another
+        device than its parameter's fails at the next step, or worse, trains on. On CUDA the host's copies are pinned,
+        so that the copy goes at the speed of the bus. On a CPU they move from one place of the host's memory to
+        another: a stand-in that gives back nothing.
+        """
+        self._be_awake("the trainer sleeps already")
+        homes = self._homes = {}
+
+        def put_out(tensor: Tensor) -> Tensor:
+            if _address(tensor) in homes or tensor.device.type != self.ranks.device.type:  # tied to one, or offloaded
+                return tensor
+            if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+            else:
+                host = tensor.detach().to("cpu", copy=True)
+            homes[_address(host)] = tensor.device
+            return host
+
+        self._move(put_out)
 
     def wake(self) -> None:
         """Undo `sleep`: every tensor is back on its own device, with the same bits."""
-        if self._bed is None:
+        if (homes := self._homes) is None:
             raise RuntimeError("the trainer does not sleep")
-        self._bed.give()
-        self._bed = None
+
+        def put_back(tensor: Tensor) -> Tensor:
+            home = homes.pop(_address(tensor), None)
+            return tensor if home is None else tensor.detach().to(home, copy=True)
+
+        self._move(put_back)
+        self._homes = None
+
+    def _move(self, how: Callable[[Tensor], Tensor]) -> None:
+        self.model._apply(how)  # parameters stay the same objects, for the optimizer knows them by identity
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = how(value)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def _logits(self, batch: Batch) -> Tensor:
         self._be_awake()
         return super()._logits(batch)
 
-    def _be_awake(self) -> None:
-        if self._bed is not None:
-            raise RuntimeError("the trainer sleeps: wake it first")
+    def _be_awake(self, otherwise: str = "the trainer sleeps: wake it first") -> None:
+        if self._homes is not None:
+            raise RuntimeError(otherwise)
 
     def save(self, directory: Path) -> None:
         """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
@@ -176,52 +207,6 @@ class Trainer(Policy):
                 own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
         return state
-
-
-class Bed:
-    """Where a trainer's state lies, in the host's memory, while another run uses the device.
-
-    Parameters, gradients, buffers and the optimizer's state move tensor by tensor, each back to where it came from: a
-    state that comes back to another device than its parameter's fails at the next step, or worse, trains on. On CUDA
-    the host's copies are pinned, so that the copy goes at the speed of the bus. On a CPU they move from one place of
-    the host's memory to another: a stand-in that gives back nothing.
-    """
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self.model, self.optimizer, self.device = model, optimizer, device
-        self._homes: dict[int, torch.device] = {}  # address on the host → device
-
-    def take(self) -> None:
-        """Move the state to the host; back when the device has done it."""
-        self._move(self._out)
-
-    def give(self) -> None:
-        """Move the state back, likewise."""
-        self._move(self._back)
-
-    def _move(self, how: Callable[[Tensor], Tensor]) -> None:
-        self.model._apply(how)  # parameters stay the same objects, for the optimizer knows them by identity
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = how(value)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-
-    def _out(self, tensor: Tensor) -> Tensor:
-        if _address(tensor) in self._homes or tensor.device.type != self.device.type:  # tied to one, or offloaded
-            return tensor
-        if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
-        else:
-            host = tensor.detach().to("cpu", copy=True)
-        self._homes[_address(host)] = tensor.device
-        return host
-
-    def _back(self, tensor: Tensor) -> Tensor:
-        home = self._homes.pop(_address(tensor), None)
-        return tensor if home is None else tensor.detach().to(home, copy=True)
 
 
 def _local(tensor: Tensor) -> Tensor:
