@@ -10,9 +10,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tests.waiting import until
-from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob
+from tuneloop.argo.lint import lint_workflow
+from tuneloop.argo.trainjob import (
+    as_job,
+    as_jobset,
+    as_rayjob,
+    as_trainjob,
+    as_workflow,
+    build_raycluster,
+    build_rayservice,
+    prepare_rayjob,
+)
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
 from tuneloop.stages.preference import preference
@@ -218,6 +229,46 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
     assert json.dumps(job)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "kind", "ends"),
+    [
+        (1, "Job", ("status.succeeded > 0", "status.failed > 0")),
+        (2, "JobSet", ("status.terminalState = Completed", "status.terminalState = Failed")),
+    ],
+)
+def test_without_the_trainer_initializers_are_steps_of_argo(nodes: int, kind: str, ends: tuple[str, str]) -> None:
+    made = Trl(nodes=nodes, args=FULL)
+    workflow = as_workflow(made, "tune", Cluster(), dataset="s3://b/d#sft.parquet", model="s3://b/m#model")
+    assert not lint_workflow(workflow)
+    templates = {each["name"]: each for each in workflow["spec"]["templates"]}
+    tasks = {each["name"]: each.get("depends", "") for each in templates["main"]["dag"]["tasks"]}
+    assert tasks == {
+        "dataset-initializer": "",
+        "model-initializer": "",
+        "node": "dataset-initializer && model-initializer",
+    }
+    words = {name: each["container"]["args"] for name, each in templates.items() if "container" in each}
+    assert words == {
+        "dataset-initializer": ["--messages", "--into", "/workspace/dataset", "s3://b/d#sft.parquet"],
+        "model-initializer": ["--into", "/workspace/model", "s3://b/m#model"],
+    }
+    resource = templates["node"]["resource"]
+    assert (resource["successCondition"], resource["failureCondition"]) == ends
+    job = yaml.safe_load(resource["manifest"])
+    assert (job["kind"], job["metadata"]["name"]) == (kind, "{{workflow.name}}")
+    group = job["spec"]["replicatedJobs"][0]["template"] if nodes > 1 else job
+    pod = group["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"] == made.to_args()
+    for volumes, mounts in (
+        (templates["model-initializer"]["volumes"], templates["model-initializer"]["container"]["volumeMounts"]),
+        (pod["volumes"], pod["containers"][0]["volumeMounts"]),
+    ):
+        assert {"name": "workspace", "persistentVolumeClaim": {"claimName": "tuneloop-workspace"}} in volumes
+        assert {"name": "workspace", "mountPath": "/workspace"} in mounts
+    alone = as_workflow(made, "tune", Cluster(), model="s3://b/m#model")["spec"]["templates"]
+    assert [each["name"] for each in alone] == ["node", "model-initializer", "main"]
+
+
 def test_a_signal_reaches_what_runs_here(tmp_path: Path) -> None:
     class Waits(Echo):
         def to_command(self) -> list[str]:
@@ -277,6 +328,13 @@ def test_data_prep_as_a_rayjob() -> None:
     trains = as_rayjob(Native(nodes=2, args={"policy": "p", "prompts": "q", "checkpoint": "c"}), "t", EIGHT)
     (trainer,) = trains["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "8" and "--gpus 8" in trains["spec"]["entrypoint"]
+    cluster = build_raycluster("try", EIGHT, 3)
+    service = build_rayservice([{"name": "llm", "import_path": "mine:app"}], "answers", EIGHT, 3)
+    assert cluster["spec"]["headGroupSpec"] == trains["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 2
+    assert service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == 2
+    assert yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["import_path"] == "mine:app"
+    assert service["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tuneloop-samplers"
     with pytest.raises(UserError, match=r"data_prep\.trian: 9: unknown"):
         prepare_rayjob({"trian": 9, "prompts": "p"}, "rows", Cluster())
     with pytest.raises(UserError, match="prompts: None: is required"):
