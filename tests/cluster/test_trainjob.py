@@ -29,6 +29,7 @@ from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends.native import Native
+from tuneloop.training.backends.torchtune import RUNTIMES, Lora, Torchtune, TorchtuneConfig
 from tuneloop.training.backends.trl import Trl
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -127,6 +128,21 @@ def test_kuberay_takes_what_is_rendered_for_it(cluster: Connection, tmp_path: Pa
     path.write_text(dump_manifest(manifest))
     assert kubectl(*own).strip() == f"{kind.lower()}.ray.io/{manifest['metadata']['name']}"
     path.write_text(dump_manifest({**manifest, "spec": {**manifest["spec"], "nothing": 1}}))
+    assert not kubectl(*own, check=False)
+
+
+@pytest.mark.parametrize("model", RUNTIMES)
+def test_the_trainer_takes_torchtunes_jobs(
+    cluster: Connection, workspace: None, run: str, tmp_path: Path, model: str
+) -> None:
+    config = TorchtuneConfig(epochs=1, model=Lora(lora_rank=8))
+    job = as_trainjob(Torchtune(model=model, config=config), run, SMALL, model="s3://b/m#model")
+    path = tmp_path / "manifest.yaml"
+    own = ["-n", cluster.namespace, "create", "--dry-run=server", "--validate=strict", "-o=name", "-f", str(path)]
+    path.write_text(dump_manifest(job))
+    assert kubectl(*own).strip() == f"trainjob.trainer.kubeflow.org/{run}"
+    job["spec"]["runtimeRef"]["name"] = "tuneloop-torchtune"  # a name without a model
+    path.write_text(dump_manifest(job))
     assert not kubectl(*own, check=False)
 
 

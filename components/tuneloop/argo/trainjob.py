@@ -39,7 +39,7 @@ def as_trainjob(
     Args:
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
             see `tuneloop.training.fetch`.
-        runtime: name of the runtime; default: ``tuneloop-<framework>``.
+        runtime: name of the runtime; default: the backend's own.
 
     Raises:
         UserError: an option that the backend refuses; devices that it should share.
@@ -47,7 +47,7 @@ def as_trainjob(
     backend.validate()
     if cluster.share:
         raise UserError("cluster.share.group", cluster.share.group, "no claim reaches a TrainJob: render a JobSet")
-    container = pod_spec("trainer", "trainer", [], [], cluster)["containers"][0]
+    container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     place = {"spec": cluster.trainer.place} if cluster.trainer.place else {}
     labels = _labels(run)
     initializer = {part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri}
@@ -56,7 +56,7 @@ def as_trainjob(
         "kind": "TrainJob",
         "metadata": {"name": name, "labels": {**labels, **cluster.build_queue_labels("trainer")}},
         "spec": {
-            "runtimeRef": {"name": runtime or f"tuneloop-{backend.framework()}"},
+            "runtimeRef": {"name": runtime or backend.get_runtime_name()},
             "labels": labels,
             "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}, **place}],
             **({"initializer": initializer} if initializer else {}),
@@ -235,7 +235,7 @@ def prepare_rayjob(
 def _pod(backend: LLMBackend, name: str, cluster: Cluster, workspace: str) -> dict[str, Any]:
     backend.validate()
     ranks = ranks_env(name, backend.nodes, backend.processes)
-    pod = pod_spec("trainer", "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
+    pod = pod_spec(backend.image, "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
     if workspace:
         pod["volumes"].append({"name": "workspace", "persistentVolumeClaim": {"claimName": workspace}})
         pod["containers"][0]["volumeMounts"].append({"name": "workspace", "mountPath": WORKSPACE})

@@ -30,7 +30,16 @@ from tuneloop.stages.preference import preference
 from tuneloop.stages.sft import sft
 from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend, run_here
 from tuneloop.training.backends.native import Native
-from tuneloop.training.backends.torchtune import LORA, MANAGED, QUANTIZED, Torchtune
+from tuneloop.training.backends.torchtune import (
+    LORA,
+    MANAGED,
+    QUANTIZED,
+    RUNTIMES,
+    InstructDataset,
+    Lora,
+    Torchtune,
+    TorchtuneConfig,
+)
 from tuneloop.training.backends.trl import Trl, score
 from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import AcceleratorResources, Cluster
@@ -162,6 +171,47 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
     assert made.to_runtime_args() == made.to_args()[3:] == [f"{name}={encode_value(of)}" for name, of in on.items()]
 
 
+def test_torchtunes_typed_configuration_has_the_arguments_of_kubeflows_sdk() -> None:
+    lora = Lora(apply_lora_to_mlp=True, apply_lora_to_output=False, lora_rank=8, lora_alpha=16, lora_dropout=0.5)
+    columns = {"input": "prompt", "output": "completion"}
+    rows = InstructDataset(
+        source="parquet", split="train[:10%]", train_on_input=False, new_system_prompt="Add.", column_map=columns
+    )
+    loss = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+    config = TorchtuneConfig(dtype="bf16", batch_size=4, epochs=2, loss=loss, model=lora, dataset=rows)
+    expected = [
+        *("dtype=bf16", "batch_size=4", "epochs=2", f"loss={loss}"),
+        *("model.apply_lora_to_mlp=True", "model.apply_lora_to_output=False", "model.lora_rank=8"),
+        *("model.lora_alpha=16", "model.lora_dropout=0.5", "model.lora_attn_modules=[q_proj,v_proj,output_proj]"),
+        *("dataset=torchtune.datasets.instruct_dataset", "dataset.source=parquet", "dataset.split=train[:10%]"),
+        *("dataset.train_on_input=False", "dataset.new_system_prompt=Add."),
+        "dataset.column_map={'input': 'prompt', 'output': 'completion'}",
+    ]
+    for given in (config, config.model_dump(exclude_none=True)):
+        made = Torchtune(config=given)
+        assert made.to_runtime_args() == expected
+        assert made.recipe() == ("lora_finetune_single_device", "llama3_2/1B_lora_single_device")
+    quantized = Torchtune(config={"model": {"quantize_base": True, "use_dora": False}}, args={"epochs": 3})
+    assert quantized.recipe()[1] == "llama3_2/1B_qlora_single_device"
+    assert quantized.to_runtime_args()[0] == "model.quantize_base=True" and "epochs=3" in quantized.to_args()
+
+
+def test_every_torchtune_job_has_a_runtime_and_the_image() -> None:
+    component = Path(__file__).parents[3] / "manifests" / "components" / "trainer"
+    shipped = yaml.safe_load((component / "kustomization.yaml").read_text())["resources"]
+    for model in RUNTIMES:
+        made = Torchtune(model=model, processes=8)
+        job = as_trainjob(made, "job", Cluster())
+        assert job["spec"]["trainer"]["image"] == "tuneloop/torchtune:dev"
+        name = job["spec"]["runtimeRef"]["name"].removeprefix("tuneloop-")
+        assert f"torchtune/{name}" in shipped
+        told = yaml.safe_load((component / "torchtune" / name / "kustomization.yaml").read_text())
+        command = yaml.safe_load(told["patches"][0]["patch"])[1]["value"]
+        assert command[:2] == made.to_command()
+        taken = {word.partition("=")[0] for word in command if "=" in word}
+        assert taken >= {*MANAGED} - {"tokenizer.merges_file"} and taken <= {*MANAGED}
+
+
 @pytest.mark.parametrize(
     ("made", "told"),
     [
@@ -175,6 +225,10 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
             (Torchtune(model="llama3_3/70B", nodes=2, args={name: [1]}), "must be 1 with LoRA")
             for name in (LORA, QUANTIZED)
         ),
+        (Torchtune(config={"dtype": "fp16"}), "config.dtype: 'fp16': Input should be 'bf16' or 'fp32'"),
+        (Torchtune(config={"model": {"lora_rnak": 8}}), r"config\.model\.lora_rnak: 8: unknown key"),
+        (Torchtune(config={"epochs": 0}), r"config\.epochs: 0: "),
+        (Torchtune(model="llama3_3/70B", nodes=2, config={"model": {}}), "must be 1 with LoRA"),
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
         (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
         (Native(stage="rollout"), "none that trains"),
