@@ -98,7 +98,8 @@ def as_workflow(
             if uri:
                 bring.append(Container(name=f"{part}-initializer", command=command, args=words, **fields))
         with DAG(name="main"):
-            [each(name=each.name) for each in bring] >> node(name="node")
+            steps: Any = [each(name=each.name) for each in bring]
+            steps >> node(name="node")
     made: dict[str, Any] = built.to_dict()
     return made
 

@@ -166,9 +166,12 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
     made = Torchtune(model=model, nodes=nodes, processes=processes, args={**given, "epochs": 2})
     made.validate()
     assert made.to_command() == ["tune", "run"]
-    assert made.to_args()[:3] == [recipe, "--config", config]
+    ranks = ["--nnodes", str(nodes), "--nproc_per_node", str(processes)]
+    words = [f"{name}={encode_value(of)}" for name, of in on.items()]
+    start = [] if recipe.endswith("single_device") else ranks  # by which `tune` knows that there are several
+    assert made.to_args() == [*start, recipe, "--config", config, *words]
     # The Trainer reads of these no more than their names.
-    assert made.to_runtime_args() == made.to_args()[3:] == [f"{name}={encode_value(of)}" for name, of in on.items()]
+    assert made.to_runtime_args() == words
 
 
 def test_torchtunes_typed_configuration_has_the_arguments_of_kubeflows_sdk() -> None:

@@ -91,16 +91,20 @@ class Torchtune(LLMBackend):
         return ["tune", "run"]
 
     def to_args(self) -> list[str]:
-        """Return all arguments; in a TrainJob the Trainer adds those before the overrides, and others get ``PET_*``."""
+        """Return all arguments; in a TrainJob the Trainer adds those before the overrides."""
         recipe, config = self.recipe()
-        given = [f"{name}={encode_value(value)}" for name, value in self.overrides.items()]
-        return [recipe, "--config", config, *given]
+        # Without an option of torchrun's `tune` starts one process, whatever ``PET_*`` say.
+        ranks = ["--nnodes", str(self.nodes), "--nproc_per_node", str(self.processes)]
+        return [*(ranks if "distributed" in recipe else ()), recipe, "--config", config, *self._words()]
 
     def to_runtime_args(self) -> list[str]:
         """Return the overrides alone. Raises UserError at one that the runtime sets."""
         if taken := sorted(self.overrides.keys() & {*MANAGED}):
             raise UserError(f"args.{taken[0]}", self.overrides[taken[0]], "is set by the runtime; leave it out")
-        return self.to_args()[3:]
+        return self._words()
+
+    def _words(self) -> list[str]:
+        return [f"{name}={encode_value(value)}" for name, value in self.overrides.items()]
 
     @property
     def overrides(self) -> dict[str, Any]:
