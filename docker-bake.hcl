@@ -7,11 +7,11 @@ variable "VERSION" { default = "0" }
 variable "REVISION" { default = "unknown" }
 variable "PYTHON" { default = "python:3.11-slim-bookworm" } # pin it by digest for a release
 
-group "default" { targets = ["base", "trainer", "rollout", "gateway"] } # ray: docker buildx bake ray
+group "default" { targets = ["base", "trainer", "rollout", "gateway"] } # the others: docker buildx bake ray torchtune
 
 target "image" {
   name       = name
-  matrix     = { name = ["base", "trainer", "rollout", "gateway", "ray"] }
+  matrix     = { name = ["base", "trainer", "rollout", "gateway", "ray", "torchtune"] }
   context    = "."
   dockerfile = "images/Dockerfile"
   tags       = ["${REGISTRY}/${name}:${TAG}"]

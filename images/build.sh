@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the images: images/build.sh [IMAGE…]        (base, trainer, rollout and gateway when none is named; also: ray)
+# Build the images: images/build.sh [IMAGE…]        (base, trainer, rollout and gateway when none is named; also: ray, torchtune)
 #   TAG=dev  REGISTRY=tuneloop  ACCELERATOR=cpu|gpu
 #   BUILDER="docker build" | "buildah build --layers" | "…/rig image"   default: the first of docker, buildah that is installed
 set -eu

@@ -30,6 +30,7 @@ compile kfp-backend --constraints requirements/dev.txt --group kfp-backend
 compile gateway --constraints requirements/dev.txt --extra gateway
 compile trainer --constraints requirements/dev.txt --extra train
 compile trl --constraints requirements/dev.txt --extra trl
+compile torchtune --constraints requirements/dev.txt --extra torchtune
 compile ray --constraints requirements/dev.txt --extra ray
 compile rollout-cpu --constraints requirements/dev.txt --extra train --group rollout-cpu --extra rewards
 compile rollout --constraints requirements/trainer.txt --extra rollout --extra rewards

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from tests.cluster.making import submit_workflow
 from tests.cluster.test_jobset import RUN, SMALL
 from tests.cluster.volumes import apply, volume
 from tuneloop.argo.template import define_workflow, stage_template
-from tuneloop.argo.trainjob import as_job, as_rayjob, as_trainjob
+from tuneloop.argo.trainjob import (
+    as_job,
+    as_rayjob,
+    as_trainjob,
+    as_workflow,
+    build_raycluster,
+    build_rayservice,
+    dump_manifest,
+)
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.launch import delete_job, launch_job
@@ -20,6 +29,7 @@ from tuneloop.kube.connection import Connection
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends.native import Native
+from tuneloop.training.backends.torchtune import RUNTIMES, Lora, Torchtune, TorchtuneConfig
 from tuneloop.training.backends.trl import Trl
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -92,6 +102,48 @@ def test_trl_in_two_pods(
     missing = Trl(trainer="sft", nodes=2, args={**backend.args, "model_name_or_path": "/workspace/none"})
     assert launched(cluster, as_trainjob(missing, f"{run}-none", SMALL, run=run, **bring)) == 1
     assert "/workspace/none" in capfd.readouterr().out
+
+
+def test_trl_after_initializers_that_are_steps_of_argo(
+    cluster: Connection, made: dict[str, str], workspace: None, run: str
+) -> None:
+    places = {"model_name_or_path": "/workspace/model", "dataset_name": "/workspace/dataset"}
+    backend = Trl(trainer="sft", args={**places, "output_dir": f"/workspace/{run}", **TINY})
+    bring = {"dataset": f"{made['prompts']}#sft.parquet", "model": f"{made['checkpoint']}#model"}
+    submit_workflow(cluster, as_workflow(backend, "tune", SMALL, **bring), run=run, store=STORE)
+    assert argo.wait_for_run(cluster, run) == 0
+    nodes = read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
+    pods = {node.display_name.partition("(")[0]: node for node in nodes if node.type == "Pod"}
+    assert pods["node"].started >= max(pods[f"{part}-initializer"].finished for part in bring) > 0
+
+
+@pytest.mark.parametrize("kind", ["RayCluster", "RayService"])
+def test_kuberay_takes_what_is_rendered_for_it(cluster: Connection, tmp_path: Path, kind: str) -> None:
+    if kind == "RayCluster":
+        manifest = build_raycluster("try", SMALL, 2)
+    else:
+        manifest = build_rayservice([{"name": "llm", "import_path": "mine:app"}], "answers", SMALL, 2)
+    path = tmp_path / "manifest.yaml"
+    own = ["-n", cluster.namespace, "create", "--dry-run=server", "--validate=strict", "-o=name", "-f", str(path)]
+    path.write_text(dump_manifest(manifest))
+    assert kubectl(*own).strip() == f"{kind.lower()}.ray.io/{manifest['metadata']['name']}"
+    path.write_text(dump_manifest({**manifest, "spec": {**manifest["spec"], "nothing": 1}}))
+    assert not kubectl(*own, check=False)
+
+
+@pytest.mark.parametrize("model", RUNTIMES)
+def test_the_trainer_takes_torchtunes_jobs(
+    cluster: Connection, workspace: None, run: str, tmp_path: Path, model: str
+) -> None:
+    config = TorchtuneConfig(epochs=1, model=Lora(lora_rank=8))
+    job = as_trainjob(Torchtune(model=model, config=config), run, SMALL, model="s3://b/m#model")
+    path = tmp_path / "manifest.yaml"
+    own = ["-n", cluster.namespace, "create", "--dry-run=server", "--validate=strict", "-o=name", "-f", str(path)]
+    path.write_text(dump_manifest(job))
+    assert kubectl(*own).strip() == f"trainjob.trainer.kubeflow.org/{run}"
+    job["spec"]["runtimeRef"]["name"] = "tuneloop-torchtune"  # a name without a model
+    path.write_text(dump_manifest(job))
+    assert not kubectl(*own, check=False)
 
 
 def test_our_own_stage_as_a_trainjob_and_as_a_job(

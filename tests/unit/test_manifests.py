@@ -186,7 +186,7 @@ def test_images_run_without_root_and_pass_signals() -> None:
     assert json.loads(re.search(r"^ENTRYPOINT (.*)$", last, re.M)[1]) == ["tuneloop"]
     assert "org.opencontainers.image.revision" in last
     installs = re.findall(r"^.*pip install.*(?:\n.*)?-r ", stages, re.M)
-    assert len(installs) == 7 and all("--require-hashes" in i for i in installs)
+    assert len(installs) == 8 and all("--require-hashes" in i for i in installs)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda p: p.stem)

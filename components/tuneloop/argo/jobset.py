@@ -24,7 +24,7 @@ from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
 
 if TYPE_CHECKING:
-    from hera.workflows import Container, Steps
+    from hera.workflows import Container, Resource, Steps
 
 PORT = 29500
 PATCH = {
@@ -35,6 +35,11 @@ PATCH = {
     "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
 }
 """Of the pod that watches: Argo runs it without the sidecar that the workflow's own patch names, and writes to /tmp."""
+ENDS = {
+    "JobSet": ("status.terminalState = Completed", "status.terminalState = Failed"),
+    "Job": ("status.succeeded > 0", "status.failed > 0"),
+}
+"""Kind of job → when Argo takes it for succeeded, and for failed."""
 JOB = "node"
 CONTAINER = "main"
 LONGEST = 63
@@ -69,8 +74,8 @@ def jobset_steps(
         result: the stage in one process; it becomes the step that reads the output.
         numbered: the stage runs more than once in a workflow, told apart by its ``iteration``.
     """
-    from hera.workflows import Parameter, Resource, Steps
-    from hera.workflows.models import ExecutorConfig, ValueFrom
+    from hera.workflows import Parameter, Steps
+    from hera.workflows.models import ValueFrom
 
     result.name = f"{component.template}-result"
     name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
@@ -91,19 +96,7 @@ def jobset_steps(
         stage=component.template,
     )
     inputs: Any = result.inputs
-    start = Resource(
-        name=f"{component.template}-job",
-        inputs=inputs,
-        action="apply",
-        set_owner_reference=True,
-        success_condition="status.terminalState = Completed",
-        failure_condition="status.terminalState = Failed",
-        manifest=dump_manifest(manifest),
-        executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
-        pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
-        **place_fields(cluster.cpu),
-        **retry_fields(RETRY_STEP),
-    )
+    start = apply_job(f"{component.template}-job", manifest, cluster, inputs=inputs)
     passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
     outputs: Any = result.outputs
     with Steps(
@@ -117,6 +110,27 @@ def jobset_steps(
         start(name="job", arguments=passed)
         result(name="result", arguments=passed)
     return steps
+
+
+def apply_job(name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any) -> "Resource":
+    """Build a template that applies a JobSet, or a Job of one pod, and ends as it does; it goes with the workflow."""
+    from hera.workflows import Resource
+    from hera.workflows.models import ExecutorConfig
+
+    succeeded, failed = ENDS[manifest["kind"]]
+    return Resource(
+        name=name,
+        action="apply",
+        set_owner_reference=True,
+        success_condition=succeeded,
+        failure_condition=failed,
+        manifest=dump_manifest(manifest),
+        executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
+        pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),
+        **place_fields(cluster.cpu),
+        **retry_fields(RETRY_STEP),
+        **fields,
+    )
 
 
 def build_jobset(

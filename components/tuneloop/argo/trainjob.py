@@ -1,4 +1,4 @@
-"""A trainer backend as a TrainJob, a JobSet, a RayJob, and a Job of one pod.
+"""A trainer backend as a TrainJob, a JobSet, a RayJob, a Job of one pod, and a Workflow of Argo's with initializers.
 
 backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
 manifest = as_trainjob(backend, "tune", cluster, dataset="s3://…#sft.parquet", model="s3://…#model")
@@ -9,13 +9,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuneloop.argo.jobset import RENDEZVOUS, build_jobset, pod_spec, ranks_env
+from tuneloop.argo.jobset import RENDEZVOUS, apply_job, build_jobset, dump_manifest, pod_spec, ranks_env
+from tuneloop.argo.pod_fields import retried_pod_fields
+from tuneloop.argo.template import define_workflow
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_flags
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
+WORKSPACE, CLAIM = "/workspace", "tuneloop-workspace"
+"""Where data and model are brought to, and the claim of ``manifests/components/trainer`` that is mounted there."""
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
 
@@ -36,12 +40,12 @@ def as_trainjob(
     Args:
         dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
             see `tuneloop.training.fetch`.
-        runtime: name of the runtime; default: ``tuneloop-<framework>``.
+        runtime: name of the runtime; default: the backend's own.
     """
     backend.validate()
     if cluster.share:
         raise UserError("cluster.share.group", cluster.share.group, "no claim reaches a TrainJob: render a JobSet")
-    container = pod_spec("trainer", "trainer", [], [], cluster)["containers"][0]
+    container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     place = {"spec": cluster.trainer.place} if cluster.trainer.place else {}
     labels = _labels(run)
     initializer = {part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri}
@@ -50,7 +54,7 @@ def as_trainjob(
         "kind": "TrainJob",
         "metadata": {"name": name, "labels": {**labels, **cluster.build_queue_labels("trainer")}},
         "spec": {
-            "runtimeRef": {"name": runtime or f"tuneloop-{backend.framework()}"},
+            "runtimeRef": {"name": runtime or backend.get_runtime_name()},
             "labels": labels,
             "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}, **place}],
             **({"initializer": initializer} if initializer else {}),
@@ -67,17 +71,51 @@ def as_trainjob(
     }
 
 
-def as_jobset(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
-    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say."""
-    queue = cluster.build_queue_labels("trainer")
-    return build_jobset(name, _pod(backend, name, cluster), backend.nodes, labels=_labels(run), queue=queue)
+def as_workflow(
+    backend: LLMBackend, name: str, cluster: Cluster, *, dataset: str = "", model: str = "", workspace: str = CLAIM
+) -> dict[str, Any]:
+    """Render as a Workflow for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are steps of it,
+    and after them comes a JobSet, or a Job where there is one node.
+
+    Args:
+        dataset, model: see `as_trainjob`.
+        workspace: the PersistentVolumeClaim that all pods see at ``/workspace``.
+    """
+    from hera.workflows import DAG, Container, ExistingVolume
+
+    render = as_jobset if backend.nodes > 1 else as_job
+    job = render(backend, "{{workflow.name}}", cluster, run="{{workflow.parameters.run}}", workspace=workspace)
+    with define_workflow(name) as built:
+        node = apply_job("node", job, cluster)
+        bring = []
+        for part, uri in (("dataset", dataset), ("model", model)):
+            fields = retried_pod_fields("base", "cpu", cluster)
+            fields["volumes"] += [ExistingVolume(name="workspace", claim_name=workspace, mount_path=WORKSPACE)]
+            words = [*(["--messages"] if part == "dataset" else []), "--into", f"{WORKSPACE}/{part}", uri]
+            command = ["python", "-m", "tuneloop.training.fetch"]
+            if uri:
+                bring.append(Container(name=f"{part}-initializer", command=command, args=words, **fields))
+        with DAG(name="main"):
+            steps: Any = [each(name=each.name) for each in bring]
+            steps >> node(name="node")
+    made: dict[str, Any] = built.to_dict()
+    return made
 
 
-def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
+def as_jobset(
+    backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "", workspace: str = ""
+) -> dict[str, Any]:
+    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say;
+    `workspace` is a claim that all pods see at ``/workspace``."""
+    queue, pod = cluster.build_queue_labels("trainer"), _pod(backend, name, cluster, workspace)
+    return build_jobset(name, pod, backend.nodes, labels=_labels(run), queue=queue)
+
+
+def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "", workspace: str = "") -> dict[str, Any]:
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
-    pod = _pod(backend, name, cluster, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
+    pod = _pod(backend, name, cluster, workspace, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
     template = {"metadata": {"labels": _labels(run)}, "spec": pod}
     return {
         "apiVersion": "batch/v1",
@@ -106,34 +144,64 @@ def build_rayjob(
     field for exit codes: `tuneloop.cluster.launch` reads the driver's from the job's message.
     """
 
-    def pod(container: str, role: ResourceRole) -> dict[str, Any]:
-        spec = pod_spec("ray", role, [], [], cluster)
-        del spec["restartPolicy"]
-        own = spec["containers"][0]
-        own.update(name=container)
-        del own["command"], own["args"]
-        return {"metadata": {"labels": _labels(run)}, "spec": spec}
-
-    submitter = pod("ray-job-submitter", "cpu")
+    submitter = _ray_pod("ray-job-submitter", "cpu", cluster, run)
     submitter["spec"]["restartPolicy"] = "Never"
-    workers = {"groupName": "node", "replicas": nodes - 1, "minReplicas": nodes - 1, "maxReplicas": nodes - 1}
-    workers |= {"rayStartParams": RAY_START, "template": pod("ray-worker", role)}
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": name, "labels": {**_labels(run), **cluster.build_queue_labels(role)}},
-        "spec": {
-            "entrypoint": shlex.join(entry),
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 30,
-            "submitterPodTemplate": submitter,
-            "submitterConfig": {"backoffLimit": 0},
-            "rayClusterSpec": {
-                "headGroupSpec": {"rayStartParams": RAY_START, "template": pod("ray-head", role)},
-                "workerGroupSpecs": [workers] if nodes > 1 else [],
-            },
-        },
+    spec = {
+        "entrypoint": shlex.join(entry),
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 30,
+        "submitterPodTemplate": submitter,
+        "submitterConfig": {"backoffLimit": 0},
+        "rayClusterSpec": _ray_pods(cluster, nodes, role, run),
     }
+    return _ray_object("RayJob", name, spec, cluster, role, run)
+
+
+def build_raycluster(
+    name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "trainer", run: str = ""
+) -> dict[str, Any]:
+    """Build a RayCluster that stands until it is deleted: to try programs on, by ``ray job submit`` at its head."""
+    return _ray_object("RayCluster", name, _ray_pods(cluster, nodes, role, run), cluster, role, run)
+
+
+def build_rayservice(
+    applications: Sequence[Mapping[str, Any]], name: str, cluster: Cluster, nodes: int, *, run: str = ""
+) -> dict[str, Any]:
+    """Build a RayService, whose new version is another Ray cluster that gets the requests once it is ready.
+
+    Args:
+        applications: of Ray Serve's configuration; the image ``ray`` has to have what their ``import_path`` imports.
+    """
+    spec = {
+        "upgradeStrategy": {"type": "NewCluster"},
+        "serveConfigV2": dump_manifest({"applications": [*applications]}),
+        "rayClusterConfig": _ray_pods(cluster, nodes, "sampler", run),
+    }
+    return _ray_object("RayService", name, spec, cluster, "sampler", run)
+
+
+def _ray_object(
+    kind: str, name: str, spec: Mapping[str, Any], cluster: Cluster, role: ResourceRole, run: str
+) -> dict[str, Any]:
+    labels = {**_labels(run), **cluster.build_queue_labels(role)}
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> dict[str, Any]:
+    """Build a Ray cluster of `nodes` pods, the head one of them."""
+    workers = {"groupName": "node", "replicas": nodes - 1, "minReplicas": nodes - 1, "maxReplicas": nodes - 1}
+    workers |= {"rayStartParams": RAY_START, "template": _ray_pod("ray-worker", role, cluster, run)}
+    head = {"rayStartParams": RAY_START, "template": _ray_pod("ray-head", role, cluster, run)}
+    return {"headGroupSpec": head, "workerGroupSpecs": [workers] if nodes > 1 else []}
+
+
+def _ray_pod(container: str, role: ResourceRole, cluster: Cluster, run: str) -> dict[str, Any]:
+    spec = pod_spec("ray", role, [], [], cluster)
+    del spec["restartPolicy"]
+    own = spec["containers"][0]
+    own.update(name=container)
+    del own["command"], own["args"]
+    return {"metadata": {"labels": _labels(run)}, "spec": spec}
 
 
 def prepare_rayjob(
@@ -154,14 +222,18 @@ def prepare_rayjob(
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 
 
-def _pod(backend: LLMBackend, name: str, cluster: Cluster, **own: str) -> dict[str, Any]:
+def _pod(backend: LLMBackend, name: str, cluster: Cluster, workspace: str, **own: str) -> dict[str, Any]:
     """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
     backend.validate()
     ranks = [
         {"name": each["name"], "value": own[each["name"]]} if each["name"] in own else each
         for each in ranks_env(name, backend.nodes, backend.processes)
     ]
-    return pod_spec("trainer", "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
+    pod = pod_spec(backend.image, "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
+    if workspace:
+        pod["volumes"].append({"name": "workspace", "persistentVolumeClaim": {"claimName": workspace}})
+        pod["containers"][0]["volumeMounts"].append({"name": "workspace", "mountPath": WORKSPACE})
+    return pod
 
 
 def _labels(run: str) -> dict[str, str]:

@@ -10,16 +10,36 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from tests.waiting import until
-from tuneloop.argo.trainjob import as_job, as_jobset, as_rayjob, as_trainjob, prepare_rayjob
+from tuneloop.argo.lint import lint_workflow
+from tuneloop.argo.trainjob import (
+    as_job,
+    as_jobset,
+    as_rayjob,
+    as_trainjob,
+    as_workflow,
+    build_raycluster,
+    build_rayservice,
+    prepare_rayjob,
+)
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
 from tuneloop.stages.preference import preference
 from tuneloop.stages.sft import sft
 from tuneloop.training.backends import LLMBackend, list_backends, load_backend, register_backend, run_here
 from tuneloop.training.backends.native import Native
-from tuneloop.training.backends.torchtune import LORA, MANAGED, QUANTIZED, Torchtune
+from tuneloop.training.backends.torchtune import (
+    LORA,
+    MANAGED,
+    QUANTIZED,
+    RUNTIMES,
+    InstructDataset,
+    Lora,
+    Torchtune,
+    TorchtuneConfig,
+)
 from tuneloop.training.backends.trl import Trl, score
 from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import AcceleratorResources, Cluster
@@ -146,9 +166,53 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
     made = Torchtune(model=model, nodes=nodes, processes=processes, args={**given, "epochs": 2})
     made.validate()
     assert made.to_command() == ["tune", "run"]
-    assert made.to_args()[:3] == [recipe, "--config", config]
+    ranks = ["--nnodes", str(nodes), "--nproc_per_node", str(processes)]
+    words = [f"{name}={encode_value(of)}" for name, of in on.items()]
+    start = [] if recipe.endswith("single_device") else ranks  # by which `tune` knows that there are several
+    assert made.to_args() == [*start, recipe, "--config", config, *words]
     # The Trainer reads of these no more than their names.
-    assert made.to_runtime_args() == made.to_args()[3:] == [f"{name}={encode_value(of)}" for name, of in on.items()]
+    assert made.to_runtime_args() == words
+
+
+def test_torchtunes_typed_configuration_has_the_arguments_of_kubeflows_sdk() -> None:
+    lora = Lora(apply_lora_to_mlp=True, apply_lora_to_output=False, lora_rank=8, lora_alpha=16, lora_dropout=0.5)
+    columns = {"input": "prompt", "output": "completion"}
+    rows = InstructDataset(
+        source="parquet", split="train[:10%]", train_on_input=False, new_system_prompt="Add.", column_map=columns
+    )
+    loss = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+    config = TorchtuneConfig(dtype="bf16", batch_size=4, epochs=2, loss=loss, model=lora, dataset=rows)
+    expected = [
+        *("dtype=bf16", "batch_size=4", "epochs=2", f"loss={loss}"),
+        *("model.apply_lora_to_mlp=True", "model.apply_lora_to_output=False", "model.lora_rank=8"),
+        *("model.lora_alpha=16", "model.lora_dropout=0.5", "model.lora_attn_modules=[q_proj,v_proj,output_proj]"),
+        *("dataset=torchtune.datasets.instruct_dataset", "dataset.source=parquet", "dataset.split=train[:10%]"),
+        *("dataset.train_on_input=False", "dataset.new_system_prompt=Add."),
+        "dataset.column_map={'input': 'prompt', 'output': 'completion'}",
+    ]
+    for given in (config, config.model_dump(exclude_none=True)):
+        made = Torchtune(config=given)
+        assert made.to_runtime_args() == expected
+        assert made.recipe() == ("lora_finetune_single_device", "llama3_2/1B_lora_single_device")
+    quantized = Torchtune(config={"model": {"quantize_base": True, "use_dora": False}}, args={"epochs": 3})
+    assert quantized.recipe()[1] == "llama3_2/1B_qlora_single_device"
+    assert quantized.to_runtime_args()[0] == "model.quantize_base=True" and "epochs=3" in quantized.to_args()
+
+
+def test_every_torchtune_job_has_a_runtime_and_the_image() -> None:
+    component = Path(__file__).parents[3] / "manifests" / "components" / "trainer"
+    shipped = yaml.safe_load((component / "kustomization.yaml").read_text())["resources"]
+    for model in RUNTIMES:
+        made = Torchtune(model=model, processes=8)
+        job = as_trainjob(made, "job", Cluster())
+        assert job["spec"]["trainer"]["image"] == "tuneloop/torchtune:dev"
+        name = job["spec"]["runtimeRef"]["name"].removeprefix("tuneloop-")
+        assert f"torchtune/{name}" in shipped
+        told = yaml.safe_load((component / "torchtune" / name / "kustomization.yaml").read_text())
+        command = yaml.safe_load(told["patches"][0]["patch"])[1]["value"]
+        assert command[:2] == made.to_command()
+        taken = {word.partition("=")[0] for word in command if "=" in word}
+        assert taken >= {*MANAGED} - {"tokenizer.merges_file"} and taken <= {*MANAGED}
 
 
 @pytest.mark.parametrize(
@@ -164,6 +228,10 @@ def test_torchtune_chooses_the_recipe_that_the_trainer_chooses(
             (Torchtune(model="llama3_3/70B", nodes=2, args={name: [1]}), "must be 1 with LoRA")
             for name in (LORA, QUANTIZED)
         ),
+        (Torchtune(config={"dtype": "fp16"}), "config.dtype: 'fp16': Input should be 'bf16' or 'fp32'"),
+        (Torchtune(config={"model": {"lora_rnak": 8}}), r"config\.model\.lora_rnak: 8: unknown key"),
+        (Torchtune(config={"epochs": 0}), r"config\.epochs: 0: "),
+        (Torchtune(model="llama3_3/70B", nodes=2, config={"model": {}}), "must be 1 with LoRA"),
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
         (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
         (Native(stage="rollout"), "none that trains"),
@@ -216,6 +284,46 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="this is one machine"):
         run_here(Echo(nodes=2, args={"a": 1}))
     assert json.dumps(job)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "ends"),
+    [
+        (1, "Job", ("status.succeeded > 0", "status.failed > 0")),
+        (2, "JobSet", ("status.terminalState = Completed", "status.terminalState = Failed")),
+    ],
+)
+def test_without_the_trainer_initializers_are_steps_of_argo(nodes: int, kind: str, ends: tuple[str, str]) -> None:
+    made = Trl(nodes=nodes, args=FULL)
+    workflow = as_workflow(made, "tune", Cluster(), dataset="s3://b/d#sft.parquet", model="s3://b/m#model")
+    assert not lint_workflow(workflow)
+    templates = {each["name"]: each for each in workflow["spec"]["templates"]}
+    tasks = {each["name"]: each.get("depends", "") for each in templates["main"]["dag"]["tasks"]}
+    assert tasks == {
+        "dataset-initializer": "",
+        "model-initializer": "",
+        "node": "dataset-initializer && model-initializer",
+    }
+    words = {name: each["container"]["args"] for name, each in templates.items() if "container" in each}
+    assert words == {
+        "dataset-initializer": ["--messages", "--into", "/workspace/dataset", "s3://b/d#sft.parquet"],
+        "model-initializer": ["--into", "/workspace/model", "s3://b/m#model"],
+    }
+    resource = templates["node"]["resource"]
+    assert (resource["successCondition"], resource["failureCondition"]) == ends
+    job = yaml.safe_load(resource["manifest"])
+    assert (job["kind"], job["metadata"]["name"]) == (kind, "{{workflow.name}}")
+    group = job["spec"]["replicatedJobs"][0]["template"] if nodes > 1 else job
+    pod = group["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"] == made.to_args()
+    for volumes, mounts in (
+        (templates["model-initializer"]["volumes"], templates["model-initializer"]["container"]["volumeMounts"]),
+        (pod["volumes"], pod["containers"][0]["volumeMounts"]),
+    ):
+        assert {"name": "workspace", "persistentVolumeClaim": {"claimName": "tuneloop-workspace"}} in volumes
+        assert {"name": "workspace", "mountPath": "/workspace"} in mounts
+    alone = as_workflow(made, "tune", Cluster(), model="s3://b/m#model")["spec"]["templates"]
+    assert [each["name"] for each in alone] == ["node", "model-initializer", "main"]
 
 
 def test_a_signal_reaches_what_runs_here(tmp_path: Path) -> None:
@@ -277,6 +385,13 @@ def test_data_prep_as_a_rayjob() -> None:
     trains = as_rayjob(Native(nodes=2, args={"policy": "p", "prompts": "q", "checkpoint": "c"}), "t", EIGHT)
     (trainer,) = trains["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "8" and "--gpus 8" in trains["spec"]["entrypoint"]
+    cluster = build_raycluster("try", EIGHT, 3)
+    service = build_rayservice([{"name": "llm", "import_path": "mine:app"}], "answers", EIGHT, 3)
+    assert cluster["spec"]["headGroupSpec"] == trains["spec"]["rayClusterSpec"]["headGroupSpec"]
+    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 2
+    assert service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == 2
+    assert yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["import_path"] == "mine:app"
+    assert service["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tuneloop-samplers"
     with pytest.raises(UserError, match=r"data_prep\.trian: 9: unknown"):
         prepare_rayjob({"trian": 9, "prompts": "p"}, "rows", Cluster())
     with pytest.raises(UserError, match="prompts: None: is required"):

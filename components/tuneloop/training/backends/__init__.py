@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
@@ -38,6 +38,8 @@ class LLMBackend(ABC):
         args: the trainer's own options, under their own names.
     """
 
+    image: ClassVar[str] = "trainer"
+    """Which of tuneloop's images has it."""
     nodes: int = 1
     processes: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +47,10 @@ class LLMBackend(ABC):
     @abstractmethod
     def framework(self) -> str:
         """Return the value of the label ``trainer.kubeflow.org/framework`` of the runtime that fits."""
+
+    def get_runtime_name(self) -> str:
+        """Return the name of the runtime in ``manifests/components/trainer`` that a TrainJob refers to."""
+        return f"tuneloop-{self.framework()}"
 
     @abstractmethod
     def to_command(self) -> list[str]:

@@ -1,8 +1,12 @@
 """torchtune's recipes, chosen as Kubeflow Trainer does (``pkg/runtime/framework/plugins/torch/torchtune.go``)."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
+from pydantic import BaseModel, Field, ValidationError
+
+from tuneloop.core.component import from_validation
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
 from tuneloop.training.backends import LLMBackend, register_backend
@@ -14,6 +18,52 @@ MANAGED = ("output_dir", "tokenizer.path", "tokenizer.merges_file", "checkpointe
 """What a TrainJob's runtime sets itself: the Trainer's webhook refuses it among a job's arguments."""
 
 
+class Lora(BaseModel, frozen=True, extra="forbid"):
+    """LoRA, QLoRA (`quantize_base`) or DoRA, under ``model``."""
+
+    apply_lora_to_mlp: bool | None = None
+    apply_lora_to_output: bool | None = None
+    lora_rank: int | None = Field(None, ge=1)
+    lora_alpha: int | float | None = Field(None, gt=0)
+    lora_dropout: float | None = Field(None, ge=0, lt=1)
+    quantize_base: bool | None = None
+    use_dora: bool | None = None
+    lora_attn_modules: list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]] = Field(
+        ["q_proj", "v_proj", "output_proj"], min_length=1
+    )
+
+
+class InstructDataset(BaseModel, frozen=True, extra="forbid"):
+    """``torchtune.datasets.instruct_dataset``; `column_map` says which columns are ``input`` and ``output``."""
+
+    source: Literal["json", "csv", "parquet", "arrow", "text", "xml"] | None = None
+    split: str | None = None
+    train_on_input: bool | None = None
+    new_system_prompt: str | None = None
+    column_map: dict[Literal["input", "output"], str] | None = None
+    data_dir: str | None = None
+
+
+class TorchtuneConfig(BaseModel, frozen=True, extra="forbid"):
+    """What Kubeflow's SDK types of torchtune's configuration, under torchtune's own keys."""
+
+    dtype: Literal["bf16", "fp32"] | None = None
+    batch_size: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1)
+    loss: str | None = None
+    model: Lora | None = None
+    dataset: InstructDataset | None = None
+
+    def to_overrides(self) -> dict[str, str]:
+        """Return the overrides by their dotted names, in the SDK's order and in its words."""
+        made: dict[str, Any] = {}
+        for name, value in self.model_dump(exclude_none=True).items():
+            if name == "dataset":
+                made[name] = "torchtune.datasets.instruct_dataset"
+            made |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
+        return {key: f"[{','.join(of)}]" if isinstance(of, list) else str(of) for key, of in made.items()}
+
+
 @register_backend("torchtune")
 @dataclass(frozen=True, kw_only=True)
 class Torchtune(LLMBackend):
@@ -21,34 +71,54 @@ class Torchtune(LLMBackend):
 
     Attributes:
         model: family and size as in torchtune's configurations: ``llama3_2/1B``.
-        args: overrides of the configuration, by their dotted names.
+        config: overrides that have types, as a `TorchtuneConfig` or its keys; without a dataset torchtune asks the
+            Hugging Face Hub for Alpaca's.
+        args: all other overrides, by their dotted names; they win.
     """
 
+    image: ClassVar[str] = "torchtune"
     model: str = "llama3_2/1B"
+    config: TorchtuneConfig | Mapping[str, Any] = field(default_factory=dict)
 
     def framework(self) -> str:
         return "torchtune"
+
+    def get_runtime_name(self) -> str:
+        """Return the runtime's name, in which the Trainer reads the model: ``tuneloop-llama3.2-1b``."""
+        return f"tuneloop-{self.model.replace('_', '.').replace('/', '-').lower()}"
 
     def to_command(self) -> list[str]:
         return ["tune", "run"]
 
     def to_args(self) -> list[str]:
-        """Return all arguments; in a TrainJob the Trainer adds those before the overrides, and others get ``PET_*``."""
+        """Return all arguments; in a TrainJob the Trainer adds those before the overrides."""
         recipe, config = self.recipe()
-        given = [f"{name}={encode_value(value)}" for name, value in self.overrides.items()]
-        return [recipe, "--config", config, *given]
+        # Without an option of torchrun's `tune` starts one process, whatever ``PET_*`` say.
+        ranks = ["--nnodes", str(self.nodes), "--nproc_per_node", str(self.processes)]
+        return [*(ranks if "distributed" in recipe else ()), recipe, "--config", config, *self._words()]
 
     def to_runtime_args(self) -> list[str]:
         """Return the overrides alone. Raises UserError at one that the runtime sets."""
         if taken := sorted(self.overrides.keys() & {*MANAGED}):
             raise UserError(f"args.{taken[0]}", self.overrides[taken[0]], "is set by the runtime; leave it out")
-        return self.to_args()[3:]
+        return self._words()
+
+    def _words(self) -> list[str]:
+        return [f"{name}={encode_value(value)}" for name, value in self.overrides.items()]
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """`args` but for what is none, or switched off: the Trainer takes these two names alone for a yes."""
-        off = [name for name in (QUANTIZED, DORA) if str(self.args.get(name)).lower() == "false"]
-        return {name: value for name, value in self.args.items() if value is not None and name not in off}
+        """`config` and `args` but for what is none, or switched off: the Trainer takes these two names alone for a yes.
+
+        Raises:
+            UserError: a key or a value that `config` cannot have.
+        """
+        try:
+            given = {**TorchtuneConfig.model_validate(self.config).to_overrides(), **self.args}
+        except ValidationError as error:
+            raise from_validation(error, "config.") from None
+        off = [name for name in (QUANTIZED, DORA) if str(given.get(name)).lower() == "false"]
+        return {name: value for name, value in given.items() if value is not None and name not in off}
 
     def recipe(self) -> tuple[str, str]:
         """Choose recipe and configuration by nodes, ranks and what the overrides say of LoRA. DoRA is not QLoRA."""
