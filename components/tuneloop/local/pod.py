@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
 from tuneloop.sharing.opening import STORED, open_turns
 from tuneloop.sharing.sidecar import parse_arguments
-from tuneloop.workflow.settings import TOKEN_KEY
+from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -104,11 +105,14 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
 
 
 def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
-    """Put the token of the run's servers where a template has their Secret; it stays the same until it is replaced."""
+    """Put the token of the run's servers, which stays the same until it is replaced, and the sandbox's, if this machine
+    has one, where a template has their Secrets."""
     mounted = {mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())}
     for volume in template.get("volumes", ()):
         if "secret" in volume:
-            create_token_file(token := execution.workdir / "server-token")
+            token = Path(os.environ.get(SANDBOX_TOKEN, os.devnull))
+            if volume["secret"]["secretName"] != SANDBOX[0]:
+                create_token_file(token := execution.workdir / "server-token")
             (files.local_path(mounted[volume["name"]]) / TOKEN_KEY).symlink_to(token.absolute())
 
 

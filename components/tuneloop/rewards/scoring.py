@@ -40,6 +40,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
+from tuneloop.rewards.sandbox.client import find_sandbox
+from tuneloop.workflow.settings import PROCESS
 
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
@@ -266,9 +268,10 @@ class _Worker:
         seconds, now = self.limits.seconds, time.monotonic()
         late = _Verdict("timeout", f"took more than {seconds:g} s")
         states, used = _read_stats(self.pid)
+        elsewhere = find_sandbox() != PROCESS  # what it has started computes there, or waits for a processor
         if used - self.used >= seconds:
             return self.replace(late._replace(ended_by="timeout" if self.limits.punish else ""))
-        if not {*"RD"} & {*states} or now - self.since >= 10 * seconds:
+        if not ({*"RD"} & {*states} or elsewhere) or now - self.since >= 10 * seconds:
             return self.replace(late)
         self.due = now + seconds / 4
         return []
