@@ -13,8 +13,7 @@ from pydantic import Field
 
 from tuneloop.core.errors import Retryable
 from tuneloop.environments import Call, Environment, Reply, tool_calls
-from tuneloop.rewards.sandbox import Limits
-from tuneloop.rewards.sandbox.client import check_sandbox, run_in_sandbox
+from tuneloop.rewards.sandbox import Limits, check_sandbox, run_in_sandbox
 
 
 def create_environment(

@@ -68,7 +68,7 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        self.known = self._has_caller()
+        self.known = "caller" in self.scope["state"]
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -86,8 +86,5 @@ class TimedProtocol(H11Protocol):
 
     def _judge(self) -> None:
         self.strangers.pop(self).cancel()
-        if not (self.known or self._has_caller()):
+        if not self.known and (self.scope is None or "caller" not in self.scope["state"]):
             self.transport.abort()  # to close it would be to wait until its peer has taken all that it was sent
-
-    def _has_caller(self) -> bool:
-        return self.scope is not None and "caller" in self.scope["state"]

@@ -46,10 +46,7 @@ def build_app(programs: int, isolation: Isolation) -> Any:
     """Build the application: `programs` at a time."""
     app, pool, left = create_app(400), ThreadPoolExecutor(programs), programs * (1 + WAITING)
     app.add_middleware(TokenGuard, open_paths=("/health",), max_bytes=MAX_BYTES)
-
-    @app.get("/health")
-    async def say_health() -> dict[str, str]:
-        return {"status": "ok", "isolation": isolation}
+    app.add_api_route("/health", lambda: {"status": "ok", "isolation": isolation})
 
     @app.post("/run")
     async def run_in_turn(body: Program) -> dict[str, Any]:
@@ -89,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("python -m tuneloop.inference.sandbox_server", __doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--programs", type=int, default=cores, help="at a time (default: as many as processors)")
+    text = "at a time (default: as many as processors)"
+    parser.add_argument("--programs", type=int, default=len(os.sched_getaffinity(0)), help=text)
     options = parser.parse_args(argv)
     if options.programs < 1:
         raise UserError("--programs", options.programs, "must be at least 1")
@@ -103,9 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener.listen(1024)
         isolation, (host, port) = read_isolation(read_kernel_log()), listener.getsockname()[:2]
         print_diagnostic(f"sandbox: {isolation} at http://{host}:{port}", 0)
-        app = build_app(options.programs, isolation)
-        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **UVICORN))
-        serve_until_signalled(server, listener)
+        about = uvicorn.Config(build_app(options.programs, isolation), timeout_graceful_shutdown=GRACE_S, **UVICORN)
+        serve_until_signalled(uvicorn.Server(about), listener)
     return 0
 
 

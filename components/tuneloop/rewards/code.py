@@ -17,8 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.rewards.sandbox import Ending, Limits
-from tuneloop.rewards.sandbox.client import check_sandbox, run_in_sandbox
+from tuneloop.rewards.sandbox import Ending, Limits, check_sandbox, run_in_sandbox
 from tuneloop.rewards.scoring import Escape
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)

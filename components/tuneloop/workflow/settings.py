@@ -26,9 +26,8 @@ SHARE = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
 PROCESS = "process"
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
-"""Where programs that a policy writes run."""
 SANDBOX_VARIABLE, SANDBOX_TOKEN = "TUNELOOP_SANDBOX", "TUNELOOP_SANDBOX_TOKEN_FILE"
-"""Environment that says so, and which file has the token of the service that runs them."""
+"""Where programs of a policy run; the environment that says so, and in which file the token of their service is."""
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
 """Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
 AUTO = "auto"
@@ -199,8 +198,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     sandbox: str = Field(
         PROCESS,
         pattern=rf"^({SANDBOX_PLACE})$",
-        description="where programs of the policy run: process, beside who judges them, or the URL of a service "
-        "(docs/cluster.md), with #gvisor behind it of one that proves to be in gVisor",
+        description="where the policy's programs run: process, or URL[#gvisor]",
     )
     share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
 
