@@ -129,7 +129,7 @@ def test_a_gateway_and_a_session_do_not_grow(tmp_path: Path) -> None:
         good = list_good_bodies(base, session)
         bodies = st.sampled_from(list(good)).flatmap(lambda name: st.tuples(st.just(name), draw_bodies(good[name])))
 
-        @settings(short, max_examples=4 * EXAMPLES, deadline=None)
+        @settings(short, max_examples=4 * EXAMPLES)
         @given(bodies)
         def check(drawn: tuple[str, dict[str, Any]]) -> None:
             name, body = drawn
