@@ -2,7 +2,10 @@
 
 import copy
 import os
+import re
+import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -27,7 +30,28 @@ HOSTILE: Sequence[Any] = (
 )
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))
 """Of each request; `make fuzz` has more."""
-short = settings(max_examples=EXAMPLES, derandomize=EXAMPLES < 100)
+short = settings(max_examples=EXAMPLES, derandomize=EXAMPLES < 100, deadline=None)
+
+
+class Memory:
+    """What a server's process has resident, note by note, in MiB."""
+
+    MOST = 24
+    """That it may grow: far less than what thousands of bodies hold, some of them of 35 KB."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.notes = pid, list[float]()
+
+    def note(self) -> None:
+        told = Path(f"/proc/{self.pid}/status").read_text()
+        self.notes.append(int(re.search(r"VmRSS:\s+(\d+) kB", told)[1]) / 1024)
+
+    def check_growth(self, what: str) -> None:
+        """From the second tenth of the notes, when all has been used once, to the last."""
+        part = max(len(self.notes) // 10, 1)
+        begun, ended = statistics.median(self.notes[part : 2 * part]), statistics.median(self.notes[-part:])
+        print(f"{what}: {len(self.notes)} bodies, {begun:.1f} MiB after a tenth, {ended:.1f} at the end")
+        assert ended - begun < self.MOST, (what, self.notes[:: max(part, 1)])
 
 
 def list_places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -20,6 +20,7 @@ from tuneloop.cluster.queue_problems import compute_pod_requests, parse_resource
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
 from tuneloop.gateway.jobs import Jobs
 from tuneloop.gateway.sessions import Wanted
+from tuneloop.inference import sandbox_server
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import QUEUE_LABEL
 
@@ -82,14 +83,46 @@ def test_what_pods_may_reach_is_named(overlay: str) -> None:
             assert rule.get("to") or rule["ports"] == [{"port": 7070, "protocol": "TCP"}], "any address at 443"
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which renders overlays")
+def test_a_sandbox_reaches_nothing_and_is_reached_at_one_port(tmp_path: Path) -> None:
+    """Apart from the namespace whose pods reach the store; the same pods where agent-sandbox keeps them warm."""
+    shutil.copytree(MANIFESTS, tmp_path / "manifests")
+    rendered = {}
+    for name, more in (("own", ""), ("agent", ", ../../components/agent-sandbox")):
+        (overlay := tmp_path / "manifests/overlays" / name).mkdir()
+        text = f"resources: [../../base]\ncomponents: [../../components/sandbox{more}]\n"
+        (overlay / "kustomization.yaml").write_text(text)
+        made = subprocess.check_output(["kubectl", "kustomize", overlay], text=True)
+        of_sandbox = [item for item in yaml.load_all(made, yaml.CSafeLoader) if "tuneloop-sandbox" in json.dumps(item)]
+        rendered[name] = {(item["kind"], item["metadata"].get("namespace")): item for item in of_sandbox}
+    own, agent = rendered["own"], rendered["agent"]
+    at = "tuneloop-sandbox"
+    policy = own["NetworkPolicy", at]["spec"]
+    assert policy["podSelector"] == {} and policy["policyTypes"] == ["Ingress", "Egress"] and "egress" not in policy
+    ((rule,), port) = policy["ingress"], {"port": 8000, "protocol": "TCP"}
+    assert rule["ports"] == own["NetworkPolicy", "tuneloop"]["spec"]["egress"][0]["ports"] == [port]
+    assert own["Namespace", None]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    pod = own["Deployment", at]["spec"]["template"]
+    assert pod["spec"]["runtimeClassName"] == "gvisor" and pod["spec"]["automountServiceAccountToken"] is False
+    assert own["Service", at]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert ("Deployment", at) not in agent and agent.keys() - own.keys() == {
+        ("SandboxTemplate", at),
+        ("SandboxWarmPool", at),
+    }
+    assert agent["SandboxTemplate", at]["spec"] == {"networkPolicyManagement": "Unmanaged", "podTemplate": pod}
+
+
 def test_the_base_names_no_address_of_an_api_server() -> None:
     """An overlay that forgets to say where it is reaches none, in place of everything."""
     assert named("NetworkPolicy")["dns-and-api"]["spec"]["egress"][1]["to"] == [{"ipBlock": {"cidr": "192.0.2.1/32"}}]
 
 
 def test_servers_listen_at_their_pods_address_and_have_time_to_end() -> None:
-    container = named("Deployment")["tuneloop-rollout"]["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"][container["args"].index("--host") + 1] == "$(POD_IP)"
+    for name in ("rollout", "sandbox"):
+        container = named("Deployment")[f"tuneloop-{name}"]["spec"]["template"]["spec"]["containers"][0]
+        assert container["args"][container["args"].index("--host") + 1] == "$(POD_IP)"
+    sandbox = named("Deployment")["tuneloop-sandbox"]["spec"]["template"]["spec"]
+    assert sandbox["terminationGracePeriodSeconds"] > sandbox_server.GRACE_S
     job = Jobs(client.ApiClient(), None)._job("session-1", Wanted(namespace="a"), "me", "s3://b/a/session-1")
     pod = job["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]

@@ -9,7 +9,7 @@ from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.core.server_token import VARIABLE
-from tuneloop.workflow.settings import AUTO, GRACE_S, TOKEN_KEY, TOKEN_SECRET, Cluster, ResourceRole, Resources
+from tuneloop.workflow.settings import AUTO, GRACE_S, SANDBOX, TOKEN_KEY, TOKEN_SECRET, Cluster, ResourceRole, Resources
 
 SCRATCH, SHM = "/tmp", "/dev/shm"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
@@ -74,6 +74,7 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
             models.EnvVar(name="TUNELOOP_IMAGE", value=name),
             models.EnvVar(name="TUNELOOP_NODE_WORKFLOW", value="{{workflow.name}}"),
             models.EnvVar(name="TUNELOOP_NODE_NAME", value="{{node.name}}"),
+            *(models.EnvVar(name=name, value=value) for name, value in cluster.sandbox_environment.items()),
         ],
         "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
         "resources": Resources(
@@ -86,6 +87,7 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
         "volumes": [
             EmptyDirVolume(name="scratch", mount_path=SCRATCH),
             *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
+            *([_mount_secret("sandbox", *SANDBOX)] if cluster.sandbox_environment else ()),
             *([EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=limit)] if own.shm else ()),
         ],
         **role_fields(image, role, cluster),
@@ -94,11 +96,18 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
 
 def mount_token(made: Any) -> None:
     """Give the pod of a container template the token of its workflow's servers, as a file, where `submit` made one."""
-    from hera.workflows import SecretVolume, models
+    from hera.workflows import models
 
-    token: Any = {"secret_name": TOKEN_SECRET, "optional": True, "default_mode": 0o440}
     made.env = [*made.env, models.EnvVar(name=VARIABLE, value=f"{TOKENS}/{TOKEN_KEY}")]
-    made.volumes = [*made.volumes, SecretVolume(name="server-token", mount_path=TOKENS, **token)]
+    made.volumes = [*made.volumes, _mount_secret("server-token", TOKEN_SECRET, TOKENS)]
+
+
+def _mount_secret(name: str, secret: str, path: str) -> Any:
+    """Return the files of a Secret, if there is one, as a volume."""
+    from hera.workflows import SecretVolume
+
+    options: Any = {"secret_name": secret, "optional": True, "default_mode": 0o440}
+    return SecretVolume(name=name, mount_path=path, **options)
 
 
 def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:

@@ -14,19 +14,19 @@ VARIABLE = "TUNELOOP_TOKEN_FILE"
 """Environment of servers and clients: the file. Where it names none that is there, no token is asked for or sent."""
 
 
-def read_tokens() -> Sequence[str]:
+def read_tokens(variable: str = VARIABLE) -> Sequence[str]:
     """Read the tokens that a server takes; empty: it asks for none. An empty file, which is just being replaced, has a
     token that nobody else has: requests are refused, and tried again."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(variable)
     try:
         return Path(path).read_text().split() or [secrets.token_urlsafe(32)] if path else ()
     except FileNotFoundError:
         return ()
 
 
-def build_token_headers() -> dict[str, str]:
+def build_token_headers(variable: str = VARIABLE) -> dict[str, str]:
     """Return the headers of a client's request, with its token if there is one."""
-    return {"Authorization": f"Bearer {tokens[0]}"} if (tokens := read_tokens()) else {}
+    return {"Authorization": f"Bearer {tokens[0]}"} if (tokens := read_tokens(variable)) else {}
 
 
 def create_token_file(path: Path, prefix: str = "") -> None:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from tuneloop.core.errors import Retryable
 from tuneloop.environments import Call, Environment, Reply, tool_calls
-from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
+from tuneloop.rewards.sandbox import Limits, check_sandbox, run_in_sandbox
 
 
 def create_environment(
@@ -32,7 +32,7 @@ def create_environment(
     Raises:
         UserError: programs cannot be shut in here.
     """
-    check_kernel("environment", "python")
+    check_sandbox("environment", "python")
     return Python(Limits(seconds, int(memory_mb * 2**20), int(output_kb * 2**10)))
 
 
@@ -57,7 +57,7 @@ class Python:
         if self.left <= 0:
             return Reply("error: the calls before it used up the time of the turn")
         try:
-            ending = run_program(code, "", None, replace(self.limits, seconds=self.left))
+            ending = run_in_sandbox(code, "", None, replace(self.limits, seconds=self.left))
         except OSError as error:
             raise Retryable(f"environment python: {error}") from error
         self.left -= ending.seconds

@@ -17,7 +17,7 @@ from typing import Any
 from tuneloop.inference.refusals import Refused
 
 KEPT = 4096
-"""Results of a stream that can still be asked for; a client fetches each within seconds."""
+"""Results of a stream that can still be asked for; a client fetches each within seconds. As many requests may wait."""
 FETCHED, UNFETCHED = 300.0, 3600.0
 """Seconds for which one can: since it was last given to somebody, who may not have heard it, and since it was there."""
 SWEEP = 60.0
@@ -104,6 +104,8 @@ class Ledger:
                 raise Conflict(f"{stream}:{number} was another request; take a number that is free")
             if standing is None and self._closed and number > known.last:
                 raise Refused(503, f"{stream}: its session ends and takes nothing new; go on from what it saves")
+            if standing is None and len(known.entries) >= 2 * KEPT and number != known.following:
+                raise Refused(503, f"{stream}: {len(known.entries)} requests wait, or their results; ask again later")
             if standing is None:
                 known.entries[number], entry.number, known.last = entry, number, max(known.last, number)
                 self._advance(known, entry)

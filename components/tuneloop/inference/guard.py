@@ -54,6 +54,7 @@ class TimedProtocol(H11Protocol):
     (who has a token sends it at once). Peers are not told apart by their addresses: behind a proxy all have one."""
 
     strangers: ClassVar[OrderedDict["TimedProtocol", asyncio.TimerHandle]] = OrderedDict()
+    known = False  # whether the last request that was answered had one: the next may just be looked at
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -65,6 +66,10 @@ class TimedProtocol(H11Protocol):
         if clock := self.strangers.pop(self, None):
             clock.cancel()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self.known = "caller" in self.scope["state"]
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; a connection that began so as late as a 401."""
@@ -81,5 +86,5 @@ class TimedProtocol(H11Protocol):
 
     def _judge(self) -> None:
         self.strangers.pop(self).cancel()
-        if self.scope is None or "caller" not in self.scope["state"]:
+        if not self.known and (self.scope is None or "caller" not in self.scope["state"]):
             self.transport.abort()  # to close it would be to wait until its peer has taken all that it was sent

@@ -24,7 +24,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
 from tuneloop.workflow.loop import StageSpec
-from tuneloop.workflow.settings import AUTO, Cluster, ResourceRole
+from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
 TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
 """Input or output → artifact type; any other is a Dataset."""
@@ -197,6 +197,10 @@ def configure_task_pod(
     # Kubernetes refuses.
     kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
     kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
+    for name, value in cluster.sandbox_environment.items():
+        task.set_env_variable(name, value)
+    if cluster.sandbox_environment:
+        kubernetes.use_secret_as_volume(task, *SANDBOX, optional=True)
     if kfp.image_pull_secrets:
         kubernetes.set_image_pull_secrets(task, kfp.image_pull_secrets)
     if kfp.timeout_s:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -23,7 +24,7 @@ from tuneloop.local.results import Result
 from tuneloop.sharing.places import STORED, open_turns
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import FIELD_PATHS
-from tuneloop.workflow.settings import TOKEN_KEY
+from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
 
 LIGHT = ("tuneloop.stages.data_prep", "tuneloop.stages.reward", "tuneloop.stages.export")
 """Stages that import no torch: they do not wait for the warm process."""
@@ -172,11 +173,14 @@ def _build_environment(
 
 
 def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
-    """Put the token of the run's servers where a template has their Secret; it stays the same until it is replaced."""
+    """Put the token of the run's servers, which stays the same until it is replaced, and the sandbox's, if this machine
+    has one, where a template has their Secrets."""
     mounted = {mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())}
     for volume in template.get("volumes", ()):
         if "secret" in volume:
-            create_token_file(token := execution.workdir / "server-token")
+            token = Path(os.environ.get(SANDBOX_TOKEN, os.devnull))
+            if volume["secret"]["secretName"] != SANDBOX[0]:
+                create_token_file(token := execution.workdir / "server-token")
             (files.local_path(mounted[volume["name"]]) / TOKEN_KEY).symlink_to(token.absolute())
 
 

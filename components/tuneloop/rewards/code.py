@@ -17,14 +17,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tuneloop.rewards.sandbox import Ending, Limits, check_kernel, run_program
+from tuneloop.rewards.sandbox import Ending, Limits, check_sandbox, run_in_sandbox
 from tuneloop.rewards.scoring import Escape
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
 REASONS = ("error", "timeout", "memory", "output")
 
-check_kernel("rewards", "code")
+check_sandbox("rewards", "code")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
             ended["timeout"] += 1
             continue
         most = Limits(left, int(limits["memory_mb"] * 2**20), int(limits["output_kb"] * 2**10))
-        ending = run_program(program, test.stdin, test.call, most)
+        ending = run_in_sandbox(program, test.stdin, test.call, most)
         if ending.kind == "escape":
             raise Escape(ending.door)
         left -= ending.seconds

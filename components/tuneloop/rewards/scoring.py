@@ -40,6 +40,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
+from tuneloop.rewards.sandbox import find_sandbox
+from tuneloop.workflow.settings import PROCESS
 
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
@@ -261,14 +263,14 @@ class _Worker:
         return []
 
     def replace_late(self) -> Iterable[tuple[_Job, _Verdict]]:
-        """Give up on the job at hand, unless it, or what it has started, computes and has not had its time on a
-        processor: then it has up to ten times as long."""
+        """Give up on the job at hand, unless it, or what it has started, computes (for all we know, in a sandbox
+        elsewhere) and has not had its time on a processor: then it has up to ten times as long."""
         seconds, now = self.limits.seconds, time.monotonic()
         late = _Verdict("timeout", f"took more than {seconds:g} s")
         states, used = _read_stats(self.pid)
         if used - self.used >= seconds:
             return self.replace(late._replace(ended_by="timeout" if self.limits.punish else ""))
-        if not {*"RD"} & {*states} or now - self.since >= 10 * seconds:
+        if not ({*"RD"} & {*states} or find_sandbox() != PROCESS) or now - self.since >= 10 * seconds:
             return self.replace(late)
         self.due = now + seconds / 4
         return []

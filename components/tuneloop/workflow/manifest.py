@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from tuneloop.core.errors import UserError
-from tuneloop.workflow.settings import TOKEN_SECRET
+from tuneloop.workflow.settings import SANDBOX, TOKEN_SECRET
 
 _POD = (
     "-affinity -archiveLocation -automountServiceAccountToken -executor -metrics -nodeSelector -podSpecPatch"
@@ -133,7 +133,7 @@ def _check_pod(template: Mapping[str, Any]) -> None:
                 told = "secrets and config maps are a cluster's; make it optional"
                 raise UserError(f"{at}.envFrom.{kind}", named.get("name"), told)
     for volume in template.get("volumes", ()):
-        if (secret := volume.get("secret")) and secret.get("secretName") != TOKEN_SECRET:
+        if (secret := volume.get("secret")) and secret.get("secretName") not in (TOKEN_SECRET, SANDBOX[0]):
             raise UserError(f"{at}.volumes.{volume['name']}", secret.get("secretName"), UNSUPPORTED)
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:

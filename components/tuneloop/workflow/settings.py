@@ -24,6 +24,12 @@ TOKEN_SECRET, TOKEN_KEY = "tuneloop-server-{{workflow.uid}}", "token"
 """Secret of a workflow with the token of its rollout servers (`tuneloop.core.server_token`), which `submit` makes."""
 SHARE = "tuneloop.dev/share"
 """Annotation of a Workflow: its `Share`, as JSON."""
+PROCESS = "process"
+SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
+SANDBOX_VARIABLE, SANDBOX_TOKEN = "TUNELOOP_SANDBOX", "TUNELOOP_SANDBOX_TOKEN_FILE"
+"""Where programs of a policy run; the environment that says so, and in which file the token of their service is."""
+SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
+"""Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
 AUTO = "auto"
 UNKNOWN = "2Gi"
 """What a stage requests of whose needs nothing is known."""
@@ -189,6 +195,11 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     )
     cpu: Resources = Field(Resources(), description="all other pods, those among them that only call a server")
     claim: str = Field("", description="PersistentVolumeClaim that stages see at /store; for --store file:///store/…")
+    sandbox: str = Field(
+        PROCESS,
+        pattern=rf"^({SANDBOX_PLACE})$",
+        description="where the policy's programs run: process, or URL[#gvisor]",
+    )
     share: Share | None = Field(None, description="share devices with other runs (docs/sharing.md)")
 
     @model_validator(mode="after")
@@ -196,6 +207,12 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         if self.share and self.share.device_class and any(map(self.count_gpus, ROLES)):
             raise ValueError("gpus are this run's alone, share.device_class is of a claim: set one of them")
         return self
+
+    @property
+    def sandbox_environment(self) -> dict[str, str]:
+        """What a pod's environment says of `sandbox`."""
+        token = f"{SANDBOX[1]}/{TOKEN_KEY}"
+        return {} if self.sandbox == PROCESS else {SANDBOX_VARIABLE: self.sandbox, SANDBOX_TOKEN: token}
 
     def resources(self, role: ResourceRole) -> Resources:
         return getattr(self, role)

@@ -52,6 +52,30 @@ def test_the_stages_that_train_become_jobsets() -> None:
     assert names == {"{{workflow.name}}-sft", "{{workflow.name}}-policy-update-{{inputs.parameters.iteration}}"}
 
 
+def test_every_pod_is_told_where_programs_of_the_policy_run() -> None:
+    """Those of JobSets too, with the file of the token; by default none is told, and runs them itself."""
+    url = "http://tuneloop-sandbox.tuneloop-sandbox.svc:8000#gvisor"
+    made = rendered("nodes=2", f"cluster.sandbox={url}")
+    assert not lint_workflow(made)
+    templates = made["spec"]["templates"]
+    pods = [(each["container"], each["volumes"]) for each in templates if "container" in each]
+    for each in templates:
+        if "resource" in each and (job := yaml.safe_load(each["resource"]["manifest"]))["kind"] == "JobSet":
+            pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+            pods.append((pod["containers"][0], pod["volumes"]))
+    stages = [(c, v) for c, v in pods if any(word.startswith("tuneloop.stages.") for word in c["command"])]
+    assert len(stages) >= 7
+    for container, volumes in stages:
+        env = {item["name"]: item.get("value") for item in container["env"]}
+        assert env["TUNELOOP_SANDBOX"] == url
+        (secret,) = (v for v in volumes if v.get("secret", {}).get("secretName") == "tuneloop-sandbox")
+        (mount,) = (m["mountPath"] for m in container["volumeMounts"] if m["name"] == secret["name"])
+        assert env["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{mount}/token" and secret["secret"]["optional"]
+    assert "SANDBOX" not in json.dumps(rendered("nodes=2"))
+    with pytest.raises(UserError, match=r"cluster\.sandbox: 'gvisor': does not fit"):
+        rendered("cluster.sandbox=gvisor")
+
+
 def test_one_machine_refuses_them_by_name() -> None:
     made = rendered("nodes=2")["spec"]
     with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):

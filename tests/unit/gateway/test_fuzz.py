@@ -1,17 +1,20 @@
 """A session's worker, and the gateway's own requests, against bodies that no client would send."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from tests.making import checkpoint_artifact
-from tests.unit.fuzzing import draw_bodies, short
+from tests.unit.fuzzing import EXAMPLES, Memory, draw_bodies, short
+from tests.unit.gateway.test_drain import ask, fetch, serve
 from tests.waiting import LIMIT_S
 from tuneloop.gateway.access import TokenFile
 from tuneloop.gateway.app import Gateway, build_app
@@ -41,8 +44,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
     made.thread.join(LIMIT_S)
 
 
-def list_good_bodies(base: str) -> dict[str, list[dict[str, Any]]]:
-    numbers = {"model_id": MODEL, "seq_id": 10**6}
+def list_good_bodies(base: str, session: str = ID) -> dict[str, list[dict[str, Any]]]:
+    model = f"{session}:train:0"
+    numbers = {"model_id": model, "seq_id": 10**6}
     tensors = {"target_tokens": {"data": [6, 7], "dtype": "int64"}, "weights": {"data": [0.0, 1.0], "dtype": "float32"}}
     datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}, "loss_fn_inputs": tensors}
     given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {"a": 1.0}}
@@ -50,18 +54,18 @@ def list_good_bodies(base: str) -> dict[str, list[dict[str, Any]]]:
     lora = {"rank": 2, "seed": 1, "train_unembed": False}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
     params = {"max_tokens": 2, "seed": 1, "stop": [1], "temperature": 1.0, "top_k": -1, "top_p": 1.0}
-    asked = {"sampling_session_id": f"{ID}:sample:0", "seq_id": 1, "num_samples": 2}
+    asked = {"sampling_session_id": f"{session}:sample:0", "seq_id": 1, "num_samples": 2}
     return {
-        "create_model": [{"session_id": ID, "model_seq_id": 1, "base_model": base, "lora_config": lora}],
+        "create_model": [{"session_id": session, "model_seq_id": 1, "base_model": base, "lora_config": lora}],
         "load_weights": [{**numbers, "path": "tinker://a/weights/b", "optimizer": True}],
-        "forward_backward": [{"model_id": MODEL, "forward_backward_input": given, "forward_only": False}],
-        "optim_step": [{"model_id": MODEL, "adam_params": adam}, {**numbers, "adam_params": adam}],
-        "save_weights_for_sampler": [{"model_id": MODEL, "path": None, "sampling_session_seq_id": 3, "ttl_seconds": 9}],
+        "forward_backward": [{"model_id": model, "forward_backward_input": given, "forward_only": False}],
+        "optim_step": [{"model_id": model, "adam_params": adam}, {**numbers, "adam_params": adam}],
+        "save_weights_for_sampler": [{"model_id": model, "path": None, "sampling_session_seq_id": 3, "ttl_seconds": 9}],
         "asample": [{**asked, "prompt": prompt, "sampling_params": params, "prompt_logprobs": True}],
-        "create_sampling_session": [{"session_id": ID, "sampling_session_seq_id": 1, "base_model": base}],
-        "retrieve_future": [{"request_id": f"{MODEL}:0"}],
-        "get_info": [{"model_id": MODEL}],
-        "session_heartbeat": [{"session_id": ID}],
+        "create_sampling_session": [{"session_id": session, "sampling_session_seq_id": 1, "base_model": base}],
+        "retrieve_future": [{"request_id": f"{model}:0"}],
+        "get_info": [{"model_id": model}],
+        "session_heartbeat": [{"session_id": session}],
     }
 
 
@@ -90,10 +94,10 @@ def test_a_worker_answers_every_body(worker: SimpleNamespace, name: str) -> None
 
 
 def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> None:
-    settings = tmp_path / "gateway.yaml"
-    settings.write_text("default: {sessions: 0}")
+    config = tmp_path / "gateway.yaml"
+    config.write_text("default: {sessions: 0}")
     made = Gateway(
-        Processes(tmp_path / "logs", Settings(default=Quota(sessions=0))), TokenFile(tmp_path / "token"), "s", settings
+        Processes(tmp_path / "logs", Settings(default=Quota(sessions=0))), TokenFile(tmp_path / "token"), "s", config
     )
     headers = {"Authorization": f"Bearer {(tmp_path / 'token').read_text().strip()}", "Idempotency-Key": "a"}
     wanted = Wanted(namespace="local", accelerators=1, display_name="x", turns="a").model_dump()
@@ -109,3 +113,33 @@ def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> 
                 assert set(answer.json()) == {"error"}
 
         check()
+
+
+def test_a_gateway_and_a_session_do_not_grow(tmp_path: Path) -> None:
+    """Both as processes of their own, which are asked for all things by turns, in the order of drawing."""
+    with serve(tmp_path) as gateway:
+        session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "a"}).json()["id"]
+        base = checkpoint_artifact(tmp_path / "base").ref
+        made = ask(gateway, "create_model", session_id=session, base_model=base)
+        assert "error" not in fetch(gateway, made).json()
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
+        assert gateway.http.post("/api/v1/create_sampling_session", json=opened).status_code == 200
+        (pid,) = subprocess.run(["pgrep", "-f", f"worker --session {session}"], capture_output=True).stdout.split()
+        memories = {"gateway": Memory(gateway.process.pid), "session": Memory(int(pid))}
+        good = list_good_bodies(base, session)
+        bodies = st.sampled_from(list(good)).flatmap(lambda name: st.tuples(st.just(name), draw_bodies(good[name])))
+
+        @settings(short, max_examples=4 * EXAMPLES)
+        @given(bodies)
+        def check(drawn: tuple[str, dict[str, Any]]) -> None:
+            name, body = drawn
+            answer = gateway.http.post(f"/api/v1/{name}", content=json.dumps(body))
+            assert answer.status_code in {*NAMED, 429}, (name, answer.status_code, answer.text)
+            for memory in memories.values():
+                memory.note()
+
+        check()
+        beat = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": session})
+        assert beat.status_code == 200 and gateway.process.poll() is None, "they serve as before"
+        for name, memory in memories.items():
+            memory.check_growth(name)

@@ -5,6 +5,7 @@ import pytest
 
 from tuneloop.gateway import ledger as module
 from tuneloop.gateway.ledger import Conflict, Entry, Gone, Ledger
+from tuneloop.inference.refusals import Refused
 
 
 def entry(fingerprint: str, batch: object = None) -> Entry:
@@ -86,6 +87,21 @@ def test_old_results_are_dropped_and_never_applied_again(monkeypatch: pytest.Mon
     with pytest.raises(Gone, match="was applied"):
         ledger.submit("m", 0, entry("r0"))
     assert ledger.future("m:5").result(0) == "r5"
+
+
+def test_requests_that_wait_for_one_that_never_comes_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would be kept with all that it carries; the one that they wait for is taken."""
+    monkeypatch.setattr(module, "KEPT", 3)
+    ledger = Ledger()
+    ledger.open("m", 0)
+    for number in range(1, 7):
+        ledger.submit("m", number, entry(f"r{number}"))
+    with pytest.raises(Refused, match="m: 6 requests wait"):
+        ledger.submit("m", 7, entry("r7"))
+    assert ledger.submit("m", 6, entry("r6")) == "m:6", "a known one is the same"
+    ledger.submit("m", 0, entry("r0"))
+    assert work(ledger) == [f"r{number}" for number in range(7)]
+    assert ledger.submit("m", 7, entry("r7")) == "m:7"
 
 
 def test_results_that_were_fetched_go_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

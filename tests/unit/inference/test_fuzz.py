@@ -1,18 +1,16 @@
-"""The rollout server against bodies that no client would send, with an engine that says digits."""
+"""The rollout server, in a process of its own, against bodies that no client would send; its engine says digits."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import given
-from starlette.testclient import TestClient
 
-from tests.unit.fuzzing import draw_bodies, short
-from tests.unit.inference.rollout_server import BODY, Digits
+from tests.unit.fuzzing import Memory, draw_bodies, short
+from tests.unit.inference.rollout_server import BODY, serving
 from tests.waiting import LIMIT_S
-from tuneloop.inference.engines._loop import EngineLoop
-from tuneloop.inference.http_api import HttpApi
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4, "stop_token_ids": [1]}
 TWO = [*BODY["requests"], {"id": "b", "prompt_ids": [3], "seeds": [1, 2]}]
@@ -31,18 +29,18 @@ NAMED = {200, 400, 409, 413, 503}
 
 
 @pytest.fixture(scope="module")
-def http() -> Iterator[TestClient]:
-    loop = EngineLoop(Digits({}))
-    loop.start()
-    with TestClient(HttpApi(loop).app(), raise_server_exceptions=False) as client:
-        yield client
-        assert client.post("/generate", json=dict(BODY)).status_code == 200 and not loop.broken, "it serves as before"
-    loop.stop()
-    loop.join(LIMIT_S)
+def served() -> Iterator[tuple[httpx2.Client, Memory]]:
+    with serving() as (child, address):
+        with httpx2.Client(base_url=f"http://{address}", timeout=LIMIT_S) as http:
+            yield http, (memory := Memory(child.pid))
+            assert http.post("/generate", json=dict(BODY)).status_code == 200, "it serves as before"
+            memory.check_growth("rollout server")
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_every_body_has_an_answer_that_is_named(http: TestClient, path: str) -> None:
+def test_every_body_has_an_answer_that_is_named(served: tuple[httpx2.Client, Memory], path: str) -> None:
+    http, memory = served
+
     @short
     @given(draw_bodies(GOOD[path]))
     def check(body: dict[str, Any]) -> None:
@@ -50,5 +48,6 @@ def test_every_body_has_an_answer_that_is_named(http: TestClient, path: str) -> 
         lines = [json.loads(line) for line in answer.text.splitlines() if line]
         assert answer.status_code in NAMED, (answer.status_code, answer.text)
         assert answer.status_code == 200 or set(lines[0]) == {"error"}, answer.text
+        memory.note()
 
     check()

@@ -1,26 +1,31 @@
 """What a rollout server asks of its callers, and how it ends: the real one in a process of its own."""
 
+import asyncio
 import http.client
 import json
 import signal
 import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
 
 from tests.unit.inference.rollout_server import BODY, ask, serving
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 from tuneloop.core.errors import UserError
 from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.formats.rollouts import Request
+from tuneloop.inference import guard
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client, Lost
 from tuneloop.inference.engines.endpoint import open_engine
 from tuneloop.inference.fleet import Worker
-from tuneloop.inference.server import bind_address
+from tuneloop.inference.server import UVICORN, bind_address
 
 PATHS = (
     "/generate",
@@ -154,6 +159,46 @@ def test_connections_without_headers_are_closed_and_others_are_answered() -> Non
             assert not each.recv(1000).startswith(b"HTTP/1.1 200"), "it was closed"
             each.close()
         assert child.poll() is None
+
+
+def test_a_known_connection_is_not_closed_while_its_next_token_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway asks the API server for it meanwhile. One whose first token takes longer than it has is closed."""
+    judged = threading.Event()
+
+    async def app(scope: dict, receive: object, send: object) -> None:
+        if scope["path"] == "/slow":
+            while not judged.is_set():
+                await asyncio.sleep(0.01)
+        scope["state"]["caller"] = "of the run"
+        await PlainTextResponse("known")(scope, receive, send)
+
+    def judge() -> None:
+        while guard.TimedProtocol.strangers:
+            next(iter(guard.TimedProtocol.strangers))._judge()
+        judged.set()
+
+    monkeypatch.setattr(guard, "HEADERS_S", 10_000)
+    with bind_address("127.0.0.1", 0) as listener:
+        listener.listen()
+        server = uvicorn.Server(uvicorn.Config(app, **UVICORN))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        for first, expected in (("/quick", b"known"), ("/slow", None)):
+            judged.clear()
+            connection = http.client.HTTPConnection(*listener.getsockname(), timeout=LIMIT_S)
+            if first == "/quick":
+                connection.request("GET", first)
+                assert connection.getresponse().read() == b"known"
+            connection.request("GET", "/slow")
+            until(lambda: any(each.scope and each.scope["path"] == "/slow" for each in guard.TimedProtocol.strangers))
+            next(iter(guard.TimedProtocol.strangers)).loop.call_soon_threadsafe(judge)
+            try:
+                assert connection.getresponse().read() == expected
+            except http.client.RemoteDisconnected:
+                assert expected is None
+            connection.close()
+        server.should_exit = True
+        thread.join(LIMIT_S)
 
 
 def test_what_was_accepted_before_sigterm_is_answered() -> None:

@@ -58,6 +58,17 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
     assert "cachingOptions" in inner["sft"] and not inner["iterations"].get("cachingOptions", {}).get("enableCache")
 
 
+def test_every_task_is_told_where_programs_of_the_policy_run(compiled: Any) -> None:
+    spec, pods = compiled("grpo", "cluster.sandbox=http://sandbox:8000")
+    told = {name: each["container"].get("env", []) for name, each in spec["deploymentSpec"]["executors"].items()}
+    assert {"exec-data-prep", "exec-evaluate", "exec-iterations"} <= told.keys()
+    for name, env in told.items():
+        values = {item["name"]: item["value"] for item in env}
+        assert values["TUNELOOP_SANDBOX"] == "http://sandbox:8000", name
+        (secret,) = pods[name]["secretAsVolume"]
+        assert values["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{secret['mountPath']}/token" and secret["optional"]
+
+
 def test_every_image_is_named_with_its_tag(compiled: Any) -> None:
     spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=60", "cluster.images=registry.example/t/{image}:1.2")
     images = {each["container"]["image"] for each in spec["deploymentSpec"]["executors"].values()}

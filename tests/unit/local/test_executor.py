@@ -17,7 +17,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.local import journal
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
-from tuneloop.workflow.settings import TOKEN_SECRET
+from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_SECRET, Cluster
 
 ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
 OK = shell("ok", "true")
@@ -81,6 +81,23 @@ def test_pods_that_mount_the_token_of_the_runs_servers_have_the_same_also_when_i
     assert nodes["c"].phase == "Succeeded" and (tmp_path / "server-token").stat().st_mode & 0o777 == 0o600
     (tmp_path / "server-token").write_text("another\n")
     assert named(run(tmp_path, said, without, graph))["a"].outputs["token"] == "another"
+
+
+def test_pods_have_the_token_of_the_sandbox_that_this_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of another server's."""
+    told = Cluster(sandbox="http://sandbox:8000").sandbox_environment
+    volume = {"name": "sandbox", "secret": {"secretName": SANDBOX[0], "optional": True}}
+    said = shell("ok", f'cat "${SANDBOX_TOKEN}" > /tmp/out/token', outputs=("token",), volumes=[volume])
+    said["container"] |= {
+        "env": [{"name": name, "value": value} for name, value in told.items()],
+        "volumeMounts": [{"name": "sandbox", "mountPath": SANDBOX[1]}],
+    }
+    assert named(run(tmp_path / "none", said, dag(task("a", "ok"))))["a"].outputs["token"] == ""
+    (tmp_path / "own").write_text("mine\n")
+    monkeypatch.setenv(SANDBOX_TOKEN, str(tmp_path / "own"))
+    assert named(run(tmp_path / "one", said, dag(task("a", "ok"))))["a"].outputs["token"] == "mine"
 
 
 def test_parameters_arguments_over_values_over_defaults(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 The program gets an interpreter of its own with an empty environment and no file open but its input, so nothing of the
 caller is in its memory. It sees the standard library and an empty directory.
+
+`TUNELOOP_SANDBOX`, which ``cluster.sandbox`` sets, says where: ``process``, or the URL of a
+`tuneloop.inference.sandbox_server`; ``URL#gvisor`` is of one that proves to be in gVisor: a weaker one runs nothing.
 """
 
 import contextlib
@@ -10,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import selectors
 import signal
 import subprocess
@@ -17,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.http import CONNECT_S, Unanswered, send_request
+from tuneloop.core.server_token import build_token_headers
 from tuneloop.rewards.sandbox.jail import ARCHITECTURES
+from tuneloop.workflow.settings import PROCESS, SANDBOX_PLACE, SANDBOX_TOKEN, SANDBOX_VARIABLE
 
 Kind = Literal["done", "error", "timeout", "memory", "output", "escape"]
 JAIL = Path(__file__).with_name("jail.py")
@@ -92,6 +99,49 @@ def check_kernel(field: str, value: str) -> None:
     if ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1) < 1:
         remedy = "the kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK), or the pod's seccomp forbids it"
         raise UserError(field, value, f"cannot shut programs in: {remedy}; use another node")
+
+
+def find_sandbox() -> str:
+    """Find where programs run. Raises UserError where the environment names no such place."""
+    if not re.fullmatch(SANDBOX_PLACE, where := os.environ.get(SANDBOX_VARIABLE, PROCESS)):
+        raise UserError(SANDBOX_VARIABLE, where, "must be process, or a URL as http://host:8000, perhaps with #gvisor")
+    return where
+
+
+def check_sandbox(field: str, value: str) -> None:
+    """Check that programs can be run: as `check_kernel`; a service is asked only when there is a program."""
+    if find_sandbox() == PROCESS:
+        check_kernel(field, value)
+
+
+def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
+    """Run a program as `run_program` does, there; a service that is lost is asked again. Raises OSError where it could
+    not be shut in or no service takes it, and UserError where that is weaker than asked, or refuses the request."""
+    if (where := find_sandbox()) == PROCESS:
+        return run_program(program, stdin, call, limits)
+    url, _, isolation = where.partition("#")
+    asked = {"program": program, "stdin": stdin, "call": call, **asdict(limits), "isolation": isolation or PROCESS}
+    try:
+        program.encode()
+    except UnicodeEncodeError as error:  # as Python's compiler says of it
+        return Ending("error", "", error=f"UnicodeEncodeError: {error}"[:300])
+    end = time.monotonic() + (most := 8 * HINDERED * limits.seconds + CONNECT_S)  # four may run before it, one by one
+    while True:
+        headers = build_token_headers(SANDBOX_TOKEN)
+        try:
+            status, answer = send_request("POST", f"{url}/run", timeout_s=most, body=asked, headers=headers)
+        except Unanswered as error:
+            status, answer = 503, str(error).encode()
+        if status == 200:
+            return Ending(**json.loads(answer)["ending"])
+        if status == 413:
+            return Ending("memory", "")
+        told = f"the sandbox answers {status}: {answer.decode(errors='replace')[:300]}"
+        if status < 500 and status != 401:  # a token that was just replaced comes to two pods at two times
+            raise UserError(SANDBOX_VARIABLE, where, told)
+        if time.monotonic() > end:
+            raise OSError(f"{url}: {told}")
+        time.sleep(0.5)
 
 
 def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:

@@ -1,0 +1,109 @@
+"""Run programs of a policy for callers elsewhere (``cluster.sandbox``): python -m tuneloop.inference.sandbox_server
+
+``POST /run`` takes a `Program`, shuts it in as `tuneloop.rewards.sandbox` does, and answers with its ending and with
+what this server proves to be, as ``GET /health``; one that asks for more is refused, and not run.
+Exit codes: 0 after SIGTERM, when all that was accepted is answered; 2 a mistake, or programs cannot be shut in.
+"""
+
+import asyncio
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tuneloop.core.errors import UserError, print_diagnostic, report_errors
+from tuneloop.core.program import Parser
+from tuneloop.core.server_token import VARIABLE, read_tokens
+from tuneloop.inference.guard import TokenGuard
+from tuneloop.inference.refusals import Refused, create_app
+from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
+from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
+
+Isolation = Literal["process", "gvisor"]
+MAX_BYTES, GRACE_S = 2**24, 60
+WAITING = 4
+"""Programs that may wait, for each that runs; then callers are told to ask again."""
+
+
+class Program(BaseModel, extra="forbid"):
+    """A program of Python, its input, an expression that is evaluated after it, and what it may use (`Limits`)."""
+
+    program: str
+    stdin: str = ""
+    call: str | None = None
+    seconds: float = Field(gt=0, le=600)
+    memory: int = Field(gt=0, le=2**36)
+    output: int = Field(gt=0, le=2**24)
+    isolation: Isolation = "process"
+
+
+def build_app(programs: int, isolation: Isolation) -> Any:
+    """Build the application: `programs` at a time."""
+    app, pool, left = create_app(400), ThreadPoolExecutor(programs), programs * (1 + WAITING)
+    app.add_middleware(TokenGuard, open_paths=("/health",), max_bytes=MAX_BYTES)
+    app.add_api_route("/health", lambda: {"status": "ok", "isolation": isolation})
+
+    @app.post("/run")
+    async def run_in_turn(body: Program) -> dict[str, Any]:
+        nonlocal left
+        if body.isolation not in ("process", isolation):
+            remedy = f"this server proves to be no more than {isolation}; it runs nothing that asks for more"
+            raise UserError("isolation", body.isolation, remedy)
+        if not left:
+            raise Refused(503, "as many programs wait as may; ask again")
+        given = body.program, body.stdin, body.call, Limits(body.seconds, body.memory, body.output)
+        left -= 1
+        try:
+            ending = await asyncio.get_running_loop().run_in_executor(pool, run_program, *given)
+        except OSError as error:
+            raise Refused(503, str(error)) from error
+        finally:
+            left += 1
+        return {"isolation": isolation, "ending": asdict(ending)}
+
+    return app
+
+
+def read_kernel_log() -> bytes:
+    """Read what the kernel says of itself (syslog(2)); nothing where that is not for everybody."""
+    log = ctypes.create_string_buffer(1 << 17)
+    return log.raw[: max(ctypes.CDLL(None).klogctl(3, log, len(log)), 0)]
+
+
+def read_isolation(log: bytes) -> Isolation:
+    """Return what a kernel's log proves: gVisor's begins with its name. Nothing proves a virtual machine of Kata's."""
+    return "gvisor" if log.split(b"\n")[0].endswith(b"] Starting gVisor...") else "process"
+
+
+@report_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM, and return the exit code."""
+    parser = Parser("python -m tuneloop.inference.sandbox_server", __doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
+    text = "at a time (default: as many as processors)"
+    parser.add_argument("--programs", type=int, default=len(os.sched_getaffinity(0)), help=text)
+    options = parser.parse_args(argv)
+    if options.programs < 1:
+        raise UserError("--programs", options.programs, "must be at least 1")
+    check_kernel("sandbox", f"{options.host}:{options.port}")
+    if not (read_tokens() or options.host.startswith("127.")):
+        raise UserError(VARIABLE, os.environ.get(VARIABLE), "must name a file with a token, or --host be 127.0.0.1")
+    import uvicorn
+
+    with bind_address(options.host, options.port) as listener:
+        listener.listen(1024)
+        isolation, (host, port) = read_isolation(read_kernel_log()), listener.getsockname()[:2]
+        print_diagnostic(f"sandbox: {isolation} at http://{host}:{port}", 0)
+        about = uvicorn.Config(build_app(options.programs, isolation), timeout_graceful_shutdown=GRACE_S, **UVICORN)
+        serve_until_signalled(uvicorn.Server(about), listener)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
