@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from tuneloop.core.threads import map_ahead
 from tuneloop.weights import codec, delta
-from tuneloop.weights.layout import Bytes, Checkpoint
+from tuneloop.weights.layout import Bytes, Checkpoint, build_blame
 from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.publish import publish_version
 
@@ -207,7 +207,10 @@ class Files:
         self.clock(f"{encoding} encode", encode)
         (done,) = written
         shutil.copytree(self.old.directory, self.place / "copy")
-        opened, model = delta.DeltaFile(path, encoding, done.names, done.new), Checkpoint(self.place / "copy")
+        opened, model = (
+            delta.DeltaFile(path, encoding, done.names, done.new, build_blame(path)),
+            Checkpoint(self.place / "copy"),
+        )
         self.clock(f"{encoding} apply + verify", lambda: delta.patch_checkpoint(model, [opened], done.new))
         self.clock.sizes |= {f"{encoding} encode": done.size, f"{encoding} apply + verify": done.size}
         shutil.rmtree(self.place / "copy")

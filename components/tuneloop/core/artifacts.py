@@ -139,12 +139,8 @@ def split_ref(ref: str) -> tuple[str, str | None]:
 
 
 class Artifact:
-    """A committed artifact, opened for reading.
-
-    Raises:
-        UserError: nothing is committed there.
-        Corrupt: what is committed there is not what the reference says.
-    """
+    """A committed artifact, opened for reading. Raises UserError: nothing is committed there; Corrupt: what is
+    committed there is not what the reference says."""
 
     def __init__(self, ref: str) -> None:
         self.url, wanted = split_ref(ref)

@@ -102,11 +102,8 @@ def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None])
 def make_room(cache: Path, size: int) -> None:
     """Delete what nobody uses, the least recently used first, until there is room for `size` bytes more.
 
-    What is in use stays, also beyond the limit: a stage takes what it needs.
-
-    Raises:
-        UserError: `LIMIT` is no number of bytes.
-    """
+    What is in use stays, also beyond the limit: a stage takes what it needs. Raises UserError: `LIMIT` is no number of
+    bytes."""
     found: list[tuple[float, int, Path]] = []
     for place in cache.glob(f"{PREFIX}*"):
         for where, _, names in os.walk(place):

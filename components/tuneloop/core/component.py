@@ -11,9 +11,7 @@
 Run as ``python -m tuneloop.stages.rollout --policy REF --prompts REF --rollouts URL --temperature 1.0``. The function
 writes files below ``stage.out``; when it returns, they are committed under a manifest, and its results are
 written one file each to ``$TUNELOOP_OUTPUTS`` for the workflow engine. A stage whose output is committed
-already, from the same inputs and parameters, ends at once with the same results.
-
-Exit codes: 0 committed; 2 the user's mistake; 75 interrupted or temporarily impossible; others a bug.
+already, from the same inputs and parameters, ends at once with the same results. `errors` has the exit codes.
 """
 
 import contextlib
@@ -25,6 +23,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -65,6 +64,7 @@ UNTRACKED: JsonDict = {"tuneloop": "identity"}
 ``Field(json_schema_extra=UNTRACKED)`` keeps it out of the comparison with a committed output."""
 
 
+@dataclass(eq=False)
 class Component:
     """A stage: its program, its parameters, and what a workflow engine needs to run it.
 
@@ -76,25 +76,22 @@ class Component:
         inputs: input name → whether it is required.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Results | None],
-        kind: str,
-        image: Image,
-        accelerator: bool,
-        role: Role | None,
-        results: Mapping[str, type],
-        after: Callable[[Stage, Manifest], None] | None,
-        identity: Callable[[Any], Mapping[str, Any]] | None,
-    ) -> None:
-        self.function, self.kind, self.image, self.accelerator = function, kind, image, accelerator
-        self.role = role
-        self.results, self.after, self.identity = dict(results), after, identity
+    function: Callable[..., Results | None]
+    kind: str
+    image: Image
+    accelerator: bool
+    role: Role | None
+    results: Mapping[str, type]
+    after: Callable[[Stage, Manifest], None] | None
+    identity: Callable[[Any], Mapping[str, Any]] | None
+
+    def __post_init__(self) -> None:
+        function = self.function
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
         self.inputs, self.options, self.Params = _read_signature(function)
-        self.output = f"{kind}_out" if kind in self.inputs else kind
+        self.output = f"{self.kind}_out" if self.kind in self.inputs else self.kind
         flags = [*self.inputs, self.output, *self.Params.model_fields]
         assert len(flags) == len(set(flags)), f"{self.name}: two flags of one name among {flags}"
         self.__doc__ = function.__doc__

@@ -52,12 +52,8 @@ def read_clock() -> float:
 
 
 def read_lease_grant() -> Grant | None:
-    """Read the lease grant of this process; None where it needs none.
-
-    Raises:
-        Retryable: the file is gone.
-        UserError: the group refused this process.
-    """
+    """Read the lease grant of this process; None where it needs none. Raises Retryable: the file is gone; UserError:
+    the group refused this process."""
     if not (path := os.environ.get(VARIABLE)):
         return None
     try:
@@ -71,11 +67,7 @@ def read_lease_grant() -> Grant | None:
 
 def check_lease() -> dict[str, object]:
     """Check that this process holds its device lease, or released it in time; return what the manifest records of it.
-
-    Raises:
-        Retryable: the turn was lost; nothing may be committed.
-        UserError: as `read_lease_grant`.
-    """
+    Raises Retryable: the turn was lost; nothing may be committed; UserError: as `read_lease_grant`."""
     if (held := read_lease_grant()) is None:
         return {}
     if (late := read_clock() - held.until) >= 0 and not is_lease_released():

@@ -38,7 +38,6 @@ class Response:
         return event
 
     def read(self) -> bytes:
-        """Return all that is left of the body."""
         return b"".join(iter(self._receive, END))
 
     def lines(self) -> Iterator[bytes]:

@@ -96,11 +96,8 @@ def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def try_product() -> int:
     """Let a child multiply as oneDNN likes to, unlimited; return the number of the signal that ended it, or 0.
 
-    The child is a fork, which takes milliseconds where torch was imported, and has no use for any thread.
-
-    Raises:
-        RuntimeError: it ended by something else than a signal.
-    """
+    The child is a fork, which takes milliseconds where torch was imported, and has no use for any thread. Raises
+    RuntimeError: it ended by something else than a signal."""
     import torch  # noqa: F401 - here, where it stays
 
     if (child := os.fork()) == 0:

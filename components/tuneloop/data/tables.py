@@ -63,12 +63,8 @@ def examine_answers(
 @contextmanager
 def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]]:
     """Yield a `map` of tables, in order, by Ray Data: on the cluster that ``RAY_ADDRESS`` names (in a RayJob, its own),
-    else by the cores of this machine.
-
-    Raises:
-        UserError: Ray is not installed.
-        Retryable: the cluster does not answer, or falls apart.
-    """
+    else by the cores of this machine. Raises UserError: Ray is not installed; Retryable: the cluster does not answer,
+    or falls apart."""
     try:
         import ray
         import ray.data

@@ -45,11 +45,8 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     are, the template puts. Plain text gets the special tokens that the tokenizer itself prepends (Llama's BOS,
     nothing for Qwen), as vLLM does; an end of sequence that it appends is dropped, since the text goes on.
 
-    `prompt` is plain text, or a JSON list of messages where `chat` is true.
-
-    Raises:
-        UserError: messages without a chat template, text that is not a list of messages, or a prompt of no token.
-    """
+    `prompt` is plain text, or a JSON list of messages where `chat` is true. Raises UserError: messages without a chat
+    template, text that is not a list of messages, or a prompt of no token."""
     if chat:
         ids = _encode_chat(tokenizer, prompt)
     else:
@@ -74,13 +71,10 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[bool]]:
     """Encode a whole conversation, and say which of its ids are the assistant's.
 
-    Of every turn of the assistant all is a target up to its end of sequence, that one included. What the template
-    puts after that is not, nor are the others' messages, tools' results among them.
-
-    Raises:
-        UserError: no turn of the assistant; or a template that rewrites earlier turns (one that strips reasoning
-            does), so that what is trained would not be what is sampled.
-    """
+    Of every turn of the assistant all is a target up to its end of sequence, that one included. What the template puts
+    after that is not, nor are the others' messages, tools' results among them. Raises UserError: no turn of the
+    assistant; or a template that rewrites earlier turns (one that strips reasoning does), so that what is trained would
+    not be what is sampled."""
     turns = json.loads(messages)
     ids: list[int] = []
     targets: list[bool] = []

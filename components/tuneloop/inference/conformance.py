@@ -63,7 +63,6 @@ class Probe:
                 yield message
 
     def status(self, body: dict[str, Any]) -> int:
-        """Return the status of an answer."""
         with self._send(body) as response:
             return response.status
 
@@ -80,7 +79,6 @@ class Probe:
         return [answers[i] for i in range(len(prompts))]
 
     def one(self, prompt: Sequence[int], seed: int = 0, **body: Any) -> Any:
-        """Generate one completion."""
         return self.generate([prompt], [seed], **body)[0][0]
 
     def scores(self, ids: Sequence[int], **body: Any) -> list[float]:
@@ -112,7 +110,6 @@ def make_request(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body:
 
 
 def _expect(holds: bool, why: str) -> None:
-    """Raise `Failed` unless it holds."""
     if not holds:
         raise Failed(why)
 

@@ -121,12 +121,9 @@ def generate_completions(
             seed = functools.partial(stage.seed, "sample")
             completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
     stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
-    if pulled := getattr(engine, "pulled", None):
-        stage.notes["pulled"] = pulled
-    if isinstance(engine, Replicas):
-        stage.notes["replicas"] = engine.served
-    if determinism := getattr(engine, "determinism", None):
-        stage.notes["determinism"] = determinism
+    for name in ("pulled", "replicas", "determinism"):  # of engines that have it
+        if said := getattr(engine, name, None):
+            stage.notes[name] = said
     if refitted := getattr(engine, "refitted", None):
         stage.notes["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)

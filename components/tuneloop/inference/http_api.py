@@ -57,7 +57,6 @@ class HttpApi:
         self.loop, self.follower, self.attempts = loop, follower, attempts
 
     def app(self) -> FastAPI:
-        """Make the application."""
         app = create_app(400)
         app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=MAX_BYTES)
         gets: dict[str, Any] = {"/health": self.health, "/version": self.version, "/metrics": self.metrics}
@@ -79,7 +78,6 @@ class HttpApi:
         return app
 
     def served(self) -> dict[str, Any]:
-        """Return what is served now."""
         engine = self.loop.engine
         status = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
         if engine.determinism:
@@ -90,17 +88,14 @@ class HttpApi:
         return status
 
     async def health(self) -> dict[str, str]:
-        """Answer whether it is ready."""
         if self.loop.trouble:
             raise Refused(503, self.loop.trouble)
         return {"status": "ok"}
 
     async def version(self) -> dict[str, Any]:
-        """Answer with the version served."""
         return self.served()
 
     async def metrics(self) -> PlainTextResponse:
-        """Answer with what an autoscaler asks for."""
         running, waiting = self.loop.engine.count_requests()
         return PlainTextResponse(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n")
 
@@ -124,7 +119,6 @@ class HttpApi:
         return self.served()
 
     async def generate(self, body: GenerateBody) -> StreamingResponse:
-        """Admit, then stream."""
         if body.stream and body.prompt_logprobs:
             raise UserError("stream", True, "cannot be had with prompt_logprobs; ask for one of them")
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
@@ -137,7 +131,6 @@ class HttpApi:
         return StreamingResponse(self._stream(ticket, events, body), media_type="application/x-ndjson")
 
     def verify(self) -> dict[str, Any]:
-        """Read back every tensor."""
         if self.follower is None:
             raise UserError("verify", "--policy", "only a server with --weights keeps the files to compare with")
         version, comparison = self.follower.verify()
@@ -162,11 +155,9 @@ class HttpApi:
         return await self.label()
 
     async def flush(self) -> dict[str, str]:
-        """Drop the prefix cache."""
         return await self._have(self.loop.engine.flush)
 
     async def resume(self) -> dict[str, str]:
-        """Go on after `pause`."""
         return await self._have(self.loop.resume)
 
     async def label(self) -> dict[str, str]:
@@ -179,7 +170,6 @@ class HttpApi:
         return await self._have(self.loop.sleep, level, status="asleep")
 
     async def wake_up(self) -> dict[str, str]:
-        """Take the device's memory again."""
         answer = await self._have(self.loop.wake_up, status="awake")
         if self.follower:
             self.follower.wake()

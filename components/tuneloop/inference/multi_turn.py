@@ -81,7 +81,6 @@ class _Live:
     escape: str = ""
 
     def hear(self, completion: Completion) -> None:
-        """Take a turn of the policy."""
         self.versions += completion.versions or [completion.start_version] * len(completion.ids)
         self.extend(completion.ids, completion.logprobs, sampled=True)
         self.last, self.turns, self.finish_reason = completion.ids, self.turns + 1, completion.finish_reason

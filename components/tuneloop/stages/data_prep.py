@@ -108,7 +108,7 @@ def data_prep(
     Raises:
         UserError: an unknown source, argument or reward; too few examples; a gold answer that its reward rejects.
     """
-    parse_spec(spec := json.dumps(rewards, sort_keys=True))
+    parse_spec(json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
     wanted = dict(zip(SCHEMAS, (eval, sft, preference_eval, preference, train)))
@@ -125,7 +125,7 @@ def data_prep(
 
     with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
         for name, number in wanted.items():
-            rows = _rows(streams.get(name, splits.train), name, number, seen, spec, reward_args, chat, system)
+            rows = _rows(streams.get(name, splits.train), name, number, seen, stage.params)
             tables = _count_rows(stage, name, mapped(build_tables(rows), judge), tally, bar)
             write_tables(stage.out / f"{name}.parquet", tables, SCHEMAS[name], optional=SCHEMAS[name] is PAIRS)
             if (found := tally.rows.get(name, 0)) < (min(number, 1) if name == "train" else number):
@@ -150,7 +150,7 @@ def _count_rows(
         stage.check_stop()
         tally.add(name, table)
         yield table.set_column(table.column_names.index("answer"), "answer", table["answer"].fill_null(""))
-        bar.update(tally.total)
+        bar.update(tally.rows.total())
 
 
 def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
@@ -170,20 +170,14 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
 
 
 def _rows(
-    examples: Iterable[Example],
-    split: Split,
-    number: int,
-    seen: set[bytes],
-    spec: str,
-    reward_args: Mapping[str, Any],
-    chat: bool,
-    system: str | None,
+    examples: Iterable[Example], split: Split, number: int, seen: set[bytes], params: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield up to `number` rows with prompts that are not in `seen`; read no further than needed."""
-    stream = iter(examples)
+    """Yield up to `number` rows, made as the stage's `params` say, with prompts that are not in `seen`; read no further
+    than needed."""
+    stream, spec = iter(examples), json.dumps(params.rewards, sort_keys=True)
     made = 0
     while made < number and (example := next(stream, None)) is not None:
-        prompt = _prompt(example.prompt, chat, system)
+        prompt = _prompt(example.prompt, params.chat, params.system)
         if (known := xxhash.xxh3_128_digest(prompt.encode("utf-8", "surrogatepass"))) in seen:
             continue
         name = f"{split}-{made:06d}"
@@ -191,9 +185,8 @@ def _rows(
         completion = solution if example.demonstration is None else example.demonstration
         if SCHEMAS[split] is PAIRS:
             if completion is None or example.rejected is None:
-                raise UserError(
-                    f"data_prep.{split}", prompt[:60], "needs a chosen and a rejected completion; name both"
-                )
+                remedy = "needs a chosen and a rejected completion; name both"
+                raise UserError(f"data_prep.{split}", prompt[:60], remedy)
             if completion == example.rejected:  # nothing to prefer
                 continue
         _check_form(split, example, completion)
@@ -201,10 +194,10 @@ def _rows(
         yield {
             "id": name,
             "prompt": prompt,
-            "chat": chat or isinstance(example.prompt, list),
+            "chat": params.chat or isinstance(example.prompt, list),
             "answer": example.answer,
             "reward": spec,
-            "metadata": _json({**example.metadata, **reward_args}, name),
+            "metadata": _json({**example.metadata, **params.reward_args}, name),
             "solution": solution,
             "completion": completion,
             "chosen": completion,
@@ -246,12 +239,7 @@ class Tally:
         self.unchecked = self.wrong = 0
         self.examples: list[str] = []
 
-    @property
-    def total(self) -> int:
-        return self.rows.total()
-
     def add(self, split: Split, table: pa.Table) -> None:
-        """Count an examined table."""
         self.rows[split] += table.num_rows
         self.hosts.update(table["host"].to_pylist())
         self.unchecked += table["answer"].null_count if self.rewards else table.num_rows
@@ -262,7 +250,7 @@ class Tally:
     def check(self) -> None:
         """Check that every gold answer earned full marks. Raises UserError with the first ones that did not."""
         if self.wrong:
-            best, of = full_marks(self.rewards), self.total - self.unchecked
+            best, of = full_marks(self.rewards), self.rows.total() - self.unchecked
             told = f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "
             remedy = f"{told}{'; '.join(self.examples)}; correct the data or choose another reward"
             raise UserError("data_prep.rewards", dict(self.rewards), remedy)

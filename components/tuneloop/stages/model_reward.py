@@ -74,15 +74,10 @@ def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
     else:
         before = [{"outcome": "score", "score": 0.0, "breakdown": "{}"}] * table.num_rows
     sums = [None if row["score"] is None else row["score"] + weight * value for row, value in zip(before, found)]
-    parts = [
-        json.dumps({**json.loads(row["breakdown"]), "model": value}, sort_keys=True)
-        for row, value in zip(before, found)
-    ]
-    return (
-        table.append_column("outcome", pa.array([row["outcome"] for row in before], pa.string()))
-        .append_column("score", pa.array(sums, pa.float32()))
-        .append_column("breakdown", pa.array(parts, pa.string()))
-    )
+    parts = [json.loads(row["breakdown"]) | {"model": value} for row, value in zip(before, found)]
+    table = table.append_column("outcome", pa.array([row["outcome"] for row in before], pa.string()))
+    table = table.append_column("score", pa.array(sums, pa.float32()))
+    return table.append_column("breakdown", pa.array((json.dumps(part, sort_keys=True) for part in parts), pa.string()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from tuneloop.training import checkpoint, epochs
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.options import Optimization, TrainerOptions
 from tuneloop.training.policy_gradient import Objective
-from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, select_groups, to_float32
+from tuneloop.training.samples import Sample, check_ids, check_sampling, read_samples, select_groups
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -234,11 +235,8 @@ def open_trainer(
 def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     """Repeat the updates since the last checkpoint with the trainer's state, until `RESIDENT` stands behind `policy`.
 
-    Each has the inputs and the parameters that its manifest names, and is proved by the digest of the state.
-
-    Raises:
-        UserError: something of these is gone or has changed, or the bits are others.
-    """
+    Each has the inputs and the parameters that its manifest names, and is proved by the digest of the state. Raises
+    UserError: something of these is gone or has changed, or the bits are others."""
     made = policy
     try:
         chain = [policy]
@@ -345,7 +343,7 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
         )
     )
     for sample, part in zip(samples, values.split(targets.tolist())):
-        sample.advantages = to_float32(part.tolist())
+        sample.advantages = array("f", part.tolist())
         teaches = bool(part.any()) or bool(algorithm.beta and algorithm.kl_in == "loss")
         taken = sample.score is not None and not (algorithm.mask_truncated_completions and sample.truncated)
         sample.counted = taken and (teaches or not algorithm.dynamic_sampling)

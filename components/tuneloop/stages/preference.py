@@ -117,7 +117,6 @@ class Learner:
         self.others = Mismatched(pairs.documents) if objective.needs_kl else []
 
     def step(self, prepared: epochs.Prepared) -> dict[str, float]:
-        """Take one optimizer step and return its measures."""
         import torch
 
         chosen = prepared.indices

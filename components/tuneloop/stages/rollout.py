@@ -18,9 +18,8 @@ def _check_oversampling(asked: int | None, info: ValidationInfo) -> int | None:
     if asked and wanted and asked < wanted:
         raise ValueError(f"must be at least prompts_per_iteration ({wanted}), the groups that the update takes")
     if asked and n == 1:
-        raise ValueError(
-            "no group would be kept, as a single reward does not differ: set n to 2 or more, or leave this out"
-        )
+        remedy = "set n to 2 or more, or leave this out"
+        raise ValueError(f"no group would be kept, as a single reward does not differ: {remedy}")
     return asked
 
 

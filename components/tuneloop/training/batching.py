@@ -112,11 +112,8 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
     """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens.
 
-    No document gives a batch of one token and no target: what an idle rank runs to keep step with the others.
-
-    Args:
-        device: that the batch is for; where it is a GPU, the memory is pinned.
-    """
+    No document gives a batch of one token and no target: what an idle rank runs to keep step with the others. `device`:
+    that the batch is for; where it is a GPU, the memory is pinned."""
     if not documents:
         one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
         return Batch(one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing)

@@ -144,12 +144,7 @@ def release_device(stage: Stage, trainer: Trainer) -> None:
 
 
 def write_checkpoint(
-    stage: Stage,
-    trainer: Trainer,
-    policy: Artifact,
-    save_dtype: str,
-    version: int | None = None,
-    with_state: bool = True,
+    stage: Stage, trainer: Trainer, policy: Artifact, dtype: str, version: int | None = None, with_state: bool = True
 ) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
 
@@ -164,7 +159,7 @@ def write_checkpoint(
         if stage.leader:
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
             shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
-        written = trainer.export(source, stage.out / "model", save_dtype)
+        written = trainer.export(source, stage.out / "model", dtype)
         betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
         state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
         if trainer.lora:
@@ -184,7 +179,7 @@ def write_checkpoint(
             ids = before.get("ids") or canary_ids(trainer.vocab_size)
             about = {"ids": ids, "logprobs": canary_logprobs(written, ids), "before": before.get("logprobs")}
             (stage.out / "canary.json").write_text(json.dumps(about))
-    stage.facts.update(version=version, step=trainer.step, save_dtype=save_dtype)
+    stage.facts.update(version=version, step=trainer.step, save_dtype=dtype)
     kept = ("model", "architecture", "parameters", "vocab_size")
     stage.facts.update({key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts})
     return version
@@ -209,17 +204,13 @@ class ResidentTrainer:
     options: TrainerOptions | None = None
 
     def keep(self, trainer: Trainer, attempt: str, options: TrainerOptions) -> None:
-        """Keep the trainer that stands behind the checkpoint of `attempt`."""
         self.trainer, self.attempt, self.options = trainer, attempt, options
 
     def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
         """Hand out the trainer behind `policy`, and say whether these are its options; any other is let go.
 
-        First what is still to be written of it is waited for: who takes it changes it.
-
-        Raises:
-            Exception: what ended that writing.
-        """
+        First what is still to be written of it is waited for: who takes it changes it. Raises Exception: what ended
+        that writing."""
         BACKGROUND.wait()
         found, known, attempt = self.trainer, self.options, self.attempt
         self.trainer = self.options = None

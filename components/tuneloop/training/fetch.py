@@ -61,12 +61,9 @@ def rewrite_chats(path: Path) -> None:
     """Rewrite the chats of a Parquet file in place; one of plain text, or without a column ``chat``, stays as it is.
 
     ``prompt`` becomes the list of messages, ``completion``, ``chosen`` and ``rejected`` a list of one of the
-    assistant's; a whole conversation becomes ``messages``, with neither.
-
-    Raises:
-        UserError: chats beside plain text, or conversations beside prompts with a completion: TRL wants one form a
-            file; or a message that holds more than text (tool calls).
-    """
+    assistant's; a whole conversation becomes ``messages``, with neither. Raises UserError: chats beside plain text, or
+    conversations beside prompts with a completion: TRL wants one form a file; or a message that holds more than text
+    (tool calls)."""
     table = pq.ParquetFile(path)
     if "chat" not in table.schema_arrow.names:
         return
@@ -103,7 +100,6 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Run as a program."""
     parser = argparse.ArgumentParser(prog="tuneloop.training.fetch")
     parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
     parser.add_argument("--into", type=Path, required=True)

@@ -50,11 +50,6 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
                 raise UserError("lora.target_modules", targets, "leave embeddings and the output layer out")
 
 
-def get_base_parameter_name(name: str) -> str:
-    """Return the name of a parameter in the model without adapters."""
-    return name.replace(BASE, ".")
-
-
 def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
     """Yield the state of `model` with its adapters merged, whole or sharded, in the dtype of the sum."""
     import torch
@@ -67,7 +62,7 @@ def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
             with torch.no_grad():
                 value = value.float() + layers[owner].get_delta_weight("default")
         if ADAPTER not in name:
-            yield get_base_parameter_name(name), value
+            yield name.replace(BASE, "."), value
 
 
 @contextmanager

@@ -89,7 +89,6 @@ class TrainerOptions(Options):
 
     @property
     def optimization(self) -> Optimization:
-        """What they say to an optimizer."""
         return Optimization(**{field.name: getattr(self, field.name) for field in fields(Optimization)})
 
     @property
@@ -99,7 +98,6 @@ class TrainerOptions(Options):
 
     @property
     def saved_dtype(self) -> str:
-        """What `save_dtype` comes to."""
         return self.dtype if self.save_dtype == "auto" else self.save_dtype
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tuneloop.training.batching import Batch
     from tuneloop.training.fsdp.policy import Policy
 
+    Score = Callable[[Any, Batch], Tensor]
+
 Split = Literal["preference", "preference_eval"]
 SPLITS: tuple[Split, ...] = ("preference", "preference_eval")
 PLANNED = 8192
@@ -67,11 +69,7 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
 
 
 def score_documents(
-    stage: Stage | None,
-    policy: Any,
-    documents: Sequence[Document],
-    limit: int,
-    score: "Callable[[Any, Batch], Tensor]" = sum_logprobs,
+    stage: Stage | None, policy: Any, documents: Sequence[Document], limit: int, score: "Score" = sum_logprobs
 ) -> "array[float]":
     """Compute `score` of any number of documents, at most `limit` at once, on every rank. `stage`: left on SIGTERM;
     None: in an optimizer step, which ends first, so that a resume point can follow."""
@@ -90,9 +88,7 @@ def score_documents(
     return scores
 
 
-def compute_accuracy(
-    stage: Stage, policy: Any, pairs: Pairs, limit: int, score: "Callable[[Any, Batch], Tensor]" = sum_logprobs
-) -> float:
+def compute_accuracy(stage: Stage, policy: Any, pairs: Pairs, limit: int, score: "Score" = sum_logprobs) -> float:
     """Compute the share of pairs whose chosen completion has a higher `score` than the rejected one."""
     found = score_documents(stage, policy, pairs.documents, limit, score)
     return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from tuneloop.algorithms._objective import PolicyGradient, Tokens
 from tuneloop.core.component import Stage
 from tuneloop.training import checkpoint
-from tuneloop.training.samples import Sample, to_float32
+from tuneloop.training.samples import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,7 @@ class Objective:
                 values, _ = policy.logprobs(batch, self.temperature)
                 found |= {i: part.tolist() for i, part in zip(micro, values.split(batch.counts.tolist()))}
         for i, logprobs in policy.ranks.merge(found).items():
-            setattr(samples[i], name, to_float32(logprobs))
+            setattr(samples[i], name, array("f", logprobs))
 
     def step(self, trainer: Trainer, samples: Sequence[Sample]) -> float:
         """Take one optimizer step on a mini-batch, and return its loss; measures go to the stage's metrics."""

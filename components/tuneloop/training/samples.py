@@ -20,7 +20,7 @@ COLUMNS = ("request_id", "group", *TOKENS, "finish_reason", "outcome", "score")
 
 @dataclass(slots=True)
 class Sample:
-    """One rollout; arrays hold one value a target token, in order.
+    """One rollout; arrays hold one float32 value a target token, in order.
 
     Attributes:
         group: 0 … G-1.
@@ -43,16 +43,11 @@ class Sample:
     truncated: bool
     age: int
     engine: "array[float]"
-    advantages: "array[float]" = field(default_factory=lambda: to_float32(()))
+    advantages: "array[float]" = field(default_factory=lambda: array("f"))
     counted: bool = False
     used: bool = False
-    old: "array[float]" = field(default_factory=lambda: to_float32(()))
-    reference: "array[float]" = field(default_factory=lambda: to_float32(()))
-
-
-def to_float32(values: Sequence[float]) -> "array[float]":
-    """Convert values to float32, as tensors have them."""
-    return array("f", values)
+    old: "array[float]" = field(default_factory=lambda: array("f"))
+    reference: "array[float]" = field(default_factory=lambda: array("f"))
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:

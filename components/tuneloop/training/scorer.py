@@ -58,14 +58,8 @@ class Scorer(Policy):
             {name: value for name, value in self.masters().items() if name != "model.score.weight"}, directory
         )
 
-    def export(self, source: Path, target: Path, dtype: str) -> Any:
-        weights = self.whole_state()
-        if self.ranks.rank != 0:
-            return None
-        written = _open(source, getattr(torch, dtype), "sdpa")
-        written.load_state_dict(weights)
-        written.save_pretrained(target)
-        return written
+    def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
+        return _open(directory, dtype, "sdpa")
 
 
 class ScoreTrainer(Scorer, Trainer):

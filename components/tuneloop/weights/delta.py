@@ -17,7 +17,7 @@ import xxhash
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.threads import map_ahead
 from tuneloop.weights import codec
-from tuneloop.weights.layout import Blame, Bytes, Checkpoint, build_blame, encode_header, read_header
+from tuneloop.weights.layout import Blame, Bytes, Checkpoint, encode_header, read_header
 
 MEND = "restore it from a copy, or publish the next version in full"
 
@@ -46,10 +46,7 @@ def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.En
     """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
 
     ``__metadata__`` holds the xxh3-128 of each changed tensor's new state. Tensors that did not change are absent.
-
-    Args:
-        limit: the size in bytes at which a full version is the better choice; nothing is kept then.
-    """
+    `limit`: the size in bytes at which a full version is the better choice; nothing is kept then."""
 
     def encode(name: str) -> codec.Delta:
         return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
@@ -91,25 +88,20 @@ class DeltaFile:
     Args:
         path: of the safetensors file.
         expected: tensor name → checksum, as the version's index says it.
-        blame: makes its errors; default: they name the path.
+        blame: makes its errors.
 
     Raises:
         Corrupt: the file and the index do not agree.
     """
 
     def __init__(
-        self,
-        path: Path,
-        encoding: codec.Encoding,
-        names: Iterable[str],
-        expected: Mapping[str, str],
-        blame: Blame | None = None,
+        self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str], blame: Blame
     ) -> None:
-        self.encoding, self.blame = encoding, blame or build_blame(path, MEND)
-        header = read_header(path, blame=self.blame)
+        self.encoding, self.blame = encoding, blame
+        header = read_header(path, blame=blame)
         self.stated = stated = header.metadata
         if not set(names) == set(header.tensors) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
-            raise self.blame("holds other tensors than its index says")
+            raise blame("holds other tensors than its index says")
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
         self.payloads: dict[str, Bytes] = {name: content[t.start : t.end] for name, t in header.tensors.items()}
 
@@ -119,15 +111,10 @@ def patch_checkpoint(
 ) -> None:
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
-    A tensor takes all its deltas in a buffer of the thread, and is written only if it is right.
-
-    Args:
-        start: the checksums of `target` before, so that no delta is blamed for what it is applied to.
-
-    Raises:
-        Corrupt: a payload is damaged, or a new state is not what was published. It names the file that is at fault.
-            Other tensors may be written by then: `target` is unusable.
-    """
+    A tensor takes all its deltas in a buffer of the thread, and is written only if it is right. `start`: the checksums
+    of `target` before, so that no delta is blamed for what it is applied to. Raises Corrupt: a payload is damaged, or a
+    new state is not what was published. It names the file that is at fault. Other tensors may be written by then:
+    `target` is unusable."""
 
     def update(name: str) -> None:
         data, blame = target.view(name), target.blame(target.tensors[name].file)

@@ -44,11 +44,7 @@ def list_versions(root: str | Store, newest: int = 0) -> list[Listed]:
 
 def verify_version(root: str | Store | Chain, version: int | None = None, *, base: Path | None = None) -> int:
     """Prove that a version (None: the latest) can be assembled, from `base` where it has to, and count its tensors.
-
-    Raises:
-        Corrupt: the first difference.
-        UserError: no such version.
-    """
+    Raises Corrupt: the first difference; UserError: no such version."""
     chain = root if isinstance(root, Chain) else Chain(root)
     entry = chain.entry(chain.target(version))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
@@ -101,12 +97,8 @@ def delete_unused_versions(
     """Delete versions; return those deleted, or with `delete` false those that would be.
 
     What stays: the latest, the `keep` newest, those in `pinned`, those that replicas say they serve (`live`), and every
-    version that one of them is assembled from. Leftovers of crashed publications below the latest go too;
-    above it somebody may be publishing.
-
-    Raises:
-        UserError: `keep` is below 1, or a pinned version does not exist.
-    """
+    version that one of them is assembled from. Leftovers of crashed publications below the latest go too; above it
+    somebody may be publishing. Raises UserError: `keep` is below 1, or a pinned version does not exist."""
     if keep < 1:
         raise UserError("keep", keep, "must be at least 1")
     chain = Chain(root)

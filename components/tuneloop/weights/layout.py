@@ -7,7 +7,7 @@ with equal headers and equal tensors are therefore byte-identical, which is what
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import is_contained_path, open_for_reading
+from tuneloop.core.store import open_for_reading
 
 Bytes = NDArray[np.uint8]
 
@@ -143,7 +143,6 @@ class Checkpoint:
         return self._maps[tensor.file][tensor.start : tensor.end]
 
     def write(self, name: str, data: Bytes) -> None:
-        """Replace the bytes of a tensor in its file."""
         tensor = self.tensors[name]
         write_bytes_at(self.directory / tensor.file, tensor.start, data)
 
@@ -191,11 +190,3 @@ def encode_header(header: Mapping[str, Any], length: int = 0) -> bytes:
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw = raw.ljust(max(-(-len(raw) // 8) * 8, length - 8))
     return len(raw).to_bytes(8, "little") + raw
-
-
-def check_file_names(names: Iterable[str]) -> None:
-    """Refuse names that would leave the directory they are written to. Raises Corrupt: an absolute name, or one with an
-    empty, hidden or parent part."""
-    for name in names:
-        if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
-            raise Corrupt("weights", name, "is not a name for a file of a model directory; publish the version again")

@@ -272,11 +272,7 @@ def _held(directory: Path, chain: Chain, target: int) -> int | None:
 def check_directory(directory: Path, entry: Entry) -> int:
     """Compare a directory with a version, every tensor and every file.
 
-    Returns the number of tensors.
-
-    Raises:
-        Corrupt: the first difference.
-    """
+    Returns the number of tensors. Raises Corrupt: the first difference."""
     model = Checkpoint(directory)
     if not _same_files(model, entry):
         where = f"version {entry.version}"

@@ -31,12 +31,9 @@ Weights = Annotated[
 
 
 def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
-    """Publish ``model/`` of a committed checkpoint below the stage's parameter ``weights``, if it has one.
-
-    Raises:
-        PointerRewind: the root is ahead of a version that was made just now: another run publishes there.
-        PointerConflict: the version stands with other weights.
-    """
+    """Publish ``model/`` of a committed checkpoint below the stage's parameter ``weights``, if it has one. Raises
+    PointerRewind: the root is ahead of a version that was made just now: another run publishes there; PointerConflict:
+    the version stands with other weights."""
     if (root := getattr(stage.params, "weights", None)) is None:
         return
     version = int(manifest.facts["version"])

@@ -126,6 +126,7 @@ class _Attempt:
     def __init__(self, chain: Chain, version: int, directory: Path, scratch: Path, source: str | None) -> None:
         self.chain, self.version, self.scratch, self.source = chain, version, scratch, source
         self.new = Checkpoint(directory)
+        self.total = sum(t.end - t.start for t in self.new.tensors.values())
         self.place = versions.get_version_directory(version)
         self.timings: dict[str, float] = {}
         self.checksums: dict[str, str] | None = None
@@ -167,7 +168,7 @@ class _Attempt:
                 base_version=standing.index.metadata.version,
                 delta_encoding=encoding,
                 compression_format="zstd",
-                total_size=self._total(),
+                total_size=self.total,
             ),
             weight_map=dict.fromkeys(done.names, name or ""),
             tuneloop=Extra(
@@ -189,7 +190,7 @@ class _Attempt:
         files = self._files(self.checksums, held)
         stored = {name: file.stored for name, file in files.items()}
         self.full = Index(
-            metadata=Metadata(version=f"{self.version:06d}", total_size=self._total()),
+            metadata=Metadata(version=f"{self.version:06d}", total_size=self.total),
             weight_map={name: place for name, t in self.new.tensors.items() if (place := stored[t.file])},
             tuneloop=Extra(
                 files=files,
@@ -218,9 +219,6 @@ class _Attempt:
             stored = f"export.{name}" if name == INDEX else name
             files[name] = File(size=path.stat().st_size, digest=file_digest(path), stored=stored)
         return files
-
-    def _total(self) -> int:
-        return sum(t.end - t.start for t in self.new.tensors.values())
 
     def commit(self, restore_bound: float, encoding: codec.Encoding | None) -> None:
         """Upload files, then the index that makes the version exist. Raises Conflict where it exists by now."""

@@ -20,10 +20,9 @@ import xxhash
 from pydantic import BaseModel, Field
 
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.core.store import Store
+from tuneloop.core.store import Store, is_contained_path
 from tuneloop.weights import pointer
 from tuneloop.weights.codec import Encoding
-from tuneloop.weights.layout import check_file_names
 
 INDEX = "model.safetensors.index.json"
 _DIRECTORY = re.compile(rf"(weight_v(\d{{6,}}))/{re.escape(INDEX)}")
@@ -120,7 +119,10 @@ class Entry:
             wrong = f"is not an index of a version ({error!r})"
             raise Corrupt("weights", f"{store.url}/{place}/{INDEX}", wrong) from error
         files = self.index.tuneloop.files
-        check_file_names([*files, *(f.stored for f in files.values() if f.stored), *self.index.weight_map.values()])
+        for name in (*files, *(f.stored for f in files.values() if f.stored), *self.index.weight_map.values()):
+            if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
+                wrong = "is not a name for a file of a model directory; publish the version again"
+                raise Corrupt("weights", name, wrong)
         if get_version_directory(self.version) != place.partition("/")[0]:
             raise Corrupt("weights", f"{store.url}/{place}", f"says that it is version {self.version}")
         if (self.index.encoding is None) != (self.index.base is None) or (self.index.base or -1) >= self.version:

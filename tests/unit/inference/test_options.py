@@ -33,7 +33,7 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
 @pytest.mark.parametrize(
     ("sets", "field", "says"),
     [
-        (("engine.name=transformers", "engine.args.seed=1"), "engine.args.seed", "knows only dtype, max_model_len"),
+        (("engine.name=transformers", "engine.args.seed=1"), "engine.args.seed", "takes dtype, max_model_len"),
         (("engine.args.seed=1",), "engine.args.seed", "is set by tuneloop"),
         (
             ("engine.name=endpoint", "engine.rollout_endpoint_url=http://a", "engine.pull=true", "engine.args.hok=a:b"),

@@ -56,7 +56,7 @@ def test_a_prompt_stays_with_its_replica(policy: Artifact, alone: list[list[list
     first, second = (set(server.asked[0]) for server in servers)
     assert (first, second) == ({"r0", "r2", "r4", "r2-s00"}, {"r1", "r3", "r1-s01", "r3-s01"})
     assert [server.calls[0].count("/load") for server in servers] == [1, 1]
-    assert engine.served == {urls[0]: {"requests": 4}, urls[1]: {"requests": 4}}
+    assert engine.replicas == {urls[0]: {"requests": 4}, urls[1]: {"requests": 4}}
     assert seen == sorted(seen) and seen[-1] == 5
 
 
@@ -70,7 +70,7 @@ def test_the_others_make_what_one_that_is_lost_had_not_finished(policy: Artifact
     assert servers[1].asked == [["r1", "r4"]], "of which it finished the last"
     assert sorted(servers[0].asked[0]) == ["r0", "r0", "r1", "r1", "r3", "r3"]
     assert sorted(servers[2].asked[0]) == ["r2", "r2", "r4"]
-    about = list(engine.served.values())
+    about = list(engine.replicas.values())
     assert [each["requests"] for each in about] == [6, 1, 3]
     assert "JSONDecodeError" in about[1]["lost"] and "lost" not in about[0] | about[2]
 
@@ -81,7 +81,7 @@ def test_a_replica_that_is_away_from_the_start(policy: Artifact, alone: list[lis
         engine = Replicas([gone, *open_replicas(stack, [Mortal(BOOT, [None])]).clients])
         engine.load(policy)
         assert ids(engine.generate(BATCH, HOW, lambda _: None)) == alone
-    assert "ConnectionRefusedError" in engine.served[gone.endpoint]["lost"]
+    assert "ConnectionRefusedError" in engine.replicas[gone.endpoint]["lost"]
 
 
 def test_the_last_is_waited_for(policy: Artifact, alone: list[list[list[int]]]) -> None:

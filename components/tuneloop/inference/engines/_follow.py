@@ -87,12 +87,8 @@ class Follower(threading.Thread):
                 live.withdraw_replica(self.store, self._name)
 
     def reach(self, version: int, digest: str, *, force: bool = False) -> None:
-        """Serve `version`, published from the checkpoint `digest`, before returning.
-
-        Raises:
-            Refused: 409 where it is not published yet.
-            UserError: another checkpoint was published under this number.
-        """
+        """Serve `version`, published from the checkpoint `digest`, before returning. Raises Refused: 409 where it is
+        not published yet; UserError: another checkpoint was published under this number."""
         chain = Chain(self.store)
         if version not in chain.versions:
             raise Refused(409, f"version {version} is not published below {self.store.url} yet")

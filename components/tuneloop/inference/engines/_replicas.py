@@ -24,7 +24,7 @@ class Replicas:
     """`Remote` over servers that are all brought to the same version.
 
     Attributes:
-        served: URL → the ``requests`` that a replica finished, and why it was ``lost``, if it was.
+        replicas: URL → the ``requests`` that a replica finished, and why it was ``lost``, if it was.
         pulled: as `Client` has it, of the replica that served the version last.
     """
 
@@ -33,7 +33,7 @@ class Replicas:
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients, self.live = clients, list(clients)
         self.context, self.version, self.digest = 0, -1, ""
-        self.served: dict[str, dict[str, Any]] = {client.endpoint: {"requests": 0} for client in clients}
+        self.replicas: dict[str, dict[str, Any]] = {client.endpoint: {"requests": 0} for client in clients}
         self.pulled: dict[str, Any] = {}
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
@@ -83,7 +83,7 @@ class Replicas:
                         raise
                     if len(self.live) > 1:
                         self.live.remove(client)
-                        self.served[client.endpoint]["lost"] = str(error.__cause__ or error)
+                        self.replicas[client.endpoint]["lost"] = str(error.__cause__ or error)
                     else:
                         pending = [client]  # the last: it is waited for
 
@@ -98,7 +98,7 @@ class Replicas:
             lambda: done(len(results) + sum(map(len, made.values()))),
         )
         for client, finished in made.items():
-            self.served[client.endpoint]["requests"] += len(finished)
+            self.replicas[client.endpoint]["requests"] += len(finished)
             results |= finished
 
     def _find_replica(self, request: Request) -> Client:

@@ -103,7 +103,9 @@ def check_urls(text: str) -> list[str]:
 class Lost(RuntimeError):
     """This attempt came to nothing; another may not. `about` is what was sent, as the hook left it."""
 
-    about: Mapping[str, Any] | None = None
+    def __init__(self, why: str, about: Mapping[str, Any] | None = None) -> None:
+        super().__init__(why)
+        self.about = about
 
 
 class Piece(BaseModel, strict=True):
@@ -133,7 +135,6 @@ class Partial:
     done: Completion | None = None
 
     def extend(self, piece: Piece) -> None:
-        """Take the tokens of a piece."""
         self.ids += piece.ids
         self.logprobs += piece.logprobs
         self.versions += [piece.version] * len(piece.ids)
@@ -339,13 +340,8 @@ class Endpoint:
                 if response.status != 200:
                     self._refused(response)
                 yield _lines(response)
-        except Lost as lost:
-            lost.about = sent
-            raise
-        except (Unanswered, json.JSONDecodeError) as error:
-            broken = Lost(str(error))
-            broken.about = sent
-            raise broken from error
+        except (Lost, Unanswered, json.JSONDecodeError) as error:
+            raise Lost(str(error), sent) from error
 
     def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json", **build_token_headers()}

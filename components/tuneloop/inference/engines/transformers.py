@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
@@ -25,8 +26,6 @@ from tuneloop.inference.engines import Done, Engine, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
-
-ARGS = ("dtype", "max_model_len", "max_num_seqs", "attn_implementation")
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
@@ -40,8 +39,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
     """Refuse what `open_engine` does not know. Raises UserError: with `prefix` and the argument's name as the field."""
-    for name in args.keys() - set(ARGS):
-        raise UserError(f"{prefix}{name}", args[name], f"engine transformers knows only {', '.join(ARGS)}")
+    plugins.check_variant_args("engine transformers", Transformers, args, first=0, prefix=prefix)
 
 
 class Transformers:

@@ -26,7 +26,7 @@ from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._client import Client
-from tuneloop.inference.engines._reload import reload_weights, reset_prefix_cache
+from tuneloop.inference.engines._readback import reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
 
 DETERMINISTIC = "deterministic"
@@ -128,12 +128,8 @@ class Vllm:
     def change(self, model: Path, version: int, digest: str) -> None:
         """Start on, or change in place to, the weights in a model directory.
 
-        Requests that run go on with the new weights: what they have cached is computed again, and their completions
-        say which version made which token.
-
-        Raises:
-            UserError: it is a model of another shape.
-        """
+        Requests that run go on with the new weights: what they have cached is computed again, and their completions say
+        which version made which token. Raises UserError: it is a model of another shape."""
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
         shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:

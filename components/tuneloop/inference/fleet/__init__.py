@@ -8,6 +8,7 @@ scheme: ``open_fleet(url) -> Fleet``. docs/weights.md has the schemes, and the r
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -42,20 +43,17 @@ class Worker:
     routes: tuple[str, ...] = ROUTES
 
     def call(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """Return what the worker answers on one of its routes.
-
-        Raises:
-            Unreachable: nobody answers, or breaks off.
-            Retryable: the worker refuses or fails.
-        """
+        """Return what the worker answers on one of its routes. Raises Unreachable: nobody answers, or breaks off;
+        Retryable: the worker refuses or fails."""
         try:
             url = f"{self.url.rstrip('/')}/engine/{route}"
             status, content = send_request("POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s)
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
-        text = content.decode(errors="replace")
-        answer = _object(text)
-        if status != 200 or answer.get("status") != "ok":
+        text, answer = content.decode(errors="replace"), None
+        with suppress(ValueError):
+            answer = json.loads(text)
+        if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
             raise Retryable(f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}")
         return answer
 
@@ -67,14 +65,6 @@ class Worker:
         return self.url if self.id == self.url else f"{self.id} at {self.url}"
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 class Fleet(Protocol):
     """Where workers are."""
 
@@ -83,12 +73,8 @@ class Fleet(Protocol):
         """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
 
     def discover(self) -> Sequence[Worker]:
-        """List the workers that there are now, each once.
-
-        Raises:
-            UserError: there is no such fleet.
-            Retryable: whoever knows does not answer.
-        """
+        """List the workers that there are now, each once. Raises UserError: there is no such fleet; Retryable: whoever
+        knows does not answer."""
 
 
 def open_fleet(url: str) -> Fleet:

@@ -29,7 +29,6 @@ class Dns:
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet of ``dns://name:port``."""
     parts = urlsplit(url)
     port = port_of(url)
     if not parts.hostname or not port or parts.path not in ("", "/"):

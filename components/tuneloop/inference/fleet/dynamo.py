@@ -48,12 +48,8 @@ class Dynamo:
 
 
 def read_workers(answer: dict[str, Any]) -> list[Worker]:
-    """Read the workers of an answer of ``/v1/rl/workers``, each instance once.
-
-    Raises:
-        UserError: another protocol, or a worker that cannot be brought to a version.
-        Retryable: the frontend could not ask one of them.
-    """
+    """Read the workers of an answer of ``/v1/rl/workers``, each instance once. Raises UserError: another protocol, or a
+    worker that cannot be brought to a version; Retryable: the frontend could not ask one of them."""
     if answer.get("protocol_version") != 1:
         remedy = "of /v1/rl/workers is not 1; this tuneloop knows no other"
         raise UserError("protocol_version", answer.get("protocol_version"), remedy)
@@ -72,5 +68,4 @@ def read_workers(answer: dict[str, Any]) -> list[Worker]:
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet of ``dynamo://name.namespace``."""
     return Dynamo(*parse_service_url(url))

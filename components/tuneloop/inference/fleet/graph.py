@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -30,7 +30,6 @@ DOWN = (502, 503, 504)
 """What a proxy answers for a server that is not there; any other answer is the server's own."""
 
 Object = Mapping[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -45,5 +45,4 @@ class Service:
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet of ``service://name.namespace:port``."""
     return Service(*parse_service_url(url))

@@ -109,11 +109,7 @@ class Trl(LLMBackend):
 
 
 def score(
-    completions: Sequence[str | list[dict[str, str]]],
-    answer: Sequence[str],
-    reward: Sequence[str],
-    metadata: Sequence[str],
-    **_: Any,
+    completions: Sequence[Any], answer: Sequence[str], reward: Sequence[str], metadata: Sequence[str], **_: Any
 ) -> list[float | None]:
     """Score the rows of `data_prep` for TRL's GRPO, whose reward function it is: each by its own rewards, as the stage
     `reward` does; None, which TRL leaves out of baselines and loss, for what has no score.

@@ -5,6 +5,7 @@ lays the files out, with all headers and no data; every rank then fills in what 
 `save_pretrained`. Machines that share no directory send their rows to the first, one tensor at a time.
 """
 
+import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -74,8 +75,6 @@ class _Plan:
     without data, of the shape and dtype that is written."""
 
     def __init__(self, model: Any, dtype: torch.dtype, target: Path) -> None:
-        import copy
-
         from huggingface_hub import split_torch_state_dict_into_shards
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict

@@ -36,21 +36,15 @@ def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 
 
 class Policy:
-    """A language model that gives the log-probabilities of target tokens.
+    """A language model that gives the log-probabilities of target tokens. `TrainerOptions` has the options.
 
     Args:
         model: a Hugging Face model directory.
         ranks: who shares the work.
-        dtype: of the computation; parameters are float32.
-        attn_implementation: transformers' name, or ``auto``: FlashAttention 2 on CUDA if installed, else sdpa.
-        packing: how documents are laid out. ``auto``: packed on CUDA; padded on CPU, which has no kernel for
-            sequences of varying length, so that a block-diagonal mask costs more than padding cut by length.
+        packing: ``auto`` is padded on a CPU, which has no kernel for sequences of varying length, so that a
+            block-diagonal mask costs more than padding cut by length.
         max_length: tokens in a packed row.
-        gradient_checkpointing: compute each layer's activations again on the way back, in place of keeping them.
         lora: adapters to train in place of the model, which is frozen; the layers under them then lie in `dtype`.
-        cpu_offload: keep shards and optimizer in the host's memory (FSDP2's `CPUOffloadPolicy`).
-        torch_compile: compile each layer, for sequences of any length.
-        use_liger_kernel: Triton kernels of liger-kernel in place of norms, rotary embedding and MLP.
 
     Attributes:
         attention, packed: what was chosen.
@@ -188,7 +182,6 @@ class Policy:
         return chunked
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        """Lay out documents on the host as this policy takes them."""
         return collate_documents(documents, self.ranks.device, self.max_length if self.packed else None)
 
     def collate_ahead(self, documents: Sequence[Document], plan: Iterable[list[int]]) -> Iterator[Batch]:
@@ -219,7 +212,7 @@ class Policy:
     def masters(self) -> dict[str, Tensor]:
         """Return the parameters of the model by name, adapters left out; tied ones once."""
         own = ((name, value) for name, value in self.model.named_parameters() if lora.ADAPTER not in name)
-        return {f"model.{lora.get_base_parameter_name(name)}": value.detach() for name, value in own}
+        return {f"model.{name.replace(lora.BASE, '.')}": value.detach() for name, value in own}
 
     def load_masters(self, directory: Path) -> None:
         """Take the parameters that `Trainer.save` wrote."""
@@ -233,6 +226,9 @@ class Policy:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
 
+    def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
+        return open_model(directory, dtype, "sdpa")
+
     def export(self, source: Path, target: Path, dtype: str) -> Any:
         """Write ``target`` in Hugging Face layout with parameters in `dtype`; called by all ranks.
 
@@ -245,12 +241,12 @@ class Policy:
         if self.ranks.mesh is not None:
             state = lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()
             if export.write_sharded_model(self.model, state, kind, target, self.ranks):
-                return open_model(target, kind, "sdpa") if self.ranks.rank == 0 else None
+                return self._reopen(target, kind) if self.ranks.rank == 0 else None
         weights = self.whole_state()
         if self.ranks.rank != 0:
             return None
-        if self._written is None or self._written.dtype != getattr(torch, dtype):
-            self._written = open_model(source, getattr(torch, dtype), "sdpa")
+        if self._written is None or self._written.dtype != kind:
+            self._written = self._reopen(source, kind)
         self._written.load_state_dict(weights)
         self._written.save_pretrained(target)
         return self._written

@@ -52,11 +52,9 @@ class Ranks:
             raise UserError("--expected-world-size", expected, f"{present} processes are training; mend the launcher")
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum `values` over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Take the maxima of `values` over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def merge(self, own: dict[int, Value]) -> dict[int, Value]:

@@ -57,7 +57,6 @@ class Trainer(Policy):
         )
 
     def count(self) -> int:
-        """Count the parameters that are trained."""
         return sum(parameter.numel() for parameter in self.trainable.values())
 
     def chosen(self) -> dict[str, Any]:
