@@ -35,11 +35,6 @@ PATCH = {
     "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
 }
 """Of the pod that watches: Argo runs it without the sidecar that the workflow's own patch names, and writes to /tmp."""
-ENDS = {
-    "JobSet": ("status.terminalState = Completed", "status.terminalState = Failed"),
-    "Job": ("status.succeeded > 0", "status.failed > 0"),
-}
-"""Kind of job → when Argo takes it for succeeded, and for failed."""
 JOB = "node"
 CONTAINER = "main"
 LONGEST = 63
@@ -96,7 +91,7 @@ def jobset_steps(
         stage=component.template,
     )
     inputs: Any = result.inputs
-    start = apply_job(f"{component.template}-job", manifest, cluster, inputs=inputs)
+    start = apply_jobset(f"{component.template}-job", manifest, cluster, inputs=inputs)
     passed = {p.name: "{{inputs.parameters.%s}}" % p.name for p in inputs}
     outputs: Any = result.outputs
     with Steps(
@@ -112,18 +107,17 @@ def jobset_steps(
     return steps
 
 
-def apply_job(name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any) -> "Resource":
-    """Build a template that applies a JobSet, or a Job of one pod, and ends as it does; it goes with the workflow."""
+def apply_jobset(name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any) -> "Resource":
+    """Build a template that applies a JobSet and ends as it does; the JobSet goes with the workflow."""
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
 
-    succeeded, failed = ENDS[manifest["kind"]]
     return Resource(
         name=name,
         action="apply",
         set_owner_reference=True,
-        success_condition=succeeded,
-        failure_condition=failed,
+        success_condition="status.terminalState = Completed",
+        failure_condition="status.terminalState = Failed",
         manifest=dump_manifest(manifest),
         executor=ExecutorConfig(service_account_name="tuneloop-launcher"),
         pod_spec_patch=json.dumps(PATCH, separators=(",", ":")),

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuneloop.argo.jobset import RENDEZVOUS, apply_job, build_jobset, dump_manifest, pod_spec, ranks_env
+from tuneloop.argo.jobset import RENDEZVOUS, apply_jobset, build_jobset, dump_manifest, pod_spec, ranks_env
 from tuneloop.argo.pod_fields import retried_pod_fields
 from tuneloop.argo.template import define_workflow
 from tuneloop.core.errors import UserError
@@ -75,7 +75,7 @@ def as_workflow(
     backend: LLMBackend, name: str, cluster: Cluster, *, dataset: str = "", model: str = "", workspace: str = CLAIM
 ) -> dict[str, Any]:
     """Render as a Workflow for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are steps of it,
-    and after them comes a JobSet, or a Job where there is one node.
+    and after them comes a JobSet.
 
     Args:
         dataset, model: see `as_trainjob`.
@@ -83,10 +83,9 @@ def as_workflow(
     """
     from hera.workflows import DAG, Container, ExistingVolume
 
-    render = as_jobset if backend.nodes > 1 else as_job
-    job = render(backend, "{{workflow.name}}", cluster, run="{{workflow.parameters.run}}", workspace=workspace)
+    job = as_jobset(backend, "{{workflow.name}}", cluster, run="{{workflow.parameters.run}}", workspace=workspace)
     with define_workflow(name) as built:
-        node = apply_job("node", job, cluster)
+        node = apply_jobset("node", job, cluster)
         bring = []
         for part, uri in (("dataset", dataset), ("model", model)):
             fields = retried_pod_fields("base", "cpu", cluster)
@@ -111,11 +110,11 @@ def as_jobset(
     return build_jobset(name, pod, backend.nodes, labels=_labels(run), queue=queue)
 
 
-def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "", workspace: str = "") -> dict[str, Any]:
+def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
-    pod = _pod(backend, name, cluster, workspace, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
+    pod = _pod(backend, name, cluster, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
     template = {"metadata": {"labels": _labels(run)}, "spec": pod}
     return {
         "apiVersion": "batch/v1",
@@ -222,7 +221,7 @@ def prepare_rayjob(
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 
 
-def _pod(backend: LLMBackend, name: str, cluster: Cluster, workspace: str, **own: str) -> dict[str, Any]:
+def _pod(backend: LLMBackend, name: str, cluster: Cluster, workspace: str = "", **own: str) -> dict[str, Any]:
     """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
     backend.validate()
     ranks = [

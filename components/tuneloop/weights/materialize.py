@@ -2,12 +2,14 @@
 place where the directory holds an earlier version already."""
 
 import fcntl
+import hashlib
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +17,7 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel
 
+from tuneloop.core import cache
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError, find_full_disk
 from tuneloop.core.store import Store
@@ -63,7 +66,12 @@ class Materialized:
 
 
 def materialize_version(
-    root: str | Store | Chain, version: int | None, directory: Path | str, *, base: Path | None = None
+    root: str | Store | Chain,
+    version: int | None,
+    directory: Path | str,
+    *,
+    base: Path | None = None,
+    shared: bool = False,
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
@@ -74,6 +82,7 @@ def materialize_version(
     Args:
         directory: empty, absent, or made by an earlier call.
         base: the model that the chain starts on, where it stores none; only read.
+        shared: take deltas of an object store through this machine's cache, which may have what the store has lost.
 
     Raises:
         UserError: the version is not published, the directory holds something else, or `base` is not the model.
@@ -92,13 +101,17 @@ def materialize_version(
         shutil.rmtree(incoming, ignore_errors=True)
         incoming.mkdir()
         try:
-            deltas = [_open_delta(chain.store, step, incoming) for step in plan.steps]
+            deltas = [_open_delta(chain.store, step, incoming, shared) for step in plan.steps]
             if plan.full:
                 first = check_base(plan.full, base) if plan.full.index.tuneloop.held else None
                 _fetch_full(chain.store, plan.full, incoming / "model", first)
             fetched = time.perf_counter() - clock
             clock = time.perf_counter()
             _assemble(chain, plan, deltas, directory)
+        except Corrupt:  # perhaps on this machine: the next call fetches the deltas anew
+            for step in plan.steps if shared and chain.store.root is None else ():
+                shutil.rmtree(_find_cache(chain.store, step), ignore_errors=True)
+            raise
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
         return _result(plan, {"fetch": fetched, "apply": time.perf_counter() - clock})
@@ -146,17 +159,34 @@ def _result(plan: Plan, timings: dict[str, float]) -> Materialized:
     return Materialized(target.version, ref, plan.held, full, deltas, _bytes(plan), source, timings)
 
 
-def _open_delta(store: Store, step: Entry, incoming: Path) -> delta.DeltaFile | None:
+def _open_delta(store: Store, step: Entry, incoming: Path, shared: bool) -> delta.DeltaFile | None:
     encoding, names = step.index.encoding, set(step.index.weight_map.values())
     assert encoding is not None
     if not names:
         return None
     if len(names) != 1:
         raise Corrupt("weights", step.place, "has several delta files, which this reader does not write or read")
-    key = f"{step.place}/{names.pop()}"
-    path = fetch_file(store, key, incoming / f"{step.version}.safetensors")
+    name = names.pop()
+    key, about = f"{step.place}/{name}", step.index.tuneloop
     blame = build_blame(f"{store.url}/{key}", delta.MEND)
-    return delta.DeltaFile(path, encoding, step.index.weight_map, step.index.tuneloop.checksums, blame)
+    with ExitStack() as opened:  # once it is mapped, the cache may delete it
+        if store.root is not None or not shared:
+            path = fetch_file(store, key, incoming / f"{step.version}.safetensors")
+        else:
+            path = _find_cache(store, step) / name
+            size = about.stored_bytes - sum(file.size for file in about.files.values() if file.stored)
+            fetch = partial(store.copy_file, key, size=size)
+            held = cache.take_file(path.parent, name, size, lambda at: at.stat().st_size == size, fetch)
+            if held is None:
+                raise blame(f"is not of {size} bytes, as its index says")
+            opened.enter_context(held)
+        return delta.DeltaFile(path, encoding, step.index.weight_map, about.checksums, blame)
+
+
+def _find_cache(store: Store, step: Entry) -> Path:
+    """Find where this machine's readers share the files of a delta; one that is published anew has another place."""
+    what = f"{store.url}/{step.place}".encode() + step.index.encoded()
+    return cache.open_directory(f"sha256:{hashlib.sha256(what).hexdigest()}")
 
 
 def fetch_file(store: Store, key: str, path: Path, *, copy: bool = False) -> Path:

@@ -129,7 +129,7 @@ class Follower(threading.Thread):
         with self._one:
             if force:
                 (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
-            done = materialize_version(self.store, version, self.directory, base=self.base)
+            done = materialize_version(self.store, version, self.directory, base=self.base, shared=True)
             digest = done.source or done.ref
             if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
                 return  # a step that changed nothing gives another version the same digest
