@@ -193,6 +193,11 @@ def test_a_value_without_a_limit_is_refused_by_its_name(name: str, server: Simpl
         assert answer.status_code == 400 and answer.json()["error"].startswith(f"{name}: "), answer.text
 
 
+def test_input_that_is_no_text_is_refused_by_its_name(server: SimpleNamespace) -> None:
+    answer = server.http.post("/run", content=json.dumps({**BODY, "stdin": "a\ud800"}))
+    assert answer.status_code == 400 and answer.json()["error"].startswith("stdin: "), answer.text
+
+
 def test_fuzz_every_body_has_an_answer_that_is_named(server: SimpleNamespace) -> None:
     @short
     @given(draw_bodies([{**BODY, "isolation": "process"}]))
