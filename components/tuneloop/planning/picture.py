@@ -54,39 +54,25 @@ def draw_graph(workflow: Mapping[str, Any]) -> str:
         return before if template.get("steps") else set[str]().union(*(ends[t] for t in ends if t not in used))
 
     visit(workflow["spec"]["entrypoint"], "", set(), ())
-    columns, place = list[int](), dict[str, tuple[int, int]]()
+    used, place = dict[int, int](), dict[str, tuple[int, int]]()  # where columns end; upper left corners
     for stage in TopologicalSorter(after).static_order():
-        column = max((place[each][0] + 1 for each in after[stage]), default=0)
-        columns += [0] * (column + 1 - len(columns))
-        place[stage] = column, columns[column]
-        columns[column] += 1
-    lines = [_draw_edge(place[a], place[b]) for b, before in after.items() for a in sorted(before)]
-    low = max(columns) * DOWN + 10
-    for a, target in sorted(back):
-        (x1, y1), (x2, y2) = (_find_corner(place[each]) for each in (a, begins[target][0]))
-        ends = x1 + WIDTH / 2, y1 + HEIGHT, x2 + WIDTH / 2, y2 + HEIGHT
-        lines.append(
-            f'<path class="back" d="M{ends[0]} {ends[1]}C{ends[0]} {low},{ends[2]} {low},{ends[2]} {ends[3]}"/>'
-        )
-    boxes = []
-    for stage, (x, y) in ((stage, _find_corner(at)) for stage, at in place.items()):
+        x = max((place[each][0] + ACROSS for each in after[stage]), default=6)
+        place[stage] = x, used.get(x, 6)
+        used[x] = place[stage][1] + DOWN
+    low, drawn = max(used.values()), list[str]()
+    for stage, (x, y) in place.items():
+        x2, y2 = x - 20, y + HEIGHT // 2
+        for x1, y1 in ((place[each][0] + WIDTH, place[each][1] + HEIGHT // 2) for each in sorted(after[stage])):
+            drawn.append(f'<path d="M{x1} {y1}C{x1 + 20} {y1},{x2} {y2},{x} {y2}"/>')
+    for stage, target in sorted(back):
+        (x1, y1), (x2, y2) = ((x + WIDTH // 2, y + HEIGHT) for x, y in (place[stage], place[begins[target][0]]))
+        drawn.append(f'<path class="back" d="M{x1} {y1}C{x1} {low},{x2} {low},{x2} {y2}"/>')
+    for stage, (x, y) in place.items():
         devices = read_stage(templates[made[stage]]).accelerators
         server = ", a server" if templates[made[stage]].get("daemon") else ""
         about = f"at most {pods[made[stage]]} ×{f', {devices} accelerators' if devices else ''}{server}"
-        boxes.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>')
-        boxes.append(f'<text x="{x + 8}" y="{y + 17}">{escape(stage.rpartition(".")[2])}</text>')
-        boxes.append(f'<text class="about" x="{x + 8}" y="{y + 34}">{about}</text>')
-    size = f'width="{len(columns) * ACROSS}" height="{low + 10}"'
-    return "\n".join(
-        (f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>', *lines, *boxes, "</svg>\n")
-    )
-
-
-def _find_corner(at: tuple[int, int]) -> tuple[int, int]:
-    return at[0] * ACROSS + 6, at[1] * DOWN + 6
-
-
-def _draw_edge(a: tuple[int, int], b: tuple[int, int]) -> str:
-    (x1, y1), (x2, y2) = _find_corner(a), _find_corner(b)
-    x1, y1, y2 = x1 + WIDTH, y1 + HEIGHT // 2, y2 + HEIGHT // 2
-    return f'<path d="M{x1} {y1}C{x1 + 20} {y1},{x2 - 20} {y2},{x2} {y2}"/>'
+        drawn.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>')
+        drawn.append(f'<text x="{x + 8}" y="{y + 17}">{escape(stage.rpartition(".")[2])}</text>')
+        drawn.append(f'<text class="about" x="{x + 8}" y="{y + 34}">{about}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(used) + ACROSS}" height="{low + 10}">'
+    return "\n".join((head, f"<style>{STYLE}</style>", *drawn, "</svg>\n"))
