@@ -26,6 +26,7 @@ from tuneloop.cli import (
     prove,
     turns,
     ui,
+    watch,
     weights,
 )
 from tuneloop.cli.exits import run_command
@@ -69,6 +70,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "schedule": cluster.schedule_pipeline,
     "diff": cluster.diff_pipeline,
     "status": inspect.show_status,
+    "watch": watch.watch_run,
     "logs": inspect.show_logs,
     "report": inspect.report_run,
     "track": inspect.track_run,

@@ -30,6 +30,10 @@ def plan_pipeline(
         str | None,
         typer.Option("--plan", metavar="NAME", help="With --share: end with exit code 2 if this plan loses time."),
     ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Of an accelerator for an hour: with --measured, what the run costs.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph there, as a picture.")] = None,
 ) -> None:
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
@@ -40,6 +44,12 @@ def plan_pipeline(
     found = find_pipeline(pipeline)
     configured = found.configure(config, sets or ())
     built, runs = found.build(configured), measured or []
+    if price is not None and (share or not runs):
+        raise UserError("--price", price, "needs the seconds of a run: give --measured RUN, and leave out --share")
+    if svg:
+        from tuneloop.planning.picture import draw_graph
+
+        print_or_write_text(draw_graph(built), svg, "--svg")
     if share:
         from tuneloop.cli.share import plan_shared
 
@@ -47,9 +57,13 @@ def plan_pipeline(
         return
     if chosen or swap or len(runs) > 1:
         raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
-    seconds = open_run(runs[0], store).seconds_an_iteration() if runs else None
-    width = None if sys.stdout.isatty() else 200
-    Console(highlight=False, soft_wrap=True, width=width).print(render_plan(found.name, built, seconds))
+    run = open_run(runs[0], store) if runs else None
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+    console.print(render_plan(found.name, built, run.seconds_an_iteration() if run else None))
+    if run:
+        from tuneloop.planning.cost import estimate_cost
+
+        typer.echo("\n".join(estimate_cost(built, run, price)))
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
@@ -100,7 +114,7 @@ def render_pipeline(
     print_or_write_text(text, output)
 
 
-def print_or_write_text(text: str, output: Path | None) -> None:
+def print_or_write_text(text: str, output: Path | None, option: str = "--output") -> None:
     """Print `text`, or write it to the file `output`. Raises UserError where it cannot be written."""
     if output is None:
         typer.echo(text, nl=False)
@@ -108,7 +122,7 @@ def print_or_write_text(text: str, output: Path | None) -> None:
     try:
         output.write_text(text)
     except OSError as error:
-        raise UserError("--output", str(output), f"cannot be written ({error.strerror})") from error
+        raise UserError(option, str(output), f"cannot be written ({error.strerror})") from error
 
 
 def print_schema(pipeline: PIPELINE) -> None:

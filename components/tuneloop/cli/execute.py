@@ -212,7 +212,7 @@ def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> 
 
     workflow = run.read_workflow()
     start = time.monotonic()
-    with mirror_in_background(run, enabled=track) as mirrors, Display(run.name, workflow) as display:
+    with mirror_in_background(run, enabled=track) as mirrors, Display(run, workflow) as display:
         outcome = execute_parts(
             workflow,
             workdir=run.directory,

@@ -1,4 +1,4 @@
-"""A run as it goes: a live region on a terminal, one line for each stage or iteration that ends elsewhere."""
+"""A run as it goes: with a live table on a terminal, and one line for each stage or iteration that ends."""
 
 import re
 import sys
@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.cli.watch import LOOK_S, draw_state
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.local.journal import BROKEN, DONE, Node
+from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import format_number, get_stage_name, iteration_of
 from tuneloop.runs.summary import format_duration
 from tuneloop.workflow.rendered_stages import read_loop
@@ -25,13 +28,13 @@ class Display:
     """Shows the nodes of a run; give `node` and `log` to the executor.
 
     Args:
-        name: of the run.
+        run: that is executed.
         workflow: that is executed; its parameter ``iterations`` bounds the loop.
     """
 
-    def __init__(self, name: str, workflow: Mapping[str, Any]) -> None:
+    def __init__(self, run: Run, workflow: Mapping[str, Any]) -> None:
         parameters = workflow["spec"].get("arguments", {}).get("parameters", ())
-        self.name = name
+        self.run = run
         self.total = next((int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p), None)
         self.scorers = {name for name, role in read_loop(workflow).items() if role == "scorer"}
         self.begun = time.time()
@@ -45,6 +48,8 @@ class Display:
         self.parts: list[str] = []
         self.reward = ""
         self.live: Any = None
+        self.table: RenderableType = run.name
+        self.due = 0.0
 
     def __enter__(self) -> "Display":
         if sys.stdout.isatty():
@@ -120,22 +125,17 @@ class Display:
             self._print(f"{get_stage_name(node)}: {seconds}  {results}".rstrip())
 
     def _end_iteration(self) -> None:
-        if self.iteration and self.parts:
-            self._print(f"{self._loop(ended=True)}  ({', '.join(self.parts)})")
+        """Say which iteration ended, with its reward, the rate so far and the time left."""
+        if self.parts and self.first:
+            text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
+            text += f"  reward {self.reward}" if self.reward else ""
+            each = (time.time() - self.first[1]) / (self.iteration - self.first[0] + 1)
+            left = each * (self.total - self.iteration) if self.total else 0
+            text += f"  {format_duration(each)}/iteration"
+            text += f"  at most {format_duration(left)} left" if left else ""
+            self._print(f"{text}  ({', '.join(self.parts)})")
         self.parts = []
         self.iteration = 0
-
-    def _loop(self, *, ended: bool) -> str:
-        """Say where the loop is, its latest reward, rate and time left."""
-        assert self.first
-        text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
-        text += f"  reward {self.reward}" if self.reward else ""
-        if not (done := self.iteration - self.first[0] + ended):
-            return text
-        each = (time.time() - self.first[1]) / done
-        left = each * (self.total - self.iteration + (not ended)) if self.total else 0
-        text += f"  {format_duration(each)}/iteration"
-        return f"{text}  at most {format_duration(left)} left" if left else text
 
     def _print(self, line: str) -> None:
         if self.live:
@@ -144,13 +144,21 @@ class Display:
             print(f"{format_duration(time.time() - self.begun):>8}  {line}", flush=True)
 
     def _draw(self) -> "RenderableType":
+        from rich.console import Group
         from rich.text import Text
 
-        lines = [f"{self.name}  {format_duration(time.time() - self.begun)}"]
-        if self.iteration:
-            lines.append(self._loop(ended=False))
+        from tuneloop.ui.describe import describe_state
+
+        if (began := time.monotonic()) >= self.due:
+            try:
+                self.run.refresh(whole=False)
+                self.table = draw_state(describe_state(self.run, None))
+            except (UserError, Retryable) as error:  # the run's executor says what ends the run
+                self.table = Text(str(error))
+            self.due = time.monotonic() + max(LOOK_S, 10 * (time.monotonic() - began))
+        lines = []
         for node in list(self.running.values()):
             since = format_duration(time.time() - node.started)
             lines.append(f"  {get_stage_name(node)}  {since}  {self.told.get(node.id, '')}".rstrip())
         lines += [f"  {get_stage_name(node)}: {node.message}" for node in list(self.waiting.values())]
-        return Text("\n".join(lines))
+        return Group(self.table, Text("\n".join(lines)))

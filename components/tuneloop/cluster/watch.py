@@ -34,6 +34,7 @@ class Status:
         waiting: node, or stage of several pods → why a pod of it does not run, for those that wait.
         accelerator_seconds: GPU seconds requested so far, over all stages.
         claims: claim on which the run sits → who sits there, and its devices.
+        iterations: the most that were asked for.
     """
 
     run: str
@@ -44,12 +45,14 @@ class Status:
     waiting: dict[str, str]
     accelerator_seconds: float
     claims: dict[str, str]
+    iterations: int | None
 
 
 def read_status(cluster: Connection, run: str) -> Status:
     """Read the status of a run from the cluster. Raises UserError where the cluster has no such run."""
     found = find_workflows(cluster, run)
     merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
+    asked = {each["name"]: each.get("value") for each in found[-1]["spec"].get("arguments", {}).get("parameters", ())}
     spent = [item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()]
     return Status(
         run=run,
@@ -60,6 +63,7 @@ def read_status(cluster: Connection, run: str) -> Status:
         waiting=_waiting(cluster, run, merged),
         accelerator_seconds=float(sum(seconds for name, seconds in spent if name.endswith("/gpu"))),
         claims=_claims(cluster, run) if any(node.template == TAKE for node in merged.values()) else {},
+        iterations=int(asked["iterations"]) if asked.get("iterations") else None,
     )
 
 

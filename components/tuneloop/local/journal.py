@@ -112,9 +112,9 @@ def read_state(workdir: Path) -> State | None:
     path = workdir / "nodes.jsonl"
     if not path.exists():
         return None
-    status = path.stat()
+    alive, status = _held(workdir), path.stat()  # in this order: an executor says how the run ended, then lets go
     workflow, nodes, parts = _read_journal(path, status.st_size, status.st_mtime_ns)
-    return State(workflow, nodes, _held(workdir), parts) if workflow else None
+    return State(workflow, nodes, alive, parts) if workflow else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -49,10 +49,9 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     pods = count_pods(workflow)
     stages = [read_stage(templates[template]) for template in pods]
-    loop, iterations = read_loop(workflow), _parameter(workflow, "iterations")
+    loop = read_loop(workflow)
     shared = loop.keys() if grain else set()
-    together = -(-iterations // (1 if grain == "auto" else int(grain))) if grain else 0
-    total = sum(count for stage, count in pods.items() if stage not in shared) + together
+    total, together = count_all_pods(workflow, grain, pods)
     tree = Tree(f"{name}: at most {total} pods")
     _grow(tree, workflow, templates, workflow["spec"]["entrypoint"], ())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -119,6 +118,13 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     if handler := workflow["spec"].get("onExit"):
         counts[handler] = 1 + later
     return +counts
+
+
+def count_all_pods(workflow: Mapping[str, Any], grain: PerPod, pods: Mapping[str, int]) -> tuple[int, int]:
+    """Count the pods of an unfolded workflow at most, and those of them that run iterations."""
+    together = -(-_parameter(workflow, "iterations") // (1 if grain == "auto" else int(grain))) if grain else 0
+    shared = read_loop(workflow).keys() if grain else set()
+    return sum(count for stage, count in pods.items() if stage not in shared) + together, together
 
 
 def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:

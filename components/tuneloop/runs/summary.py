@@ -1,10 +1,14 @@
 """A run in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from statistics import variance
+from statistics import median, variance
 
 from tuneloop.runs.run_record import Curve, Entry, Run, Score
+
+RECENT = 20
+"""Iterations whose median is what the next ones are expected to take."""
 
 
 def format_duration(seconds: float) -> str:
@@ -80,14 +84,24 @@ def describe_score(run: Run, score: Score) -> str:
     return f"{score.how}, {count} completions" if count else score.how
 
 
-def iterations_line(run: Run) -> str:
+def estimate_loop_end(run: Run, most: int | None) -> float | None:
+    """Estimate when the last of `most` iterations will have ended, in Unix seconds; None before two have."""
+    ended = {entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration}
+    newest = sorted(ended)[-RECENT - 1 :]
+    if len(newest) < 2 or not most or newest[-1] >= most:
+        return None
+    each = median((ended[b] - ended[a]) / (b - a) for a, b in pairwise(newest))
+    return ended[newest[-1]] + each * (most - newest[-1])
+
+
+def iterations_line(run: Run, most: int | None = None) -> str:
     """Say how many iterations ran, of how many that were asked for, and of a fork where it began."""
     state = run.state
-    most = state.workflow.parameters.get("iterations") if state else None
-    if not run.iteration and not most:
+    asked = state.workflow.parameters.get("iterations") if state else most
+    if not run.iteration and not asked:
         return ""
     began = f", forked from {run.origin['run']} after {run.origin['iteration']}" if run.origin else ""
-    return f"{run.iteration}" + (f" of at most {most}" if most else "") + began
+    return f"{run.iteration}" + (f" of at most {asked}" if asked else "") + began
 
 
 def list_devices(entries: Iterable[Entry]) -> list[str]:

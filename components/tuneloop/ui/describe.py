@@ -10,7 +10,7 @@ from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.stages import list_cluster_stages, list_stages
-from tuneloop.runs.summary import iterations_line, list_devices, reward_line
+from tuneloop.runs.summary import estimate_loop_end, iterations_line, list_devices, reward_line
 from tuneloop.weights import live
 from tuneloop.weights.inspect import list_versions
 
@@ -18,6 +18,8 @@ from tuneloop.weights.inspect import list_versions
 def describe_state(run: Run, cluster: Connection | None) -> dict[str, Any]:
     """Describe how a run stands: its phase, its stages and what each waits for, and its rewards in a line."""
     state, stands = run.state, dict[str, Any](phase=run.phase, message="", stages=list_stages(run))
+    asked = state.workflow.parameters.get("iterations") if state else None
+    most = int(asked) if asked else None
     if state:
         stands["message"] = state.workflow.message
     elif cluster:
@@ -25,12 +27,14 @@ def describe_state(run: Run, cluster: Connection | None) -> dict[str, Any]:
             seen = read_status(cluster, run.name)
             stages = list_cluster_stages(seen.nodes, seen.waiting)
             stands = {"phase": seen.phase.lower(), "message": seen.message, "stages": stages}
+            most = seen.iterations
         except UserError as error:  # its workflows are deleted by now, or are on another cluster
             stands["message"] = str(error)
     rewards = [score.value for score in run.training_rewards() or run.evaluations()]
     return {
         **{"name": run.name, "record": run.record, "committed": len(run.entries), "iteration": run.iteration},
-        **{"iterations": iterations_line(run), "reward": reward_line(run)},
+        **{"iterations": iterations_line(run, most), "reward": reward_line(run)},
+        "loop_end": estimate_loop_end(run, most) if stands["phase"] == "running" else None,
         "evaluation": next((e.key for e in reversed(run.with_role("evaluator"))), None),
         **{"rewards": rewards[:: max(1, len(rewards) // 60)], **stands},  # some sixty, for a line a hundred pixels wide
     }

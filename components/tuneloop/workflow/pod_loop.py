@@ -66,7 +66,9 @@ def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], PerPod]:
     stages = [*loop.steps, *([loop.check] if loop.check else [])]
     shared = {key: container[key] for key in ("image", "resources") if key in container}
     inner = [{"name": s.name, "container": {**shared, "command": s.command, "args": s.flags}} for s in stages]
-    graph = {"name": pod["name"], "dag": {"tasks": [{"name": s.name, "template": s.name} for s in stages]}}
+    before = ["", *(stage.name for stage in stages)]  # one after the other
+    tasks = [{"name": s.name, "template": s.name, "depends": above} for s, above in zip(stages, before)]
+    graph = {"name": pod["name"], "dag": {"tasks": tasks}}
     named = {stage.name for stage in stages}
     others = [graph if t is pod else t for t in workflow["spec"]["templates"] if t["name"] not in named]
     unfolded = {**workflow, "spec": {**workflow["spec"], "templates": [*others, *inner]}}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.local.loops import digests
 from tests.objects import served
@@ -639,14 +640,15 @@ def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -
 
 
 def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now = 100.0
     monkeypatch.setattr(time, "time", lambda: now)
     parameters = [{"name": "iterations", "value": "4"}]
     judge = {"name": "reward", "container": {"command": ["python", "-m", "tuneloop.stages.reward"]}}
     loop = {"name": "loop", "dag": {"tasks": [{"template": "reward"}, {"template": "loop"}]}}
-    with Display("r", {"spec": {"arguments": {"parameters": parameters}, "templates": [judge, loop]}}) as display:
+    run = run_record.Run("r", str(tmp_path))
+    with Display(run, {"spec": {"arguments": {"parameters": parameters}, "templates": [judge, loop]}}) as display:
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
                 earlier = f"s/r/iterations/{iteration - 1}/policy-update@sha256:00"
@@ -674,7 +676,7 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
 
 
 def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 100.0)
     died = "server died: SIGILL, illegal instruction; restarting (1 of 3); log: runs/r/logs/serve-0.log"
@@ -692,10 +694,12 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
                 yield Node(name, type="Retry", phase="Running", message=message, **about)
                 yield Node(name, type="Retry", phase="Running", message=message, **about)
 
-    with Display("r", {"spec": {}}) as display:
+    with Display(run_record.Run("r", str(tmp_path)), {"spec": {}}) as display:
         for node in (*attempts("serve", died, ready=True), *attempts("rollout", again)):
             display.node(node)
-            shown = str(display._draw())
+            with (screen := Console(width=200)).capture() as drawn:
+                screen.print(display._draw())
+            shown = drawn.get()
             assert (again in shown) == (node.message == again)
         last = {"name": "sft", "display_name": "sft", "template": "sft", "started": 90.0, "finished": 95.0}
         display.node(Node("sft", type="Retry", phase="Running", **last))

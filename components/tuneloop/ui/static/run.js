@@ -47,6 +47,7 @@ function showFacts(now) {
     state: now.phase === "elsewhere" ? ["as its artifacts tell; its executor is elsewhere", now.message].filter(Boolean).join("; ") : now.message || now.phase,
     "mean reward": now.reward,
     iterations: now.iterations,
+    "loop ends": now.loop_end && `about ${since(now.loop_end)}`,
     pipeline: now.record?.pipeline,
     started: since(now.record?.created ?? run.artifacts[0]?.started),
     committed: `${now.committed} artifacts, ${bytes(run.bytes)}, ${duration(seconds)} of work`,

@@ -1,0 +1,126 @@
+"""``tuneloop watch``: a run as it goes, as a live table on a terminal, as a line for each commit elsewhere."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuneloop.cli.arguments import CONTEXT, RUN, STORE
+from tuneloop.core.errors import Retryable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tuneloop.runs.run_record import Run
+
+LOOK_S = 1.0
+"""Between two looks at a run; ten times as long as a look takes, where that is more."""
+CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75}
+"""Phase of a run that has ended → exit code."""
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def watch_run(
+    name: RUN,
+    store: STORE = "runs",
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
+    context: CONTEXT = None,
+) -> int:
+    """Watch a run until it ends. Stages, iterations, reward, time to go; exit code 0: it succeeded, 1: it failed."""
+    from rich.live import Live
+
+    from tuneloop.kube.connection import connect_to_cluster
+    from tuneloop.runs.run_record import Run
+    from tuneloop.ui.describe import describe_state
+
+    cluster = connect_to_cluster(namespace, context) if namespace else None
+    run = Run(name, store) if cluster else Run.open(name, store)  # on a cluster it may have committed nothing yet
+    shown, phase, told = set[str](), "", ""
+    with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
+        while True:
+            over, began = phase in CODES, time.monotonic()  # what a run that has ended committed is there by now
+            try:
+                run.refresh(whole=False)
+                stands = describe_state(run, cluster)
+                phase, message = judge_phase(run, stands["phase"]), stands["message"]
+                if live:
+                    live.update(draw_state({**stands, "phase": phase}), refresh=True)
+                else:
+                    _print_commits(run, shown, stands)
+            except Retryable as error:  # the store or the cluster is away, and the run may go on
+                phase, message = "", f"not up to date: {error}"
+            if over and phase in CODES:
+                break
+            if message not in ("", told) and phase not in CODES:
+                typer.echo(message, err=True)
+            told = message
+            if phase not in CODES:
+                time.sleep(max(LOOK_S, 10 * (time.monotonic() - began)))
+    typer.echo(f"{name}: {phase}{f': {message}' if message else ''}")
+    return CODES[phase]
+
+
+def judge_phase(run: "Run", phase: str) -> str:
+    """Return a run's phase: of one whose executor is elsewhere what its artifacts say, if they say how it ended."""
+    if phase != "elsewhere":
+        return phase
+    if run.read_failures():
+        return "failed"
+    judged = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
+    exported = {entry.manifest.inputs.get("policy", "") for entry in run.entries if entry.manifest.kind == "model"}
+    return "succeeded" if exported & judged else phase
+
+
+def draw_state(stands: Mapping[str, Any]) -> "Table":
+    """Draw how a run stands, as `tuneloop.ui.describe.describe_state` has it: a row for each stage, its loop below."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = [f"iteration {stands['iterations']}"] if stands["iterations"] else []
+    if rewards := [value for value in stands["rewards"] if math.isfinite(value)]:
+        caption.append(f"reward {rewards[-1]:.3f} {draw_sparkline(rewards)}")
+    caption += [f"{text} to go" for text in [_format_left(stands)] if text]
+    title = f"{stands['name']}  {stands['phase']}"
+    table = Table(title=Text(title, "bold"), caption=Text("   ".join(caption)), box=box.SIMPLE_HEAD, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    for heading in ("stage", "state", "done", "seconds", "retries", "newest"):
+        table.add_column(heading, no_wrap=heading != "newest")  # which gives way to the others
+        table.columns[-1].justify = "right" if heading in ("done", "seconds", "retries") else "left"
+    for stage in stands["stages"]:
+        table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in stage.row(1)))
+    return table
+
+
+def draw_sparkline(values: Sequence[float], width: int = 24) -> str:
+    """Draw values as bars from the least to the greatest; of more than `width` the means of as many parts."""
+    count = min(len(values), width)
+    parts = [mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    least, most = min(parts), max(parts)
+    return "".join(BARS[round(7 * (part - least) / (most - least or 1))] for part in parts)
+
+
+def _print_commits(run: "Run", shown: set[str], stands: Mapping[str, Any]) -> None:
+    """Print a line for each artifact that is not among those `shown`, with the time of its commit."""
+    from tuneloop.runs.summary import format_duration, result_line
+
+    for entry in run.entries:
+        if (ref := f"{entry.key}@{entry.manifest.digest}") not in shown:
+            shown.add(ref)
+            at = time.strftime("%H:%M:%S", time.localtime(entry.finished))
+            text = f"{at}  {entry.key}  {format_duration(entry.seconds)}  {result_line(None, entry.manifest.results)}"
+            left = _format_left(stands) if entry is run.entries[-1] else ""
+            typer.echo(text.rstrip() + (f"  ({left} to go)" if left else ""))
+
+
+def _format_left(stands: Mapping[str, Any]) -> str:
+    """Say how long the iterations that are asked for take at most, by those that were measured."""
+    from tuneloop.runs.summary import format_duration
+
+    end = stands["loop_end"]
+    return f"at most {format_duration(end - time.time())}" if end else ""
