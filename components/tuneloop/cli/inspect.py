@@ -95,10 +95,15 @@ def track_run(
 ) -> None:
     """Mirror a run into MLflow, TensorBoard or W&B. Default: as TUNELOOP_TRACKERS says; again brings it up to date."""
     from tuneloop.runs.tracking import EVERY, list_trackers, mirror_run
+    from tuneloop.ui.report import render_page
 
     run, pause = open_run(name, store), threading.Event()
+
+    def going_on() -> bool:
+        return follow and not pause.wait(EVERY) and run.phase == "running"
+
     for each in trackers or list_trackers() or ["mlflow"]:
-        typer.echo(mirror_run(run, each, lambda: follow and not pause.wait(EVERY) and run.phase == "running"))
+        typer.echo(mirror_run(run, each, going_on, render_page))
 
 
 def open_run(name: str, store: str) -> "Run":

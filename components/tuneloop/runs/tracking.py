@@ -18,7 +18,8 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from tuneloop.core.errors import UserError, find_full_disk, print_diagnostic
+from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
+from tuneloop.core.errors import Retryable, UserError, find_full_disk, print_diagnostic
 from tuneloop.runs.delivery import find_delivery, get_measurements
 from tuneloop.runs.records import list_leaves
 from tuneloop.runs.run_record import Entry, Run
@@ -30,11 +31,23 @@ TABLE, BETWEEN = 16, 10
 """Samples in a table; iterations between two batches that have one, as each evaluation has."""
 
 
-def mirror_run(run: Run, chosen: str = "mlflow", going_on: Callable[[], bool] = lambda: False) -> str:
+def read_report(run: Run) -> str:
+    """Read the report that was last written beside the run's state; empty where there is none."""
+    path = run.directory / "report.html"
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+def mirror_run(
+    run: Run,
+    chosen: str = "mlflow",
+    going_on: Callable[[], bool] = lambda: False,
+    render: Callable[[Run], str] = read_report,
+) -> str:
     """Mirror `run` into the tracker that `chosen` names, and say where, in one line.
 
     Args:
         going_on: waits a moment and says whether to look again; default: the run is mirrored as it is.
+        render: makes the report that is attached in the end; none where it is empty.
 
     Raises:
         UserError: the tracker is none, is not installed, does not answer, or refuses (its address, its store, the run).
@@ -52,7 +65,11 @@ def mirror_run(run: Run, chosen: str = "mlflow", going_on: Callable[[], bool] = 
             run.refresh(whole=False if more else None)
             fresh = [entry for entry in run.entries if entry.key not in mirrored]
             tracker.log_rows(collect_rows(run, fresh, logged))
+            for ref, made in find_referred(run, fresh, mirrored):
+                tracker.log_artifact(ref, made)
             mirrored |= {entry.key for entry in fresh}
+        if page := _render_report(run, render):
+            tracker.log_report(page)
         notes = "\n".join(f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in run.curves())
         ended = max((entry.finished for entry in run.entries), default=time.time())
         at = tracker.close_run(run.phase, ended, f"{notes}\n\n{run.url}")
@@ -86,6 +103,29 @@ def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Ro
             if role == "sampler" and (one := find_delivery(run, entry)):
                 rows["version", one.version, at] |= {f"weights/{k}": v for k, v in get_measurements(one).items()}
     return rows
+
+
+def find_referred(run: Run, fresh: Sequence[Entry], seen: set[str]) -> Iterator[tuple[str, Manifest]]:
+    """Yield models among `fresh` artifacts and prompts, also those of another run that these were made from.
+
+    What is not in the run is remembered in `seen`, by its reference.
+    """
+    for entry in fresh:
+        if entry.manifest.kind in ("prompts", "model"):
+            yield f"{run.url}/{entry.key}@{entry.manifest.digest}", entry.manifest
+        ref = entry.manifest.inputs.get("prompts")
+        if ref and ref not in seen and not run.maker(ref):
+            seen.add(ref)
+            if made := find_manifest(split_ref(ref)[0]):
+                yield ref, made
+
+
+def _render_report(run: Run, render: Callable[[Run], str]) -> str:
+    try:
+        return render(run)
+    except (UserError, Retryable) as error:  # the curves of a damaged run are there all the same
+        print_diagnostic(f"report: {error}", 0)
+        return ""
 
 
 def list_trackers() -> list[str]:

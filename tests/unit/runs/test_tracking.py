@@ -132,9 +132,12 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
     run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
     with tracking.mirror_in_background(run) as told:
         toy.make(f"{tmp_path}/f", 2)
+        (run.directory / "report.html").write_text("as `tuneloop run` leaves it")
     assert told == {"mlflow": f"{uri}, experiment toy, run f, 2 iterations"}
     seconds = client.get_metric_history(mirrored(client, run).info.run_id, "seconds/rollout")
     assert [m.step for m in seconds] == [1, 2]
+    report = client.download_artifacts(mirrored(client, run).info.run_id, "report.html", str(tmp_path))
+    assert Path(report).read_text() == "as `tuneloop run` leaves it"
 
 
 def test_without_mlflow_a_run_is_mirrored_only_where_it_is_asked_for(
