@@ -6,11 +6,7 @@ from tuneloop.core.errors import UserError
 
 
 def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
-    """Split an address on the hub into name and revision; what is none stays, beside the `revision` that was given.
-
-    Raises:
-        UserError: it is no such address, or names another revision than `revision`.
-    """
+    """Split an address on the hub into name and revision; what is none stays, beside the `revision` that was given."""
     if not address.startswith("hf://"):
         return address, revision
     name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")

@@ -43,11 +43,8 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
 def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str:
     """Upload a checkpoint's model to a repository of the Hugging Face hub, with a card, and return its commit's URL.
 
-    The repository is made if it is not there. In it weights of an earlier push go.
-
-    Raises:
-        UserError: the checkpoint or what it was made from does not pass the audit; the hub refuses.
-        Unavailable: the hub does not answer.
+    The repository is made if it is not there. In it weights of an earlier push go. Raises UserError where the
+    checkpoint or what it was made from does not pass the audit, or the hub refuses; Unavailable where it is away.
     """
     try:
         from huggingface_hub import HfApi, errors

@@ -44,17 +44,16 @@ def read_report(run: Run) -> str:
 class Mirror:
     """The mirror of `run` in the tracker that `chosen` names, opened.
 
-    Raises:
-        UserError: the tracker is none, is not installed, does not answer, or refuses (its address, its store, the run).
-            So do the methods.
+    It and its methods raise UserError where the tracker is none, is not installed, does not answer, or refuses.
     """
 
     def __init__(self, run: Run, chosen: str) -> None:
         self.run, self.name, self.tracker = run, chosen.partition("+")[0], find_tracker(chosen)
         self._logged, self._mirrored, record = dict[str, int](), set[str](), run.record
-        if trouble := self.tracker.find_trouble():
-            again = "nothing was mirrored; once it does, `tuneloop track` mirrors all"
-            raise UserError("tracker", self.name, f"{trouble}: {again}")
+        if why := self.tracker.find_trouble():
+            raise UserError(
+                "tracker", self.name, f"{why}: nothing was mirrored; once it does, `tuneloop track` mirrors all"
+            )
         started = record.created if record else min((e.started for e in run.entries), default=time.time())
         key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
         settings = dict(list_leaves(record.config if record else {}))
@@ -102,15 +101,11 @@ def mirror_run(
     render: Callable[[Run], str] = read_report,
     ask: Callable[[str], str] = lambda name: "",
 ) -> str:
-    """Mirror `run` into the tracker that `chosen` names, and say where, in one line.
+    """Mirror `run` into the tracker that `chosen` names, and say where, in one line. Raises what a `Mirror` does.
 
     Args:
         going_on: waits a moment and says whether to look again; default: the run is mirrored as it is.
         render: makes the report that is attached in the end; none where it is empty.
-        ask: as of `find_phase`.
-
-    Raises:
-        UserError: as a `Mirror` does.
     """
     mirror, more = Mirror(run, chosen), True
     while more:
@@ -204,10 +199,7 @@ def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Ro
 
 
 def find_referred(run: Run, fresh: Sequence[Entry], seen: set[str]) -> Iterator[tuple[str, Manifest]]:
-    """Yield models among `fresh` artifacts and prompts, also those of another run that these were made from.
-
-    What is not in the run is remembered in `seen`, by its reference.
-    """
+    """Yield models among `fresh` artifacts, and prompts; `seen` remembers those that lie in another run."""
     for entry in fresh:
         if entry.manifest.kind in ("prompts", "model"):
             yield f"{run.url}/{entry.key}@{entry.manifest.digest}", entry.manifest
