@@ -14,6 +14,7 @@ import yaml
 from kubernetes import client
 
 from tests.unit.planning.test_plan import PUBLISHED
+from tuneloop.cli import run_cli
 from tuneloop.cli.gateway import GRACE_S
 from tuneloop.cluster.launch import KINDS, Kind
 from tuneloop.cluster.queue_problems import compute_pod_requests, parse_resource_quantity
@@ -133,6 +134,20 @@ def test_servers_listen_at_their_pods_address_and_have_time_to_end() -> None:
     )
 
 
+def test_the_tracker_runs_a_command_that_there_is_and_reaches_the_server_beside_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    container = named("Deployment")["tuneloop-tracker"]["spec"]["template"]["spec"]["containers"][0]
+    (chosen,) = (each["value"] for each in container["env"] if each["name"] == "TUNELOOP_TRACKERS")
+    server = named("Service")["mlflow"]
+    assert chosen == f"mlflow+http://{server['metadata']['name']}:{server['spec']['ports'][0]['port']}"
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    assert run_cli([*container["command"][1:], *container["args"]]) == 2
+    assert capsys.readouterr().err.startswith("error: cluster: '/nowhere': "), "all else is as the command takes it"
+    rules = named("Role")["tuneloop-tracker"]["rules"]
+    assert rules == [{"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}]
+
+
 def test_who_makes_tokens_of_servers_can_read_none() -> None:
     rules = [rule for role in ("tuneloop-continue", "tuneloop-user") for rule in named("Role")[role]["rules"]]
     of_secrets = [rule for rule in rules if "secrets" in rule["resources"]]
@@ -144,7 +159,7 @@ def test_stages_have_an_account_without_rights() -> None:
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
     talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-graphs", "tuneloop-launcher", "tuneloop-gateway"}
-    talkative |= {"tuneloop-rollout-autoscaler", "tuneloop-ui"}
+    talkative |= {"tuneloop-rollout-autoscaler", "tuneloop-ui", "tuneloop-tracker"}
     assert mounted <= talkative  # whose pods talk to the API server
 
 

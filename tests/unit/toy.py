@@ -82,6 +82,7 @@ def evaluate(stage: Stage, policy: Input, *, temperature: float = 0.0) -> Result
 def export(stage: Stage, policy: Input) -> Results:
     """Copy the weights."""
     (stage.out / "weights.json").write_text(json.dumps({"skill": _skill(policy.path)}))
+    stage.facts.update(version=policy.manifest.facts["version"])
     return {"parameters": 1}
 
 

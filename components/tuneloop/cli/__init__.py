@@ -83,6 +83,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "promote": prove.promote_version,
     "promoted": prove.list_promotions,
     "attest": prove.attest_version,
+    "push": prove.push_version,
     "verify-model": prove.verify_model,
     "gc": gc.collect_garbage,
     "turns": turns.show_device_leases,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import Store
 
 
@@ -41,7 +42,7 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
 
 def check_model(config: Mapping[str, Any]) -> None:
     """Refuse a path of a base model that is not there, before a new run does other work."""
-    model = str(config.get("base_model", ""))
+    model, _ = split_hub_address("base_model", str(config.get("base_model", "")), None)
     if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
         raise UserError("base_model", model, "is not a directory here; name one, or a model of the hub")
 

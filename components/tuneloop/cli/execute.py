@@ -212,20 +212,22 @@ def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> 
 
     workflow = run.read_workflow()
     start = time.monotonic()
-    with mirror_in_background(run, enabled=track) as mirrors, Display(run, workflow) as display:
-        outcome = execute_parts(
-            workflow,
-            workdir=run.directory,
-            arguments={"run": run.name, "store": run.store_url},
-            parallelism=parallelism,
-            warm=warm,
-            cwd=Path.cwd(),
-            on_node=display.node,
-            on_log=display.log,
-        )
-    run.refresh()
+    with mirror_in_background(run, enabled=track) as mirrors:
+        with Display(run, workflow) as display:
+            outcome = execute_parts(
+                workflow,
+                workdir=run.directory,
+                arguments={"run": run.name, "store": run.store_url},
+                parallelism=parallelism,
+                warm=warm,
+                cwd=Path.cwd(),
+                on_node=display.node,
+                on_log=display.log,
+            )
+        run.refresh()
+        report = write_report(run)  # which mirrors attach
     ended = "succeeded" if outcome.phase == "Succeeded" else f"{outcome.phase.lower()}: {outcome.message}"
-    summary = summarize_run(run, report=write_report(run), mirrors=mirrors)
+    summary = summarize_run(run, report=report, mirrors=mirrors)
     typer.echo(f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summary}")
     if outcome.phase != "Succeeded":
         typer.echo(describe_failure(run, outcome), err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import FOLLOW, JSON, RUN, STAGE, STORE
+from tuneloop.cli.arguments import CONTEXT, FOLLOW, JSON, RUN, STAGE, STORE
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Corrupt, Retryable, UserError
 
@@ -88,17 +88,44 @@ def report_run(
 
 
 def track_run(
-    name: RUN,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Default, with --follow: all of the store, those to come too.")
+    ] = None,
     trackers: Annotated[list[str] | None, typer.Argument(help="NAME or NAME+ADDRESS; see docs/tracking.md.")] = None,
     store: STORE = "runs",
     follow: FOLLOW = False,
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on Argo: how they end.")] = None,
+    context: CONTEXT = None,
 ) -> None:
     """Mirror a run into MLflow, TensorBoard or W&B. Default: as TUNELOOP_TRACKERS says; again brings it up to date."""
-    from tuneloop.runs.tracking import EVERY, list_trackers, mirror_run
+    from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows
+    from tuneloop.kube.connection import connect_to_cluster
+    from tuneloop.runs.tracking import EVERY, find_phase, list_trackers, mirror_run, mirror_store
+    from tuneloop.trackers import find_tracker
+    from tuneloop.ui.report import render_page
 
-    run, pause = open_run(name, store), threading.Event()
-    for each in trackers or list_trackers() or ["mlflow"]:
-        typer.echo(mirror_run(run, each, lambda: follow and not pause.wait(EVERY) and run.phase == "running"))
+    chosen, pause = trackers or list_trackers() or ["mlflow"], threading.Event()
+    for each in chosen:
+        find_tracker(each)
+    cluster = connect_to_cluster(namespace, context) if namespace else None
+
+    def ask(run: str) -> str:
+        try:
+            found = list_workflows(cluster, run) if cluster else []
+        except (UserError, Retryable) as error:  # what is committed is mirrored also while the cluster is away
+            typer.echo(f"{run}: {error}", err=True)
+            return ""
+        phase = get_workflow_phase(max(found, key=lambda w: w["metadata"]["creationTimestamp"])) if found else ""
+        return {"Pending": "running", "Error": "failed"}.get(phase, phase.lower())
+
+    if name is None:
+        if not follow:
+            raise UserError("RUN", name, "name one, or let it --follow all runs of the store")
+        return mirror_store(store, chosen, lambda: not pause.wait(EVERY), render_page, ask)
+    run = open_run(name, store)
+    for each in chosen:
+        going_on = lambda: follow and not pause.wait(EVERY) and find_phase(run, ask) == "running"  # noqa: E731
+        typer.echo(mirror_run(run, each, going_on, render_page, ask))
 
 
 def open_run(name: str, store: str) -> "Run":

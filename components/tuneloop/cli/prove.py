@@ -197,9 +197,28 @@ def attest_version(
     from tuneloop.runs import attestation, questions, signatures
 
     signer, run = signatures.open_signer(key, certificate or ()), open_run(name, store)
-    newest = "".join(str(each.manifest.facts["version"]) for each in run.checkpoints[-1:])
-    made = questions.find_made(run, f"v{(version or newest).removeprefix('v')}")
+    made = questions.find_made(run, _name_version(run, version))
     typer.echo(f"signed: {attestation.attest_version(run, made, output, signer, builder)}")
+
+
+def push_version(
+    name: RUN,
+    repo: Annotated[str, typer.Argument(help="On the Hugging Face hub, as OWNER/NAME; made if it is not there.")],
+    version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new one; default: as OWNER.")] = None,
+    store: STORE = "runs",
+) -> None:
+    """Upload a version to the Hugging Face hub. It passes the audit first; a card made from the run goes along."""
+    from tuneloop.runs import attestation, questions
+
+    run = open_run(name, store)
+    made = questions.find_made(run, _name_version(run, version))
+    typer.echo(f"pushed: {attestation.push_version(run, made, repo, private)}")
+
+
+def _name_version(run: Any, version: str | None) -> str:
+    newest = "".join(str(each.manifest.facts["version"]) for each in run.checkpoints[-1:])
+    return f"v{(version or newest).removeprefix('v')}"
 
 
 def verify_model(

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub by name, or a local folder: of data files, or as ``save_to_disk`` wrote it."""
+"""Data sets of the Hugging Face hub by name or ``hf://``, or a local folder: files, or as ``save_to_disk`` wrote it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +9,7 @@ import xxhash
 
 from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.hub import split_hub_address
 from tuneloop.core.seeds import derive_seed
 from tuneloop.data import Columns, Example, Splits
 
@@ -64,6 +65,7 @@ def digest_source(arguments: Mapping[str, Any]) -> str | None:
 
 def load_split(path: str, name: str | None, revision: str | None, split: str) -> Any:
     """Load one split as a ``datasets.Dataset``. Raises as `load_splits`."""
+    path, revision = split_hub_address("source_args.path", path, revision)
     try:
         if not any((Path(path) / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")):
             return datasets.load_dataset(path, name, revision=revision, split=split)

@@ -1,9 +1,11 @@
 """Statements of what a version was made from: SLSA provenance, signed beside its files, and a model card."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from tuneloop.core.artifacts import dump_canonical_json
+from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.runs.audit import compute_root, prove_chain
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.signatures import CARD, SIGNATURE, check_files, sign_model
@@ -12,6 +14,10 @@ from tuneloop.training.fetch import fetch_artifact
 
 SAID = ("tuneloop", "code", "image", "packages", "device")
 BUILD = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
+SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
+  here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
+  change of this card sign again with `tuneloop attest`.
+"""
 
 
 def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, builder: str) -> Path:
@@ -22,17 +28,63 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
     """
     version = entry.manifest.facts["version"]
     directory = (output or Path(f"{run.name}-v{version}")).absolute()
-    judged = [each for each in run.with_role("evaluator") if run.policy_of(each) == entry]
-    chain = prove_chain(run, version, entry, *judged)
+    judged, chain = _prove(run, entry)
     if not directory.exists():
         fetch_artifact(f"{run.url}/{entry.key}@{entry.manifest.digest}#model", directory)
     files = {n.removeprefix("model/"): f.sha256 for n, f in entry.manifest.files.items() if n.startswith("model/")}
     check_files(directory, files, f"{entry.key} of {run.name}; name a directory that is not there yet", beside=True)
     (directory / SIGNATURE).unlink(missing_ok=True)  # until all is signed, nothing is
     if not (directory / CARD).exists():
-        (directory / CARD).write_text(_write_card(run, entry, chain, directory.name))
+        (directory / CARD).write_text(_write_card(run, entry, chain, directory.name, SIGNATURES))
     sign_model(directory, files, _describe_build(run, entry, chain, judged, builder), signer)
     return directory
+
+
+def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str:
+    """Upload a checkpoint's model to a repository of the Hugging Face hub, with a card, and return its commit's URL.
+
+    The repository is made if it is not there. In it weights of an earlier push go. Raises UserError where the
+    checkpoint or what it was made from does not pass the audit, or the hub refuses; Unavailable where it is away.
+    """
+    try:
+        from huggingface_hub import HfApi, errors
+        from huggingface_hub.utils import validate_repo_id
+    except ImportError as error:
+        raise UserError("push", error.name, "is not installed: pip install 'tuneloop[train]'") from None
+    try:
+        validate_repo_id(repo)
+        _, chain = _prove(run, entry)
+        with tempfile.TemporaryDirectory() as place:
+            directory, at = Path(place) / "model", f"{run.url}/{entry.key}@{entry.manifest.digest}"
+            fetch_artifact(f"{at}#model", directory)
+            (directory / CARD).write_text(_write_card(run, entry, chain, repo, ""))
+            HfApi().create_repo(repo, private=private, exist_ok=True)
+            said = f"Version {entry.manifest.facts['version']} of {run.name}"
+            stale = [
+                "*.safetensors",
+                "*.safetensors.index.json",
+            ]  # one that stayed would be loaded in place of new ones
+            done = HfApi().upload_folder(
+                repo_id=repo, folder_path=directory, delete_patterns=stale, commit_message=said
+            )
+        return str(done.commit_url)
+    except Exception as error:
+        answer, why = getattr(error, "response", None), " ".join(str(error).split())
+        if isinstance(error, errors.HFValidationError) or (answer is not None and answer.status_code < 500):
+            raise UserError(
+                "REPO", repo, f"{why}; write OWNER/NAME, and log in (`hf auth login`, or HF_TOKEN)"
+            ) from error
+        if any(
+            each.__name__ == "HTTPError" for each in type(error).__mro__
+        ):  # of httpx or httpx2, by the library's age
+            raise Unavailable(f"hub: {repo}: {why}") from error
+        raise
+
+
+def _prove(run: Run, entry: Entry) -> tuple[list[Entry], list[Entry]]:
+    """Return a checkpoint's evaluations, and with them all that it was made from; each has passed the audit."""
+    judged = [each for each in run.with_role("evaluator") if run.policy_of(each) == entry]
+    return judged, prove_chain(run, entry.manifest.facts["version"], entry, *judged)
 
 
 def _describe_build(run: Run, entry: Entry, chain: list[Entry], judged: list[Entry], builder: str) -> dict[str, Any]:
@@ -57,8 +109,8 @@ def _describe(name: str, ref: str, made: Entry | None = None) -> dict[str, Any]:
     return {"name": name, "uri": url, "digest": {"tuneloopArtifact": digest}, "annotations": said}
 
 
-def _write_card(run: Run, entry: Entry, chain: list[Entry], title: str) -> str:
-    said = {"prompts": "", "checkpoint": "", "root": compute_root(run), "title": title}
+def _write_card(run: Run, entry: Entry, chain: list[Entry], title: str, signatures: str) -> str:
+    said = {"signatures": signatures, "prompts": "", "checkpoint": "", "root": compute_root(run), "title": title}
     for one in {each.stage: each for each in chain if each.manifest.kind in said}.values():
         told = {"rows": one.manifest.facts.get("rows"), **one.manifest.params}
         known = ", ".join(f"{name} `{dump_canonical_json(each)}`" for name, each in told.items() if each is not None)

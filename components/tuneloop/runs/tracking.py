@@ -5,6 +5,7 @@ Only what is committed is mirrored, so the mirror can be made at any time, in an
 is committed is also its queue: a tracker that is slow or away holds nothing up, and no stage fails by it.
 """
 
+import itertools
 import os
 import select
 import subprocess
@@ -18,49 +19,158 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from tuneloop.core.errors import UserError, find_full_disk, print_diagnostic
+from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
+from tuneloop.core.errors import Retryable, UserError, find_full_disk, print_diagnostic
+from tuneloop.core.store import Store
 from tuneloop.runs.delivery import find_delivery, get_measurements
-from tuneloop.runs.records import list_leaves
+from tuneloop.runs.records import NAME, list_leaves, read_record
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.trackers import Rows, Tracker, find_tracker
 
 ANSWERS, PATIENCE, EVERY = 3.0, 60.0, 2.0
 """Seconds that a finished run waits for a mirror without a word, and then until it is given up; between two looks."""
+AWAY, DAY = 60.0, 86400.0
+"""Seconds after which a run that could not be mirrored is tried again, and one that commits nothing has ended."""
 TABLE, BETWEEN = 16, 10
 """Samples in a table; iterations between two batches that have one, as each evaluation has."""
 
 
-def mirror_run(run: Run, chosen: str = "mlflow", going_on: Callable[[], bool] = lambda: False) -> str:
-    """Mirror `run` into the tracker that `chosen` names, and say where, in one line.
+def read_report(run: Run) -> str:
+    """Read the report that was last written beside the run's state; empty where there is none."""
+    path = run.directory / "report.html"
+    return path.read_text("utf-8") if path.is_file() else ""
+
+
+class Mirror:
+    """The mirror of `run` in the tracker that `chosen` names, opened.
+
+    It and its methods raise UserError where the tracker is none, is not installed, does not answer, or refuses.
+    """
+
+    def __init__(self, run: Run, chosen: str) -> None:
+        self.run, self.name, self.tracker = run, chosen.partition("+")[0], find_tracker(chosen)
+        self._logged, self._mirrored, record = dict[str, int](), set[str](), run.record
+        if why := self.tracker.find_trouble():
+            raise UserError(
+                "tracker", self.name, f"{why}: nothing was mirrored; once it does, `tuneloop track` mirrors all"
+            )
+        started = record.created if record else min((e.started for e in run.entries), default=time.time())
+        key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
+        settings = dict(list_leaves(record.config if record else {}))
+        with self._name_errors():
+            self.tracker.open_run(key, run.name, pipeline, settings, started)
+
+    def update(self) -> None:
+        """Mirror what the run, as it was last read, has committed since."""
+        fresh = [entry for entry in self.run.entries if entry.key not in self._mirrored]
+        with self._name_errors():
+            self.tracker.log_rows(collect_rows(self.run, fresh, self._logged))
+            for ref, made in find_referred(self.run, fresh, self._mirrored):
+                self.tracker.log_artifact(ref, made)
+        self._mirrored |= {entry.key for entry in fresh}
+
+    def close(self, phase: str, render: Callable[[Run], str]) -> str:
+        """Attach the report, write that the run stands at `phase`, and say where the mirror is, in one line."""
+        run, page = self.run, ""
+        try:
+            page = render(run)
+        except (UserError, Retryable) as error:  # the curves of a damaged run are there all the same
+            print_diagnostic(f"report: {error}", 0)
+        notes = "\n".join(f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in run.curves())
+        with self._name_errors():
+            if page:
+                self.tracker.log_report(page)
+            at = self.tracker.close_run(phase, find_newest(run), f"{notes}\n\n{run.url}")
+        return at + (f", {run.iteration} iterations" if run.iteration else "")
+
+    @contextmanager
+    def _name_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            own = type(error).__module__.startswith(self.name)
+            if own or (isinstance(error, OSError) and not find_full_disk(error)):
+                raise UserError(self.name, self.tracker.address, " ".join(str(error).split())) from error
+            raise
+
+
+def mirror_run(
+    run: Run,
+    chosen: str = "mlflow",
+    going_on: Callable[[], bool] = lambda: False,
+    render: Callable[[Run], str] = read_report,
+    ask: Callable[[str], str] = lambda name: "",
+) -> str:
+    """Mirror `run` into the tracker that `chosen` names, and say where, in one line. Raises what a `Mirror` does.
 
     Args:
         going_on: waits a moment and says whether to look again; default: the run is mirrored as it is.
-
-    Raises:
-        UserError: the tracker is none, is not installed, does not answer, or refuses (its address, its store, the run).
+        render: makes the report that is attached in the end; none where it is empty.
     """
-    tracker, name, record = find_tracker(chosen), chosen.partition("+")[0], run.record
-    if trouble := tracker.find_trouble():
-        raise UserError("tracker", name, f"{trouble}: nothing was mirrored; once it does, `tuneloop track` mirrors all")
-    started = record.created if record else min((e.started for e in run.entries), default=time.time())
-    key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
-    logged, mirrored, more = dict[str, int](), set[str](), True
-    try:
-        tracker.open_run(key, run.name, pipeline, dict(list_leaves(record.config if record else {})), started)
-        while more:
-            more = going_on()
-            run.refresh(whole=False if more else None)
-            fresh = [entry for entry in run.entries if entry.key not in mirrored]
-            tracker.log_rows(collect_rows(run, fresh, logged))
-            mirrored |= {entry.key for entry in fresh}
-        notes = "\n".join(f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in run.curves())
-        ended = max((entry.finished for entry in run.entries), default=time.time())
-        at = tracker.close_run(run.phase, ended, f"{notes}\n\n{run.url}")
-        return at + (f", {run.iteration} iterations" if run.iteration else "")
-    except Exception as error:
-        if type(error).__module__.startswith(name) or (isinstance(error, OSError) and not find_full_disk(error)):
-            raise UserError(name, tracker.address, " ".join(str(error).split())) from error
-        raise
+    mirror, more = Mirror(run, chosen), True
+    while more:
+        more = going_on()
+        run.refresh(whole=False if more else None)
+        mirror.update()
+    return mirror.close(find_phase(run, ask), render)
+
+
+def mirror_store(
+    store: str,
+    chosen: Sequence[str],
+    going_on: Callable[[], bool],
+    render: Callable[[Run], str] = read_report,
+    ask: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Mirror the runs below `store`, those to come too, until `going_on` says no; the arguments are `mirror_run`'s.
+
+    A run is looked at again after a tenth of the time since it last committed. One that has committed nothing for a day
+    is left alone, and one that cannot be mirrored just now is tried again: each is a line on standard error.
+    """
+    mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
+    while going_on():
+        for at in itertools.product(filter(NAME.match, sorted(Store(store).parts())), chosen):
+            if time.time() < due.get(at, 0.0):
+                continue
+            try:
+                mirror = mirrors.pop(at, None)
+                run = mirror.run if mirror else Run(at[0], store, read_record(at[0], store))
+                run.refresh(whole=False)
+                age, wait = time.time() - (newest := find_newest(run)), EVERY
+                if mirror or (run.entries and age < DAY and done.get(at) != newest):
+                    mirror = mirror or Mirror(run, at[1])
+                    mirror.update()
+                    if (phase := find_phase(run, ask)) == "running":
+                        mirrors[at] = mirror
+                    else:
+                        done[at] = newest
+                        print_diagnostic(f"{run.name}: {phase}: {mirror.close(phase, render)}", 0)
+                wait = max(EVERY, age / 10)
+            except (UserError, Retryable) as error:
+                print_diagnostic(f"{at[0]}: {error}", 0)
+                wait = AWAY
+            due[at] = time.time() + wait
+
+
+def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
+    """Return the phase of a run, as `Run.phase`; of one elsewhere as `ask` says by its name, else by its artifacts.
+
+    By these it runs until its model is exported, a stage says that it failed, as on KFP, or for a day nothing comes.
+    """
+    if run.phase != "elsewhere":
+        return run.phase
+    if asked := ask(run.name):
+        return asked
+    if run.read_failures():
+        return "failed"
+    if any(entry.manifest.kind == "model" for entry in run.entries):
+        return "succeeded"
+    return "running" if time.time() - find_newest(run) < DAY else run.phase
+
+
+def find_newest(run: Run) -> float:
+    """Return when a run last committed, Unix seconds; now, where it has not yet."""
+    return max((entry.finished for entry in run.entries), default=time.time())
 
 
 def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Rows:
@@ -86,6 +196,18 @@ def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Ro
             if role == "sampler" and (one := find_delivery(run, entry)):
                 rows["version", one.version, at] |= {f"weights/{k}": v for k, v in get_measurements(one).items()}
     return rows
+
+
+def find_referred(run: Run, fresh: Sequence[Entry], seen: set[str]) -> Iterator[tuple[str, Manifest]]:
+    """Yield models among `fresh` artifacts, and prompts; `seen` remembers those that lie in another run."""
+    for entry in fresh:
+        if entry.manifest.kind in ("prompts", "model"):
+            yield f"{run.url}/{entry.key}@{entry.manifest.digest}", entry.manifest
+        ref = entry.manifest.inputs.get("prompts")
+        if ref and ref not in seen and not run.maker(ref):
+            seen.add(ref)
+            if made := find_manifest(split_ref(ref)[0]):
+                yield ref, made
 
 
 def list_trackers() -> list[str]:

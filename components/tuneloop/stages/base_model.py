@@ -11,6 +11,7 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.hub import split_hub_address
 from tuneloop.formats.canary import write_canary
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
@@ -30,7 +31,9 @@ def base_model(
     stage: Stage,
     prompts: OptionalInput,
     *,
-    model: Annotated[str, Field(description="tiny-qwen3, tiny-llama, a model directory, or a hub name")] = "tiny-qwen3",
+    model: Annotated[
+        str, Field(description="tiny-qwen3, tiny-llama, a model directory, or a hub name, as hf://owner/name@revision")
+    ] = "tiny-qwen3",
     revision: Annotated[str | None, Field(description="branch, tag or commit on the hub")] = None,
     trust_remote_code: Annotated[bool, Field(description="run Python code that the model brings")] = False,
     vocab_size: Annotated[int, Field(ge=260, description="of a tiny model, at most")] = 512,
@@ -141,6 +144,7 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
     """Load a model and its tokenizer, from a directory or the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    model, revision = split_hub_address("base_model.model", model, revision)
     _check_directory(model)
     about = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:

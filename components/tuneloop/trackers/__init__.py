@@ -1,13 +1,14 @@
 """Trackers: tools that show the curves and samples of runs, one file each, found by name (docs/tracking.md).
 
 A mirror (`tuneloop.runs.tracking`) may be killed at any point and begun again, and all is to be there once. So a
-tracker takes the same value only once, or begins its copy of the run anew.
+tracker takes the same thing only once, or begins its copy of the run anew.
 """
 
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from tuneloop.core.artifacts import Manifest
 from tuneloop.core.errors import UserError
 from tuneloop.core.plugins import load_variant
 
@@ -33,6 +34,12 @@ class Tracker(Protocol):
 
     def log_rows(self, rows: Rows) -> None:
         """Add what is new."""
+
+    def log_artifact(self, ref: str, made: Manifest) -> None:
+        """Note prompts that the run was given, or a model that it has exported, by reference."""
+
+    def log_report(self, page: str) -> None:
+        """Attach the run's report, an HTML page, in place of an earlier one."""
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
         """Write how the run stands (`Run.phase`, Unix seconds, Markdown about its curves); return where it is shown."""

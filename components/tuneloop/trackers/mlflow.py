@@ -1,16 +1,21 @@
 """MLflow: one run, found again by its tag. ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` are honoured."""
 
+import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tuneloop import trackers
+from tuneloop.core.artifacts import Manifest, split_ref
 from tuneloop.core.errors import print_diagnostic
 
 ANSWERS = 3.0
 """Seconds within which a server answers at all."""
+REF = "tuneloop.artifact"
+"""Tag: the reference of a dataset or a model."""
 
 
 class Tracker(trackers.Tracker):
@@ -67,11 +72,54 @@ class Tracker(trackers.Tracker):
         for start in range(0, len(values), 1000):
             self.client.log_batch(self.id, metrics=values[start : start + 1000])
         for file, table in ((f"{name}-{step:06}.json", v) for name, v, _, step in each if isinstance(v, list)):
-            try:
+            with _go_on_without(file):
                 if file not in {f.path for f in self.client.list_artifacts(self.id, "samples")}:
                     self.client.log_table(self.id, {k: [row[k] for row in table] for k in table[0]}, file)
-            except Exception as error:  # of wherever the server keeps files; metrics go on without
-                print_diagnostic(f"mlflow: {file}: {error}", 0)
+
+    def log_artifact(self, ref: str, made: Manifest) -> None:
+        """Log prompts as a dataset, and a model as one that is also registered. Their files stay where they are."""
+        place, log = f"{split_ref(ref)[0]}/{made.root}", self._log_data if made.kind == "prompts" else self._log_model
+        with _go_on_without(ref):
+            log(made, place, {REF: ref, "tuneloop.run": str(self.run.info.run_name)})
+
+    def _log_data(self, made: Manifest, place: str, tags: dict[str, str]) -> None:
+        """Log a dataset as an input of the run; MLflow takes the same one once, and of a digest 36 characters."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        kind = place.partition(":")[0].replace("file", "local")  # as MLflow calls it
+        source, profile = json.dumps({"uri": place}), json.dumps(made.facts)
+        data = Dataset(made.place, made.digest.partition(":")[2][:36], kind, source, profile=profile)
+        listed = [InputTag(*each) for each in {"mlflow.data.context": "training", **tags}.items()]
+        self.client.log_inputs(self.id, [DatasetInput(data, listed)])
+
+    def _log_model(self, made: Manifest, place: str, tags: dict[str, str]) -> None:
+        """Log a model as an output of the run, and register it under the experiment's name."""
+        from mlflow.entities import LoggedModelOutput
+        from mlflow.exceptions import MlflowException
+
+        said = {"version": made.facts.get("version"), "policy": made.inputs.get("policy")}
+        tags |= {f"tuneloop.{name}": str(each) for name, each in said.items() if each is not None}
+        at, same = [self.run.info.experiment_id], f"tags.`{REF}` = '{tags[REF]}' AND source_run_id = '{self.id}'"
+        known = self.client.search_logged_models(at, same, max_results=1)
+        model = known[0] if known else self.client.create_logged_model(*at, made.place, self.id, tags)
+        self.client.finalize_logged_model(model.model_id, "READY")
+        outputs = self.client.get_run(self.id).outputs
+        if not outputs or model.model_id not in {each.model_id for each in outputs.model_outputs}:
+            self.client.log_outputs(self.id, [LoggedModelOutput(model.model_id, 0)])
+        name = re.sub("[/:]", "-", self.experiment)
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self.client.search_model_versions(f"name = '{name}' AND run_id = '{self.id}'")
+        if tags[REF] not in {each.tags.get(REF) for each in versions}:
+            self.client.create_model_version(name, place, self.id, tags, model_id=model.model_id)
+
+    def log_report(self, page: str) -> None:
+        """Attach the report as the run's artifact ``report.html``."""
+        with _go_on_without("report.html"):
+            self.client.log_text(self.id, page, "report.html")
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
         self.client.set_tag(self.id, "mlflow.note.content", notes)
@@ -79,3 +127,12 @@ class Tracker(trackers.Tracker):
             status = {"failed": "FAILED", "interrupted": "KILLED"}.get(phase, "FINISHED")
             self.client.set_terminated(self.id, status, int(ended * 1000))
         return f"{self.address}, experiment {self.experiment}, run {self.run.info.run_name}"
+
+
+@contextmanager
+def _go_on_without(what: str) -> Iterator[None]:
+    """Say what a server does not take, be it for want of a place for files, or a registry; the curves are there."""
+    try:
+        yield
+    except Exception as error:
+        print_diagnostic(f"mlflow: {what}: {error}", 0)

@@ -1,5 +1,7 @@
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,9 +13,12 @@ import xxhash
 from tests.unit import toy
 from tests.unit.runs.test_delivery import pulled, rollout
 from tests.unit.weights.test_publication import chain
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, free_port
 from tuneloop import trackers
+from tuneloop.cli import run_cli
+from tuneloop.core.artifacts import dump_checked_json
 from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store
 from tuneloop.runs import run_record, tracking
 from tuneloop.runs.delivery import NUMBERS
 from tuneloop.runs.records import Record
@@ -109,6 +114,77 @@ def test_a_mirror_that_follows_sends_what_is_new_once(
     assert [m.step for m in rewards] == [1, 2, 3, 4]
 
 
+def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
+    client: Any, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a cluster, of which there is no record here; a tracker that is away is tried again."""
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "fleet")
+    monkeypatch.setenv("no_proxy", "*")
+    for name in ("EVERY", "AWAY"):
+        monkeypatch.setattr(tracking, name, 0.0)
+    store, asked = tmp_path / "store", {"argo": "running"}
+    for name in ("argo", "kfp"):
+        toy.make(f"{store}/{name}", 1, whole=False)
+    failure = dump_checked_json({"message": "no memory", "time": time.time() + 1e6}, "failure.json")
+
+    def read_state() -> dict[str, tuple[str, list[int]]]:
+        if not (made := client.get_experiment_by_name("fleet")):
+            return {}
+        found = client.search_runs([made.experiment_id])
+        told = {each.data.tags["tuneloop.run"]: each.info for each in found}
+        assert len(told) == len(found), "once each"
+        history = {n: client.get_metric_history(i.run_id, "reward/mean_reward") for n, i in told.items()}
+        return {name: (told[name].status, [m.step for m in history[name]]) for name in told}
+
+    def follow() -> Iterator[bool]:
+        def wait(**wanted: tuple[str, list[int]]) -> Iterator[bool]:
+            end = time.monotonic() + LIMIT_S
+            while (state := read_state()) != wanted:
+                assert time.monotonic() < end, state
+                yield True
+
+        yield from wait(argo=("RUNNING", [1]), kfp=("RUNNING", [1]))
+        toy.make(f"{store}/argo", 2)
+        yield from wait(argo=("RUNNING", [1, 2]), kfp=("RUNNING", [1]))  # the cluster knows that it goes on
+        asked["argo"] = "succeeded"
+        Store(f"{store}/kfp").put("rollout/failure.json", failure)
+        yield from wait(argo=("FINISHED", [1, 2]), kfp=("FAILED", [1]))
+        Store(f"{store}/kfp").delete("rollout/failure.json")
+        toy.make(f"{store}/kfp", 3)  # it is run again, to its end
+        toy.make(f"{store}/new", 1)
+        yield from wait(argo=("FINISHED", [1, 2]), kfp=("FINISHED", [1, 2, 3]), new=("FINISHED", [1]))
+        yield False
+
+    away = f"mlflow+http://127.0.0.1:{free_port()}"
+    looks = follow()
+    tracking.mirror_store(str(store), [away, "mlflow"], lambda: next(looks), ask=lambda name: asked.get(name, ""))
+    shutil.rmtree(store / "new")
+    monkeypatch.setattr(tracking, "DAY", 0.0)
+    toy.make(f"{store}/old", 1)
+    looks = iter([True, False])
+    tracking.mirror_store(str(store), ["mlflow"], lambda: next(looks))
+    assert "old" not in read_state(), "what has committed nothing for long is left alone"
+
+
+def test_a_run_is_named_or_all_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["track"]) == 2
+    assert capsys.readouterr().err == "error: RUN: None: name one, or let it --follow all runs of the store\n"
+
+
+def test_the_command_follows_a_run_of_a_store_to_its_end_and_attaches_a_report(
+    client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "elsewhere")
+    monkeypatch.setattr(tracking, "EVERY", 0.0)
+    toy.make(f"{tmp_path}/e", 1)
+    assert run_cli(["track", "e", "--store", str(tmp_path), "--follow"]) == 0
+    assert "run e, 1 iterations" in capsys.readouterr().out
+    found = mirrored(client, Run.open("e", str(tmp_path)), "elsewhere")
+    assert found.info.status == "FINISHED"
+    report = client.download_artifacts(found.info.run_id, "report.html", str(tmp_path))
+    assert "mean reward 0.500" in Path(report).read_text()
+
+
 def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) -> None:
     one, two = (started(tmp_path / place, "same", 1) for place in "xy")
     tracking.mirror_run(one)
@@ -132,9 +208,12 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
     run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
     with tracking.mirror_in_background(run) as told:
         toy.make(f"{tmp_path}/f", 2)
+        (run.directory / "report.html").write_text("as `tuneloop run` leaves it")
     assert told == {"mlflow": f"{uri}, experiment toy, run f, 2 iterations"}
     seconds = client.get_metric_history(mirrored(client, run).info.run_id, "seconds/rollout")
     assert [m.step for m in seconds] == [1, 2]
+    report = client.download_artifacts(mirrored(client, run).info.run_id, "report.html", str(tmp_path))
+    assert Path(report).read_text() == "as `tuneloop run` leaves it"
 
 
 def test_without_mlflow_a_run_is_mirrored_only_where_it_is_asked_for(

@@ -16,14 +16,25 @@ import pytest
 from tests.unit import toy
 from tests.unit.runs.test_tracking import started
 from tests.waiting import free_port, until
+from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.plugins import list_shipped_variants
 from tuneloop.runs import tracking
 from tuneloop.runs.run_record import Run
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.trackers import find_tracker
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("mlflow", "tensorboard", "wandb")
+
+
+@component("checkpoint", role="trainer", results={})
+def train_on(stage: Stage, prompts: Input) -> Results:
+    """Learn nothing."""
+    (stage.out / "seen.json").write_text("{}")
+    return {}
+
+
 Told = dict[str, list[tuple[int, float]]]
 
 
@@ -182,6 +193,80 @@ def test_samples_are_tables(tmp_path: Path) -> None:
     }
     kept = load_dict(f"{found.info.artifact_uri}/samples/reward-000001.json")
     assert kept["columns"] == columns and len(kept["data"]) == 4
+
+
+FAULTS = ("log_inputs", "create_logged_model", "finalize_logged_model", "log_outputs", "create_registered_model")
+FAULTS += ("create_model_version", "log_text", "set_terminated")
+
+
+@pytest.mark.parametrize("call", FAULTS)
+def test_data_and_model_are_there_once_wherever_a_mirror_was_killed(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of its calls, in their order. MLflow's client reads them: by reference, with the files of the run."""
+    pytest.importorskip("mlflow")
+    import mlflow
+    from mlflow import MlflowClient
+
+    run, place = started(tmp_path, "mine", 1), tmp_path / "there"
+    made = data_prep(out=f"{run.url}/data-prep", source="digits", train=4, eval=2, sft=2)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(MlflowClient, call, die)
+        with pytest.raises(KeyboardInterrupt):
+            tracking.mirror_run(run, choose("mlflow", place), render=lambda _: "<p>Ours.")
+    for _ in range(2):
+        tracking.mirror_run(Run.open("mine", str(tmp_path)), choose("mlflow", place), render=lambda _: "<p>Ours.")
+
+    client = MlflowClient(f"sqlite:///{place}/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
+    (given,) = found.inputs.dataset_inputs
+    assert made.digest.startswith(f"sha256:{given.dataset.digest}") and len(given.dataset.digest) == 36
+    assert json.loads(given.dataset.profile)["source"] == "digits"
+    assert {tag.key: tag.value for tag in given.tags} == {
+        "mlflow.data.context": "training",
+        "tuneloop.artifact": f"{run.url}/data-prep@{made.digest}",
+        "tuneloop.run": "mine",
+    }
+    files = {path.name for path in Path(mlflow.data.get_source(given).load()).iterdir()}
+    assert files == {"train.parquet", "eval.parquet", "sft.parquet"}
+
+    (export,) = (entry for entry in run.entries if entry.stage == "export")
+    (version,) = client.search_model_versions("name = 'toy'")
+    about = {"artifact": f"{run.url}/export@{export.manifest.digest}", "run": "mine", "version": "2"}
+    about |= {"policy": export.manifest.inputs["policy"]}
+    assert version.tags == {f"tuneloop.{name}": value for name, value in about.items()}
+    assert (version.run_id, version.source) == (found.info.run_id, f"{run.url}/export/{export.manifest.root}")
+    mlflow.set_tracking_uri(f"sqlite:///{place}/mlflow.db")
+    model = Path(mlflow.artifacts.download_artifacts("models:/toy/1"))
+    assert json.loads((model / "weights.json").read_text()) == {"skill": 2}
+    (output,) = found.outputs.model_outputs
+    (logged,) = client.search_logged_models([found.info.experiment_id])
+    assert (output.model_id, logged.source_run_id, logged.status) == (logged.model_id, found.info.run_id, "READY")
+    assert version.tags.items() <= logged.tags.items()
+    report = client.download_artifacts(found.info.run_id, "report.html", str(tmp_path))
+    assert Path(report).read_text() == "<p>Ours."
+
+
+def test_a_fork_has_the_data_of_the_run_that_it_left(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    made, place = (
+        data_prep(out=f"{tmp_path}/mine/data-prep", source="digits", train=4, eval=2, sft=2),
+        tmp_path / "there",
+    )
+    ref = f"{tmp_path}/mine/data-prep@{made.digest}"
+    for i in (1, 2):
+        train_on(out=f"{tmp_path}/fork/iterations/{i}/train-on", prompts=ref)
+    tracking.mirror_run(Run.open("fork", str(tmp_path)), choose("mlflow", place))
+    client = MlflowClient(f"sqlite:///{place}/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("tuneloop").experiment_id])
+    (given,) = found.inputs.dataset_inputs
+    assert {tag.key: tag.value for tag in given.tags}["tuneloop.artifact"] == f"file://{ref}"
 
 
 def test_where_mlflow_keeps_no_files_the_curves_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,17 @@
+"""Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also ``hf://datasets/…``."""
+
+import re
+
+from tuneloop.core.errors import UserError
+
+
+def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
+    """Split an address on the hub into name and revision; what is none stays, beside the `revision` that was given."""
+    if not address.startswith("hf://"):
+        return address, revision
+    name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or address.endswith("@"):
+        raise UserError(field, address, "is no address on the hub; write hf://OWNER/NAME@REVISION")
+    if own and revision not in (None, own):
+        raise UserError(field, address, f"names another revision than {revision}; give one")
+    return name, own or revision

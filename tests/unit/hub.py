@@ -1,0 +1,113 @@
+"""A small Hugging Face hub over HTTP: what `huggingface_hub` asks for to upload and to load, and no more."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Repos = dict[str, list[dict[str, bytes]]]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """`repos` has of each repository the files of every commit; a revision is ``main`` or a number of 40 digits."""
+
+    repos: Repos
+    blobs: dict[str, bytes]
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body, parts = self.rfile.read(int(self.headers["Content-Length"] or 0)), self.path.strip("/").split("/")
+        if self.headers.get("Authorization") != "Bearer hf_secret":
+            return self.answer({"error": "Invalid username or password."}, 401)
+        told = json.loads(body) if body[:1] == b"{" and b"\n{" not in body else {}
+        if parts == ["api", "repos", "create"]:
+            repo = f"{told['organization']}/{told['name']}"
+            self.repos.setdefault(repo, [{}])
+            return self.answer({"url": f"{self.home}/{repo}"})
+        if parts == ["api", "validate-yaml"]:
+            return self.answer({"errors": [], "warnings": []})
+        if "preupload" in parts:
+            files = [{"path": each["path"], "uploadMode": "lfs" if each["path"].endswith("safetensors") else "regular",
+                      "shouldIgnore": False} for each in told["files"]]  # fmt: skip
+            return self.answer({"files": files})
+        if parts[-3:] == ["lfs", "objects", "batch"]:
+            put = {o["oid"]: {"upload": {"href": f"{self.home}/blobs/{o['oid']}"}} for o in told["objects"]}
+            return self.answer(
+                {"transfer": "basic", "objects": [{**o, "actions": put[o["oid"]]} for o in told["objects"]]}
+            )
+        assert parts[4] == "commit", self.path
+        files = dict(self.repos[repo := "/".join(parts[2:4])][-1])
+        for line in map(json.loads, body.splitlines()):
+            about = line["value"]
+            if line["key"] == "file":
+                files[about["path"]] = base64.b64decode(about["content"])
+            elif line["key"] == "lfsFile":
+                files[about["path"]] = self.blobs[about["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[about["path"]]
+        self.repos[repo].append(files)
+        at = f"{len(self.repos[repo]) - 1:040}"
+        self.answer({"commitUrl": f"{self.home}/{repo}/commit/{at}", "commitOid": at})
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        assert hashlib.sha256(data).hexdigest() == self.path.rpartition("/")[2]
+        self.blobs[self.path.rpartition("/")[2]] = data
+        self.answer({})
+
+    def do_GET(self) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        revision = parts[5 if parts[0] == "api" else 3] if len(parts) > 3 + 2 * (parts[0] == "api") else "main"
+        commits = self.repos.get(repo, [])
+        number = len(commits) - 1 if revision == "main" else int(revision)
+        if not 0 <= number < len(commits):
+            return self.answer({"error": "Repository not found"}, 404)
+        files = commits[number]
+        if parts[0] == "api" and parts[4:5] == ["tree"]:
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()]
+            return self.answer(tree if "/".join(parts[6:]) == "" else [])
+        if parts[0] == "api":
+            about = {"id": repo, "sha": f"{number:040}", "siblings": [{"rfilename": name} for name in files]}
+            return self.answer({**about, "tags": [], "downloads": 0, "likes": 0, "private": False})
+        name = "/".join(parts[4:])
+        if name not in files:
+            return self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+        about = {"X-Repo-Commit": f"{number:040}", "ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"'}
+        self.answer(files[name], 200, about)
+
+    do_HEAD = do_GET
+
+    @property
+    def home(self) -> str:
+        return f"http://{self.headers['Host']}"
+
+    def answer(self, told: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        data = told if isinstance(told, bytes) else json.dumps(told).encode()
+        self.send_response(status)
+        about = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        for name, value in about.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def open_hub() -> Iterator[tuple[str, Repos]]:
+    """Serve a hub; yields its address, and what its repositories hold."""
+    repos: Repos = {}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (Handler,), {"repos": repos, "blobs": {}}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", repos
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,101 @@
+"""Models pushed to a hub and loaded from it, by the real client library against a small server of its requests."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.hub import Repos, open_hub
+from tests.waiting import free_port
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.errors import UserError
+from tuneloop.core.hub import split_hub_address
+from tuneloop.stages.base_model import base_model
+from tuneloop.stages.data_prep import data_prep
+
+ROOT = Path(__file__).parents[3]
+
+
+def call(address: str, home: Path, *words: object, token: str = "hf_secret") -> subprocess.CompletedProcess[str]:
+    """Run Python's `words` where `address` is the hub; its library reads that when it is imported."""
+    known = {"HF_ENDPOINT": address, "HF_TOKEN": token, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    known |= {"PYTHONPATH": f"{ROOT / 'components'}:{ROOT}", "no_proxy": "*", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env={**os.environ, **known}, cwd=home.parent, capture_output=True, text=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A run of one checkpoint, a real model."""
+    data_prep(out=f"{tmp_path}/store/x/data-prep", source="digits", train=4, eval=2, sft=2)
+    base_model(out=f"{tmp_path}/store/x/base-model", prompts=f"{tmp_path}/store/x/data-prep")
+    return tmp_path / "store"
+
+
+def test_a_pushed_model_has_its_card_and_is_loaded_again_by_its_revision(store: Path, tmp_path: Path) -> None:
+    push = ("-m", "tuneloop.cli", "push", "x", "me/tiny", "--store", store)
+    with open_hub() as (address, repos):
+        done = call(address, tmp_path / "home", *push)
+        assert done.returncode == 0, done.stderr
+        at = f"{1:040}"
+        assert done.stdout.strip() == f"pushed: {address}/me/tiny/commit/{at}"
+        files, model = repos["me/tiny"][-1], Artifact(f"{store}/x/base-model").part("model")
+        assert {name: data for name, data in files.items() if name != "README.md"} == {
+            path.name: path.read_bytes() for path in model.iterdir()
+        }
+        card = files["README.md"].decode()
+        for said in ('`base-model`: model `"tiny-qwen3"`', "Version 0 of the run `x`", 'from_pretrained("me/tiny")'):
+            assert said in card, card
+        assert "sigstore" not in card and 'source `"digits"`' in card
+        assert "chat_template" in "".join(files) or b"chat_template" in files["tokenizer_config.json"]
+
+        repos["me/tiny"][-1]["model-00001-of-00002.safetensors"] = b"of an earlier version"
+        repos["me/tiny"].append({**repos["me/tiny"][-1], "config.json": b"{}"})
+        loaded = tmp_path / "loaded"
+        words = ("-m", "tuneloop.stages.base_model", "--model", f"hf://me/tiny@{at}", "--checkpoint", loaded)
+        done = call(address, tmp_path / "home", *words)
+        assert done.returncode == 0, done.stderr
+        ours, theirs = (Artifact(str(each)).part("model") for each in (store / "x/base-model", loaded))
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        assert call(address, tmp_path / "home", *push).returncode == 0
+        assert repos["me/tiny"][-1].keys() == files.keys() - {"model-00001-of-00002.safetensors"}
+
+
+def test_what_a_hub_refuses_is_one_line(store: Path, tmp_path: Path) -> None:
+    def push(address: str, repo: str, token: str, code: int) -> str:
+        words = ("-m", "tuneloop.cli", "push", "x", repo, "--store", store)
+        done = call(address, tmp_path / "home", *words, token=token)
+        assert done.returncode == code and done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    with open_hub() as (address, repos):
+        assert "error: REPO: 'me/tiny': " in (said := push(address, "me/tiny", "hf_wrong", 2)) and "HF_TOKEN" in said
+        assert "error: REPO: 'a/b/c': " in push(address, "a/b/c", "hf_secret", 2)
+        assert repos == Repos()
+    assert "hub: me/tiny: " in push(f"http://127.0.0.1:{free_port()}", "me/tiny", "hf_secret", 75)
+
+
+@pytest.mark.parametrize(
+    ("given", "revision", "found"),
+    [
+        ("hf://me/tiny@v1", None, ("me/tiny", "v1")),
+        ("hf://datasets/me/rows", "v2", ("me/rows", "v2")),
+        ("hf://gpt2@a/b", "a/b", ("gpt2", "a/b")),
+        ("me/tiny", "v3", ("me/tiny", "v3")),
+        ("/models/a@b", None, ("/models/a@b", None)),
+    ],
+)
+def test_addresses_on_the_hub(given: str, revision: str | None, found: tuple[str, str | None]) -> None:
+    assert split_hub_address("model", given, revision) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "revision", "why"),
+    [("hf://", None, "no address"), ("hf://a/b/c", None, "no address"), ("hf://a/b@", None, "no address"),
+     ("hf://a/b@v1", "v2", "another revision than v2")],
+)  # fmt: skip
+def test_what_is_no_address_on_the_hub_is_refused(given: str, revision: str | None, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        split_hub_address("model", given, revision)
