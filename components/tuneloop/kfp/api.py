@@ -21,7 +21,6 @@ KEPT = (
 """What a run is made of; the other fields of its message say how it went."""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 """Of a backend with several users: what its PodDefaults mount into pods."""
-TIMEOUT_S = 60.0
 
 
 class NotThere(UserError):
@@ -108,7 +107,7 @@ def call_api(
         UserError: the API refuses.
     """
     try:
-        status, answer = send_request(method, url, timeout_s=TIMEOUT_S, body=body, headers=headers)
+        status, answer = send_request(method, url, timeout_s=60.0, body=body, headers=headers)
     except Unanswered as error:
         raise Unavailable(f"{field}: {url}: {error}") from error
     said = answer[:200].decode(errors="replace")

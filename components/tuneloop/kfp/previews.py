@@ -1,7 +1,7 @@
 """What the UI of Kubeflow Pipelines shows of a committed artifact: a page of facts and rows, and curves."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,7 +28,7 @@ def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> 
     parts = [f"## {manifest.stage}", render_markdown_table(("", ""), facts.items())]
     for file in sorted(manifest.files):
         if file.endswith(".parquet"):
-            rows = list(islice(_rows(url, manifest, file, COLUMNS), ROWS))
+            rows = list(islice(_rows(url, manifest, file), ROWS))
             shown = list(rows[0]) if rows else []
             parts += [f"### {file}", render_markdown_table(shown, ([row[column] for column in shown] for row in rows))]
     task.write(name, "\n\n".join(parts) + "\n")
@@ -45,20 +45,13 @@ def render_markdown_table(head: Sequence[str], rows: Any) -> str:
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
-PREVIEWS: Mapping[str, Callable[[Task, str, str, Manifest], None]] = {
-    "preview": write_artifact_page,
-    "curves": write_curves,
-}
-"""Output artifact → what fills it."""
-
-
-def _rows(url: str, manifest: Manifest, file: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a table, read a few at a time; of its columns those of `columns`, in that order, that it has."""
+def _rows(url: str, manifest: Manifest, file: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table, read a few at a time; of its columns those of `COLUMNS`, in that order."""
     import pyarrow.parquet
 
     with Store(url).open(f"{manifest.root}/{file}") as opened:
         table = pyarrow.parquet.ParquetFile(opened, buffer_size=1 << 16, pre_buffer=False)
-        wanted = [column for column in columns if column in table.schema_arrow.names]
+        wanted = [column for column in COLUMNS if column in table.schema_arrow.names]
         for batch in table.iter_batches(BATCH, columns=wanted):
             yield from batch.select(wanted).to_pylist()
 

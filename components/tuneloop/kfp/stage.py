@@ -131,7 +131,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     task.write(stage.output, manifest.model_dump_json(indent=1))
     if "results" in task.outputs:
         task.describe("results", manifest.scalars)
-    for name, draw in previews.PREVIEWS.items():
+    for name, draw in (("preview", previews.write_artifact_page), ("curves", previews.write_curves)):
         if name in task.outputs:
             draw(task, name, url, manifest)
     task.results = {get_result_name(stage, name): value for name, value in manifest.results.items()}

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LINUX = sys.platform == "linux"
-_libc = ctypes.CDLL(None) if LINUX else None
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
