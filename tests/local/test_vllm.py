@@ -26,7 +26,7 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
-from tuneloop.inference.engines import Sampling, _reload
+from tuneloop.inference.engines import Sampling, _readback
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.inference.engines.vllm import Vllm
@@ -148,7 +148,7 @@ def test_refuses_another_shape(engine: Vllm, tmp_path: Path) -> None:
 
 def test_without_the_repack_a_tied_head_is_caught(versions: list[Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that vLLM has and we mend: where it bites, the canary says so; where it does not, nothing is lost."""
-    monkeypatch.setattr(_reload, "_repack_head", lambda worker: None)
+    monkeypatch.setattr(_readback, "_repack_head", lambda worker: None)
     engine = begin(versions[0])
     engine.load(versions[1])
     if json.loads((versions[1].path / "model" / "config.json").read_text())["tie_word_embeddings"]:
