@@ -56,9 +56,8 @@ def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
 def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     group, version, plural = WORKFLOWS
     if is_absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
-        yield UserError(
-            "cluster", cluster.context, f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
-        )
+        told = f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
+        yield UserError("cluster", cluster.context, told)
     for job in filter(None, map(parse_applied_object, workflow["spec"].get("templates", ()))):
         group, _, version = job["apiVersion"].partition("/")
         plural = f"{job['kind'].lower()}s"
@@ -94,9 +93,8 @@ def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Us
     }
     for kind, name in sorted(set(list_references(workflow["spec"]))):
         if is_absent(read[kind], name, cluster.namespace):
-            yield Problem(
-                kind, name, f"is missing in namespace {cluster.namespace}", APPLY, " (or yours), or create it"
-            )
+            missing = f"is missing in namespace {cluster.namespace}"
+            yield Problem(kind, name, missing, APPLY, " (or yours), or create it")
 
 
 def list_references(value: Any) -> Iterator[tuple[str, str]]:

@@ -92,9 +92,7 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         given = iter(given)
         while window := list(itertools.islice(given, WINDOW)):
             data = ray.data.from_arrow(window).map_batches(function, batch_size=None, batch_format="pyarrow")
-            yield from data.iter_batches(
-                batch_size=ROWS, batch_format="pyarrow"
-            )  # as they came, whatever its blocks are
+            yield from data.iter_batches(batch_size=ROWS, batch_format="pyarrow")  # as they came, whatever its blocks
 
     try:
         yield mapped

@@ -1,11 +1,13 @@
 """How many hours a workflow takes at most, and what its accelerators cost, by the seconds of a recorded run."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tuneloop.planning.plan import REQUEUE, count_all_pods, count_pods
 from tuneloop.runs.run_record import Run
+from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import read_stage
 
@@ -23,12 +25,15 @@ def estimate_cost(workflow: Mapping[str, Any], run: Run, price: float | None) ->
     templates = {template["name"]: template for template in unfolded["spec"]["templates"]}
     pods, held, parts, unknown = count_pods(unfolded), 0.0, list[str](), list[str]()
     every, servers = count_all_pods(unfolded, grain, pods)[0], 0
+    calls = Counter[str]()  # of a template, where most are: the replicas of a server
+    for template in templates.values():
+        calls |= Counter(task["template"] for task in list_calls(template))
     total = REQUEUE * every
     for name, count in pods.items():
         stage = read_stage(templates[name])
         devices = stage.accelerators * stage.nodes
         if stage.serves:
-            servers += devices
+            servers += devices * calls[name]
         elif stage.component and (took := seconds.get(name)):
             each = statistics.median(took)
             total += count * each

@@ -37,9 +37,8 @@ def draw_graph(workflow: Mapping[str, Any]) -> str:
         groups = template.get("steps") or [template["dag"]["tasks"]]
         for group in groups:
             tasks = {task["name"]: task for task in group}
-            waits = {
-                task: set(re.findall(r"[A-Za-z][\w-]*", t.get("depends", ""))) & {*tasks} for task, t in tasks.items()
-            }
+            named = {task: re.findall(r"[A-Za-z][\w-]*", t.get("depends", "")) for task, t in tasks.items()}
+            waits = {task: {*names} & {*tasks} for task, names in named.items()}
             for task in TopologicalSorter(waits).static_order():
                 first = set[str]().union(*(ends[each] for each in waits[task])) if waits[task] else before
                 target = tasks[task]["template"]

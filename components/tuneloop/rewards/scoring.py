@@ -316,9 +316,7 @@ def _read_stats(pid: int) -> tuple[str, float]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
             states, ticks = states + fields[0], ticks + sum(map(int, fields[11:15]))
-            numbers += (
-                child for f in Path(f"/proc/{number}/task").glob("*/children") for child in f.read_text().split()
-            )
+            numbers += (n for f in Path(f"/proc/{number}/task").glob("*/children") for n in f.read_text().split())
     return states, ticks / os.sysconf("SC_CLK_TCK")
 
 

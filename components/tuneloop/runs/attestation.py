@@ -58,25 +58,17 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str
             directory, at = Path(place) / "model", f"{run.url}/{entry.key}@{entry.manifest.digest}"
             fetch_artifact(f"{at}#model", directory)
             (directory / CARD).write_text(_write_card(run, entry, chain, repo, ""))
-            HfApi().create_repo(repo, private=private, exist_ok=True)
-            said = f"Version {entry.manifest.facts['version']} of {run.name}"
-            stale = [
-                "*.safetensors",
-                "*.safetensors.index.json",
-            ]  # one that stayed would be loaded in place of new ones
-            done = HfApi().upload_folder(
-                repo_id=repo, folder_path=directory, delete_patterns=stale, commit_message=said
-            )
+            hub, said = HfApi(), f"Version {entry.manifest.facts['version']} of {run.name}"
+            hub.create_repo(repo, private=private, exist_ok=True)
+            stale = ["*.safetensors", "*.safetensors.index.json"]  # what stayed would be loaded in place of new ones
+            done = hub.upload_folder(repo_id=repo, folder_path=directory, delete_patterns=stale, commit_message=said)
         return str(done.commit_url)
     except Exception as error:
         answer, why = getattr(error, "response", None), " ".join(str(error).split())
         if isinstance(error, errors.HFValidationError) or (answer is not None and answer.status_code < 500):
-            raise UserError(
-                "REPO", repo, f"{why}; write OWNER/NAME, and log in (`hf auth login`, or HF_TOKEN)"
-            ) from error
-        if any(
-            each.__name__ == "HTTPError" for each in type(error).__mro__
-        ):  # of httpx or httpx2, by the library's age
+            remedy = f"{why}; write OWNER/NAME, and log in (`hf auth login`, or HF_TOKEN)"
+            raise UserError("REPO", repo, remedy) from error
+        if any(each.__name__ == "HTTPError" for each in type(error).__mro__):  # httpx's or httpx2's, by its age
             raise Unavailable(f"hub: {repo}: {why}") from error
         raise
 

@@ -51,9 +51,8 @@ class Mirror:
         self.run, self.name, self.tracker = run, chosen.partition("+")[0], find_tracker(chosen)
         self._logged, self._mirrored, record = dict[str, int](), set[str](), run.record
         if why := self.tracker.find_trouble():
-            raise UserError(
-                "tracker", self.name, f"{why}: nothing was mirrored; once it does, `tuneloop track` mirrors all"
-            )
+            told = f"{why}: nothing was mirrored; once it does, `tuneloop track` mirrors all"
+            raise UserError("tracker", self.name, told)
         started = record.created if record else min((e.started for e in run.entries), default=time.time())
         key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
         settings = dict(list_leaves(record.config if record else {}))

@@ -120,9 +120,8 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
     if prompts is None:
         raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
     for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
-        for row in pq.read_table(
-            prompts.part(f"{file}.parquet", "--prompts", "give it what data_prep made")
-        ).to_pylist():
+        place = prompts.part(f"{file}.parquet", "--prompts", "give it what data_prep made")
+        for row in pq.read_table(place).to_pylist():
             if row["chat"]:
                 yield from (message["content"] for message in json.loads(row["prompt"]))
             else:

@@ -108,13 +108,15 @@ def materialize_version(
             fetched = time.perf_counter() - clock
             clock = time.perf_counter()
             _assemble(chain, plan, deltas, directory)
-        except Corrupt:  # perhaps on this machine: the next call fetches the deltas anew
-            for step in plan.steps if shared and chain.store.root is None else ():
+            return _result(plan, {"fetch": fetched, "apply": time.perf_counter() - clock})
+        except Corrupt:  # perhaps on this machine alone: the store has the last word
+            if not shared or chain.store.root is not None:
+                raise
+            for step in plan.steps:
                 shutil.rmtree(_find_cache(chain.store, step), ignore_errors=True)
-            raise
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
-        return _result(plan, {"fetch": fetched, "apply": time.perf_counter() - clock})
+    return materialize_version(chain, target, directory, base=base)
 
 
 @dataclass(frozen=True)

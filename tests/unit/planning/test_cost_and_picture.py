@@ -33,6 +33,17 @@ def test_the_price_is_that_of_all_accelerators_for_as_long_as_their_stages_took(
     assert cost == "accelerator hours: at most 22 × 2.5 = 55", "of two accelerators each, and of no other stage"
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_replica_of_a_server_costs_from_the_first_pod_to_the_last(tmp_path: Path, replicas: int) -> None:
+    toy.make(f"{tmp_path}/r", 2)
+    sets = ["cluster.sampler.gpus=1", "cluster.trainer.gpus=0", "loop.iterations=100", "loop.per_workflow=10"]
+    found = find_pipeline("grpo")
+    built = found.build(found.configure(None, ["engine.name=vllm", f"engine.replicas={replicas}", *sets]))
+    hours, _, cost = estimate_cost(built, Run.open("r", str(tmp_path)), None)
+    total = float(hours.split()[3].rstrip(","))
+    assert float(cost.split()[-1]) == pytest.approx(replicas * total, rel=0.02), "ten workflows, one after the other"
+
+
 def test_a_price_needs_seconds_and_a_picture_a_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
