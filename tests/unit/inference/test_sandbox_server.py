@@ -193,6 +193,22 @@ def test_a_value_without_a_limit_is_refused_by_its_name(name: str, server: Simpl
         assert answer.status_code == 400 and answer.json()["error"].startswith(f"{name}: "), answer.text
 
 
+def test_a_body_that_is_long_by_more_than_its_texts_is_not_parsed(server: SimpleNamespace) -> None:
+    """As 16 MiB, parsing it and saying what is wrong would keep all others waiting for most of a second."""
+    whole = json.dumps(BODY).encode()
+    endless = b'{"program": "' + b'\\"' * 2**20
+    bodies = [b"", b"1", b"{", b"\xff", b"[" * 511, endless]
+    for unit in (b"0,", b"[],", b"[", b'{"":0},', b'"",', b'"a":0,', b"0", b" "):
+        bodies += [unit * 1000, b'{"program": [' + unit * 1000 + whole[1:], whole[:-1] + b"," + unit * 1000 + b"}"]
+    for body in bodies:
+        answer = server.http.post("/run", content=body)
+        assert answer.status_code == 400 and answer.json()["error"].startswith("body: "), (body[:50], answer.text)
+    deep = server.http.post("/run", json={**BODY, "program": json.loads("[" * 150 + "]" * 150)})
+    assert deep.status_code == 400 and deep.json()["error"].startswith("program: "), deep.text
+    long = server.http.post("/run", json={**BODY, "program": "print(len('" + '[{,"' * 2**20 + "'))", "call": None})
+    assert long.json()["ending"]["stdout"] == f"{2**22}\n", long.text
+
+
 def test_input_that_is_no_text_is_refused_by_its_name(server: SimpleNamespace) -> None:
     answer = server.http.post("/run", content=json.dumps({**BODY, "stdin": "a\ud800"}))
     assert answer.status_code == 400 and answer.json()["error"].startswith("stdin: "), answer.text
