@@ -48,10 +48,8 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 
 def demo_engine() -> tuple[str, str]:
-    """Choose the engine for the demo on this machine, and say why: found, and not imported, which takes seconds.
-
-    Raises:
-        UserError: what trains is not installed.
+    """Choose the engine for the demo on this machine, and say why: found, and not imported, which takes seconds. Raises
+    UserError where what trains is not installed.
     """
     for package in ("torch", "transformers", "datasets", "peft"):
         if importlib.util.find_spec(package) is None:

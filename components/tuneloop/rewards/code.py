@@ -51,10 +51,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`.
 
     The last fenced block is the program, else all of it. None without tests, with one of no form
-    above, or with other limits.
-
-    Raises:
-        Escape: the program tried to get out. No further test is run.
+    above, or with other limits. Raises Escape where the program tried to get out; no further test is run.
     """
     tests = [_test(given) for given in metadata.get("tests") or []]
     if not tests or None in tests:

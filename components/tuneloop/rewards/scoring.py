@@ -117,10 +117,8 @@ def find_reward(name: str) -> Reward:
 
 @functools.lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Mapping[str, float]:
-    """Parse and check a ``reward_spec`` (JSON object name → weight).
-
-    Raises:
-        UserError: not such an object, empty, or a weight that is not finite.
+    """Parse and check a ``reward_spec`` (JSON object name → weight). Raises UserError where it is not such an object,
+    is empty, or a weight is not finite.
     """
     try:
         spec = json.loads(text)

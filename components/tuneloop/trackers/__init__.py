@@ -46,10 +46,8 @@ class Tracker(Protocol):
 
 
 def find_tracker(chosen: str) -> Tracker:
-    """Find the tracker that ``NAME`` or ``NAME+ADDRESS`` names.
-
-    Raises:
-        UserError: there is no such tracker, or its library is not installed.
+    """Find the tracker that ``NAME`` or ``NAME+ADDRESS`` names. Raises UserError where there is no such tracker, or its
+    library is not installed.
     """
     name, _, address = chosen.partition("+")
     kind: type[Tracker] = load_variant("trackers", name, "Tracker")

@@ -85,13 +85,8 @@ class Ending:
 
 
 def check_kernel(field: str, value: str) -> None:
-    """Check that programs can be shut in here.
-
-    Args:
-        field, value: what wants it, for the error.
-
-    Raises:
-        UserError: not Linux on x86_64 or aarch64, or no Landlock in kernel or pod. Nothing is ever run outside of it.
+    """Check that programs can be shut in here. Raises UserError, at the `field` and `value` that want it, where it is
+    not Linux on x86_64 or aarch64, or kernel or pod have no Landlock. Nothing is ever run outside of it.
     """
     known, here = [f"linux {machine}" for machine in ARCHITECTURES], f"{sys.platform} {platform.machine()}"
     if here not in known:
@@ -145,16 +140,8 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
 
 
 def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
-    """Run `program` (Python) shut in.
-
-    Args:
-        program: its source.
-        stdin: what it reads.
-        call: an expression, evaluated after it.
-        limits: what it may use.
-
-    Raises:
-        OSError: it could not be shut in; it was not run then.
+    """Run `program`, source of Python, shut in: it reads `stdin`, and after it the expression `call` is evaluated.
+    Raises OSError where it could not be shut in; it was not run then.
     """
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as open_:
         source = open_.enter_context(_in_memory(json.dumps({"program": program, "call": call})))
