@@ -20,9 +20,7 @@ def plan_pipeline(
         list[str] | None, typer.Option(metavar="RUN", help="Take the seconds of its stages. With --share: repeatable.")
     ] = None,
     store: Annotated[str, typer.Option(help="Where that run lies.")] = "runs",
-    share: Annotated[
-        bool, typer.Option("--share", help="Compare ways to share devices, by what recorded runs took.")
-    ] = False,
+    share: Annotated[bool, typer.Option("--share", help="Compare ways to share devices, by what runs took.")] = False,
     swap: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="With --share: what it costs to give a turn to another run.")
     ] = 0.0,

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 TRACK = Annotated[
     bool,
-    typer.Option(
-        "--track/--no-track", help="Mirror the run as it goes, to where TUNELOOP_TRACKERS says; default: MLflow."
-    ),
+    typer.Option("--track/--no-track", help="Mirror it as it goes, to where TUNELOOP_TRACKERS says; default: MLflow."),
 ]
 PARALLELISM = Annotated[int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")]
 WARM = Annotated[
@@ -59,9 +57,8 @@ def run_pipeline(
         check_model(resolved)
     check_local_run(resolved, workflow, store)
     _check_trackers(track)
-    fresh = records.Record(
-        run=name, pipeline=found.name, path=str(found.path), config=resolved, store=normalize_url(store)
-    )
+    at = normalize_url(store)
+    fresh = records.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=at)
     return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow), replaced=record), parallelism, track, warm)
 
 

@@ -214,9 +214,8 @@ def check_cron(text: str) -> None:
             match = _ITEM.fullmatch(item)
             ends = match[1].split("-") if match and match[1] != "*" else []
             if match is None or not all(_within(end, low, high) for end in ends):
-                raise UserError(
-                    "--cron", text, f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
-                )
+                told = f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
+                raise UserError("--cron", text, told)
 
 
 def check_timezone(name: str) -> None:

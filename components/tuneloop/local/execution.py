@@ -236,16 +236,14 @@ def _end_apart(process: Process, grace: float) -> None:
     threading.Thread(target=end_process, args=(process, grace), daemon=True).start()
 
 
-def _workflow_tags(
-    workflow: Mapping[str, Any], name: str, workdir: Path, parameters: Mapping[str, str]
-) -> dict[str, str]:
+def _workflow_tags(workflow: Mapping[str, Any], name: str, workdir: Path, given: Mapping[str, str]) -> dict[str, str]:
     """Return the tags ``workflow.…``, but for those that change while it runs."""
     own = {f"workflow.{kind}": workflow.get("metadata", {}).get(kind) or {} for kind in ("labels", "annotations")}
     return {
         "workflow.name": name,
         "workflow.namespace": "local",
         "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
-        "workflow.parameters": format_value([{"name": k, "value": v} for k, v in parameters.items()]),
-        **{f"workflow.parameters.{key}": value for key, value in parameters.items()},
+        "workflow.parameters": format_value([{"name": k, "value": v} for k, v in given.items()]),
+        **{f"workflow.parameters.{key}": value for key, value in given.items()},
         **{f"{kind}.{key}": format_value(value) for kind, values in own.items() for key, value in values.items()},
     }

@@ -43,9 +43,7 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
-    device_class: str = Field(
-        "", description="DRA DeviceClass of the devices; empty: none are claimed, runs only take turns"
-    )
+    device_class: str = Field("", description="DRA DeviceClass of the devices; empty: no claim, runs only take turns")
     count: int = Field(1, ge=1, description="devices of a claim; every run that sits on it sees all of them")
     selector: str = Field("", description="CEL expression that each device satisfies")
     runs_per_claim: int = Field(

@@ -42,9 +42,7 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     """``engine_args`` of the engine `endpoint`."""
 
     max_staleness: int = Field(0, ge=0, description="versions that a token may be older than the policy")
-    partial_rollout: bool = Field(
-        False, description="stream tokens; where a replica is lost, another goes on from them"
-    )
+    partial_rollout: bool = Field(False, description="stream tokens; if a replica is lost, another goes on from them")
     concurrency: int = Field(64, ge=1, description="requests at the same time")
     max_retries: int = Field(60, ge=0, description="of one request")
     retry_sleep: float = Field(1.0, ge=0, description="seconds between them, at most")
