@@ -127,8 +127,16 @@ def mirror_store(
     is left alone, and one that cannot be mirrored just now is tried again: each is a line on standard error.
     """
     mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
+    away = False
     while going_on():
-        for at in itertools.product(filter(NAME.match, sorted(Store(store).parts())), chosen):
+        try:
+            names, away = sorted(Store(store).parts()), False
+        except Retryable as error:
+            if not away:
+                print_diagnostic(str(error), 0)
+            away = True
+            continue
+        for at in itertools.product(filter(NAME.match, names), chosen):
             if time.time() < due.get(at, 0.0):
                 continue
             try:

@@ -3,10 +3,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import xxhash
 
@@ -164,6 +166,18 @@ def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
     looks = iter([True, False])
     tracking.mirror_store(str(store), ["mlflow"], lambda: next(looks))
     assert "old" not in read_state(), "what has committed nothing for long is left alone"
+
+
+def test_a_store_that_is_away_is_said_once_and_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("obstore.store.from_url", partial(obstore.store.from_url, retry_config={"max_retries": 0}))
+    about = {"ENDPOINT": f"http://127.0.0.1:{free_port()}", "ALLOW_HTTP": "true", "ACCESS_KEY_ID": "a"}
+    for name, value in {**about, "SECRET_ACCESS_KEY": "a", "REGION": "a"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    looks = iter([True, True, False])
+    tracking.mirror_store("s3://b/runs", ["mlflow"], lambda: next(looks))
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not list(looks)
 
 
 def test_a_run_is_named_or_all_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
