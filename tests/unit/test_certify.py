@@ -50,9 +50,9 @@ def test_faults_of_every_kind_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.local
 @pytest.mark.slow
 def test_a_fault_of_stages_that_train_and_sample_changes_nothing(tmp_path: Path) -> None:
-    told = certify(tmp_path, "--real", "--injections", "26", "--kind", "killed before a call")
+    told = certify(tmp_path, "--real", "--injections", "26", "--kind", "killed before a call", "--seed", "2")
     assert (told["injections"], told["equal"], told["met"], told["leaks"]) == (1, 1, 1, 0)
-    assert told["attempts"] > 1, "nothing was disturbed"  # a stage is lost where the call is of one
+    assert told["stages_lost"] and told["attempts"] > 1, "nothing was disturbed"
 
 
 def test_a_plan_is_of_its_seed_and_has_every_kind() -> None:
