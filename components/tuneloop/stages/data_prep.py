@@ -104,9 +104,7 @@ def data_prep(
     No prompt is in two splits or twice in one: `eval` is filled first, then `sft`, then the pairs, then `train` takes
     what is left, up to its number. Each example's solution is scored by the very rewards that will judge the policy;
     what has no answer (prompts, demonstrations or pairs only) cannot be checked, and ``facts.unchecked`` counts it.
-
-    Raises:
-        UserError: an unknown source, argument or reward; too few examples; a gold answer that its reward rejects.
+    Raises UserError at an unknown source, argument or reward, too few examples, or a gold answer that is rejected.
     """
     parse_spec(json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
