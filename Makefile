@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures certify requirements images clean
+.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,7 @@ $(UV):
 	.tools/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
 $(INSTALLED): requirements/dev.txt requirements/kfp-backend.txt pyproject.toml | $(UV)
+	@echo 'installing about 7.5 GB of packages into .venv, which is silent for a minute or more'
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
 	# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: without it programs take two or three times as long to start.
 	$(UV) pip install --quiet --python .venv --require-hashes --no-deps --compile-bytecode -r requirements/dev.txt
@@ -91,6 +92,10 @@ parity: $(INSTALLED) ## the tests that docs/parity.md names; a row without a pas
 
 pictures: $(INSTALLED) ## take the pictures of docs/ui.md anew, with Chromium (apt-get install chromium)
 	PYTHONPATH=. $(BIN)/python docs/images/pages.py
+
+NOTEBOOKS ?=
+notebooks: $(INSTALLED) ## run them, and keep what they print and draw (02 needs a cluster; NOTEBOOKS=FILE for one)
+	PYTHONPATH=. $(BIN)/python tests/notebooks.py $(NOTEBOOKS)
 
 requirements: | $(UV) ## compile requirements/*.txt anew
 	requirements/compile.sh $(UV)

@@ -2,15 +2,15 @@
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.cluster.conftest import ROOT
+from tests.notebooks import describe_outputs, run_notebook
 from tuneloop.kube.connection import Connection
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-def test_runs(cluster: Connection) -> None:
+def test_runs_and_gives_what_it_shows(cluster: Connection) -> None:
     path = ROOT / "notebooks" / "02_on_a_cluster.ipynb"
-    book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
+    shown = describe_outputs(nbformat.read(path, as_version=4))
+    assert describe_outputs(run_notebook(path, path.parent, timeout_s=600)) == shown

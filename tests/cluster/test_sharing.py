@@ -15,6 +15,7 @@ from tests.cluster.test_queue import until
 from tuneloop.argo.loop import proceed_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow, stage_template
+from tuneloop.cli import run_cli
 from tuneloop.cluster import reservations
 from tuneloop.cluster import submit as argo
 from tuneloop.cluster.watch import read_logs, read_status
@@ -152,3 +153,47 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share
     assert [len(each) for each in devices.values()] == [1, 1] and not set.intersection(*devices.values()), devices
     until(lambda: not claims(cluster, share))
     assert not kubectl("-n", cluster.namespace, "get", "leases", "-l", f"{GROUP_LABEL}={share.group}", "-o", "name")
+
+
+EXPERIMENT = {
+    "cluster.images": IMAGES,
+    "engine.name": "transformers",
+    "data.source_args.digits": 3,
+    "data.source_args.sft_wrong_share": 0.4,
+    "data.train": 128,
+    "data.eval": 16,
+    "data.sft": 800,
+    "sft.max_steps": 150,
+    "rollout.prompts_per_iteration": 48,
+    "update.learning_rate": 4e-4,
+    "loop.iterations": 40,
+    "loop.target_reward": 0.97,
+}
+"""It comes to a mean reward of 1.0 on held-out prompts (greedy) from 0.69 with seed 0, and from 0.63 with seed 1."""
+
+
+def submit_experiment(cluster: Connection, group: str, run: str, seed: int) -> None:
+    share = {"group": group, "device_class": CLASS, "patience": 45}
+    settings = EXPERIMENT | {"seed": seed} | {f"cluster.share.{name}": value for name, value in share.items()}
+    flags = [f"--set={key}={value}" for key, value in settings.items()]
+    assert run_cli(["submit", "sft_then_grpo", "--run", run, "--store", STORE, *flags]) == 0
+    label = f"test={group}"
+    kubectl("-n", cluster.namespace, "label", "workflows", "-l", f"{RUN_LABEL}={run}", label, "--overwrite")
+
+
+def test_two_experiments_on_one_claim_learn_what_one_learns_alone(cluster: Connection, share: Share) -> None:
+    """One alone on a claim; then the same again, and one of another seed, both on one claim. Nothing that one commits
+    depends on the other, and both learn the task."""
+    alone, *both = (f"{share.group}-{name}" for name in ("alone", "same", "other"))
+    submit_experiment(cluster, share.group, alone, seed=0)
+    assert argo.wait_for_run(cluster, alone) == 0
+    for seed, name in enumerate(both):
+        submit_experiment(cluster, share.group, name, seed)
+    until(lambda: len(claims(cluster, share)) == 1 and set(*claims(cluster, share).values()) == {*both})
+    assert [argo.wait_for_run(cluster, name) for name in both] == [0, 0]
+    ended = {name: [*read_status(cluster, name).nodes.values()] for name in (alone, *both)}
+    made = [digests(nodes, name) for name, nodes in ended.items()]
+    assert made[0] == made[1] != made[2] and "export" in made[0]
+    for nodes in ended.values():
+        (learned,) = (n.outputs["mean-reward"] for n in nodes if n.display_name.startswith("evaluate-after"))
+        assert float(learned) >= 15 / 16, "1.0 where it was measured; another processor rounds otherwise"

@@ -112,8 +112,8 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     tied = 1 if config.get("tie_word_embeddings") else 2
     total = tied * vocab * hidden + layers * (attention + extra + mlp + 2 * hidden) + hidden
     how = (
-        f"{tied} × {vocab} × {hidden} embeddings + {layers} layers × ({attention:,} attention + {mlp:,} MLP"
-        f" + {2 * hidden + extra:,} norms and biases) + {hidden}"
+        f"{'' if directory else 'at most '}{tied} × {vocab} × {hidden} embeddings + {layers} layers"
+        f" × ({attention:,} attention + {mlp:,} MLP + {2 * hidden + extra:,} norms and biases) + {hidden}"
     )
     return Model(name, total, how, *shape)
 

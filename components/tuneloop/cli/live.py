@@ -11,8 +11,8 @@ from tuneloop.cli.watch import LOOK_S, draw_state
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import format_number, get_stage_name, iteration_of
-from tuneloop.runs.summary import format_duration
+from tuneloop.runs.stages import get_stage_name, iteration_of
+from tuneloop.runs.summary import format_duration, format_number
 from tuneloop.workflow.rendered_stages import read_loop
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from tuneloop.core.ends import NO_EXIT_CODE, classify_end, strip_exit
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Entry, Run
-from tuneloop.runs.summary import result_line
+from tuneloop.runs.summary import format_number, result_line
 
 ATTEMPT = re.compile(r"\((\d+)\)$")
 """At the end of a pod's name in the graph: which attempt of its stage it is, from 0."""
@@ -158,11 +158,3 @@ def describe_end(pod: Node) -> str:
         return said
     name = classify_end(pod.phase, NO_EXIT_CODE if pod.exit_code is None else pod.exit_code, pod.message).name
     return said if said.startswith(name) else f"{name}: {said}"
-
-
-def format_number(text: str) -> str:
-    """Format `text` with four significant digits if it is a number, else return an empty string."""
-    try:
-        return f"{float(text):.4g}"
-    except ValueError:
-        return ""

@@ -116,5 +116,14 @@ def result_line(iteration: int | None, results: Mapping[str, float | str]) -> st
     """Format results in one line, with their iteration."""
     shown = [f"iteration {iteration}"] if iteration is not None else []
     for name, value in results.items():
-        shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        shown.append(f"{name} {format_number(str(value)) or value}")
     return "  ".join(shown)
+
+
+def format_number(text: str) -> str:
+    """Format `text` as a whole number, or with four significant digits; return an empty string if it is no number."""
+    try:
+        number = float(text)
+    except ValueError:
+        return ""
+    return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}"
