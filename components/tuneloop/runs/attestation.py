@@ -6,6 +6,7 @@ from typing import Any
 
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.errors import Unavailable, UserError
+from tuneloop.core.http import is_transient
 from tuneloop.runs.audit import compute_root, prove_chain
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.signatures import CARD, SIGNATURE, check_files, sign_model
@@ -65,7 +66,7 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str
         return str(done.commit_url)
     except Exception as error:
         answer, why = getattr(error, "response", None), " ".join(str(error).split())
-        if isinstance(error, errors.HFValidationError) or (answer is not None and answer.status_code < 500):
+        if isinstance(error, errors.HFValidationError) or (answer is not None and not is_transient(answer.status_code)):
             remedy = f"{why}; write OWNER/NAME, and log in (`hf auth login`, or HF_TOKEN)"
             raise UserError("REPO", repo, remedy) from error
         if any(each.__name__ == "HTTPError" for each in type(error).__mro__):  # httpx's or httpx2's, by its age

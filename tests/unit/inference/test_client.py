@@ -174,6 +174,13 @@ def test_a_refusal_is_the_users_mistake() -> None:
             ask(endpoint)
 
 
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_refusal_that_may_pass_is_a_loss(status: int) -> None:
+    with serving(lambda h, _: reply(h, status, {"error": "not now"})) as endpoint:
+        with pytest.raises(Lost, match=f"answers {status}: not now"):
+            ask(endpoint)
+
+
 def test_a_device_that_is_had_by_turns(tmp_path: Path) -> None:
     policy, asked = commit_policy(tmp_path / "c"), list[str]()
     served = {"version": 0, "digest": policy.manifest.digest, "context": 64}

@@ -71,8 +71,11 @@ def test_what_a_hub_refuses_is_one_line(store: Path, tmp_path: Path) -> None:
         return done.stderr
 
     with open_hub() as (address, repos):
-        assert "error: REPO: 'me/tiny': " in (said := push(address, "me/tiny", "hf_wrong", 2)) and "HF_TOKEN" in said
+        assert "error: REPO: 'me/tiny': " in (said := push(address, "me/tiny", "hf_401", 2)) and "HF_TOKEN" in said
+        assert "hf auth login" in push(address, "me/tiny", "hf_403", 2)
         assert "error: REPO: 'a/b/c': " in push(address, "a/b/c", "hf_secret", 2)
+        for token in ("hf_408", "hf_429", "hf_500"):
+            assert push(address, "me/tiny", token, 75).startswith("unavailable: hub: me/tiny: ")
         assert repos == Repos()
     assert "hub: me/tiny: " in push(f"http://127.0.0.1:{free_port()}", "me/tiny", "hf_secret", 75)
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, Unavailable, UserError
-from tuneloop.core.http import POLL_S, Response, Unanswered, open_response
+from tuneloop.core.http import POLL_S, Response, Unanswered, is_transient, open_response
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
@@ -275,7 +275,7 @@ class Client:
             text = text[:300]
         if status == 401 and build_token_headers():  # the token is being changed, and is not the new one everywhere
             raise Lost(f"{self.endpoint}: answers {status}: {text}")
-        if status < 500 and status != 409:
+        if status != 409 and not is_transient(status):
             raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")
         # Of a server that had the policy, 409 says that it is another process by now, or had another one loaded.
         changed = self._policy is not None and path != "/load"
