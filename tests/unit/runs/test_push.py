@@ -59,8 +59,15 @@ def test_a_pushed_model_has_its_card_and_is_loaded_again_by_its_revision(store: 
         assert done.returncode == 0, done.stderr
         ours, theirs = (Artifact(str(each)).part("model") for each in (store / "x/base-model", loaded))
         assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        others = {
+            "onnx/model.safetensors", "model/model.safetensors", "adapter_model.safetensors", "model-q8/x.safetensors",
+            "experts/model-00001-of-00002.safetensors", "model-00001-of-00002.safetensors/model.safetensors",
+        }  # fmt: skip
+        repos["me/tiny"].append({**repos["me/tiny"][-1], **dict.fromkeys(others, b"somebody's")})
+        repos["me/tiny"][-1] |= {"model-00002-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
         assert call(address, tmp_path / "home", *push).returncode == 0
-        assert repos["me/tiny"][-1].keys() == files.keys() - {"model-00001-of-00002.safetensors"}
+        made = {name for name in files if not name.startswith(("model-0", "model.safetensors.index"))}
+        assert repos["me/tiny"][-1].keys() == made | others
 
 
 def test_what_a_hub_refuses_is_one_line(store: Path, tmp_path: Path) -> None:
