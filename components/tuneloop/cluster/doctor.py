@@ -127,7 +127,7 @@ def check_version(
     place = f"{image} in namespace {deployment['metadata']['namespace']}"
     wanted = ".".join(map(str, least))
     if (match := re.match(r"v?(\d+)\.(\d+)", read_tag(image))) is None:
-        return Check(subject, WARNING, f"{place}: the tag is no version; {wanted} or newer is needed", remedy)
+        return Check(subject, WARNING, f"{place}: the tag is not a version; {wanted} or newer is needed", remedy)
     if tuple(map(int, match.groups())) < least:
         return Check(subject, older, f"{place}: {wanted} or newer is needed", remedy)
     return Check(subject, OK, place)

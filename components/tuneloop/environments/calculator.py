@@ -45,7 +45,7 @@ def evaluate_expression(expression: str) -> Fraction:
     except ZeroDivisionError as error:
         raise ValueError("divides by zero") from error
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("is no expression of numbers, + - * / and parentheses") from error
+        raise ValueError("is not an expression of numbers, + - * / and parentheses") from error
 
 
 def _answer(call: Call) -> str:
@@ -74,4 +74,4 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(inner)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in BINARY:
             return BINARY[type(sign)](_value(left), _value(right))
-    raise ValueError("is no expression of numbers, + - * / and parentheses")
+    raise ValueError("is not an expression of numbers, + - * / and parentheses")

@@ -72,7 +72,7 @@ def build_app(programs: int, isolation: Isolation) -> Any:
         try:
             ending = await asyncio.get_running_loop().run_in_executor(pool, run_program, *given)
         except UnicodeEncodeError as error:
-            raise UserError("stdin", body.stdin[:100], f"is no text: {error.reason}") from error
+            raise UserError("stdin", body.stdin[:100], f"is not text: {error.reason}") from error
         except OSError as error:
             raise Refused(503, str(error)) from error
         finally:

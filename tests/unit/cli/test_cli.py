@@ -773,8 +773,8 @@ def test_what_cannot_be_forked_is_one_line(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_page_over_nothing_is_refused(call: Call, tmp_path: Path) -> None:
-    refused(call("ui", "--store", f"{tmp_path}/none"), "--store: '", "none': is no directory; correct it")
-    refused(call("ui"), "--store: 'runs': is no directory; correct it, or start a run there first")
+    refused(call("ui", "--store", f"{tmp_path}/none"), "--store: '", "none': is not a directory; correct it")
+    refused(call("ui"), "--store: 'runs': is not a directory; correct it, or start a run there first")
 
 
 def test_a_command_ends_whatever_threads_still_run() -> None:

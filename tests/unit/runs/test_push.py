@@ -103,9 +103,12 @@ def test_addresses_on_the_hub(given: str, revision: str | None, found: tuple[str
 
 @pytest.mark.parametrize(
     ("given", "revision", "why"),
-    [("hf://", None, "no address"), ("hf://a/b/c", None, "no address"), ("hf://a/b@", None, "no address"),
-     ("hf://a/b@v1", "v2", "another revision than v2")],
+    [
+        *((given, None, f"{given}': is not an address on the hub; write hf://OWNER/NAME@REVISION")
+          for given in ("hf://", "hf://a/b/c", "hf://a/b@")),
+        ("hf://a/b@v1", "v2", "another revision than v2"),
+    ],
 )  # fmt: skip
-def test_what_is_no_address_on_the_hub_is_refused(given: str, revision: str | None, why: str) -> None:
+def test_what_is_not_an_address_on_the_hub_is_refused(given: str, revision: str | None, why: str) -> None:
     with pytest.raises(UserError, match=why):
         split_hub_address("model", given, revision)
