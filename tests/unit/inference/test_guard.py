@@ -67,6 +67,16 @@ def test_all_but_health_need_the_token_of_the_run(tmp_path: Path, monkeypatch: p
         assert stranger._json("GET", "/version")["version"] == 0
 
 
+def test_a_token_file_that_is_gone_lets_nobody_in(tmp_path: Path) -> None:
+    (token := tmp_path / "token").write_text("a-token\n")
+    with serving(**{VARIABLE: str(token), "REFUSAL_S": "0"}) as (_, address):
+        token.unlink()
+        for headers in ({}, {"Authorization": "Bearer a-token"}, {"Authorization": "Bearer "}):
+            assert ask(address, "POST", "/generate", BODY, **headers)[0] == 401
+        token.write_text("a-token\n")
+        assert ask(address, "POST", "/generate", BODY, Authorization="Bearer a-token")[1]["completions"]
+
+
 def test_a_client_whose_token_is_the_old_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kubelets of two nodes bring a new token at two times."""
     (tmp_path / "theirs").write_text("new\n")

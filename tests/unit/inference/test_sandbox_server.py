@@ -150,6 +150,14 @@ def test_without_the_token_nothing_is_run(told: SimpleNamespace, monkeypatch: py
         run_in_sandbox("print(1)", "", None, Limits(0.01, 256 << 20, 1 << 16))
 
 
+def test_a_token_file_that_is_gone_lets_nobody_in(told: SimpleNamespace) -> None:
+    told.token.unlink()
+    for headers in ({}, {"Authorization": "Bearer a-token"}):
+        assert httpx2.post(f"{told.url}/run", json=BODY, headers=headers, timeout=LIMIT_S).status_code == 401
+    told.token.write_text("a-token\n")
+    assert told.http.post("/run", json=BODY).status_code == 200
+
+
 def test_a_server_for_others_has_a_token() -> None:
     command = [sys.executable, "-m", "tuneloop.inference.sandbox_server", "--host", "0.0.0.0", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": "components"})
