@@ -162,7 +162,8 @@ def mirror_store(
 def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
     """Return the phase of a run, as `Run.phase`; of one elsewhere as `ask` says by its name, else by its artifacts.
 
-    By these it runs until its model is exported, a stage says that it failed, as on KFP, or for a day nothing comes.
+    By these it runs until the policy that was exported is evaluated, too, a stage says that it failed, as on KFP, or
+    nothing comes for a day: then it is still ``elsewhere``.
     """
     if run.phase != "elsewhere":
         return run.phase
@@ -170,7 +171,8 @@ def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
         return asked
     if run.read_failures():
         return "failed"
-    if any(entry.manifest.kind == "model" for entry in run.entries):
+    judged = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
+    if any(e.manifest.kind == "model" and e.manifest.inputs.get("policy", "") in judged for e in run.entries):
         return "succeeded"
     return "running" if time.time() - find_newest(run) < DAY else run.phase
 
