@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,7 @@ class Result:
         self.code, self.out, self.err = code, out, err
 
 
+LONG = "x" * 10**6
 Call = Callable[..., Result]
 
 
@@ -66,6 +67,21 @@ def refused(result: Result, *says: str) -> None:
     assert result.err.count("\n") == 1 and result.err.startswith("error: "), result.err
     for text in says:
         assert text in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("plan", "sft_then_grpo", f"--{LONG}"), "No such option: --xxxx"),
+        (("resume", LONG), ": 'xxxx"),
+        (("plan", "sft_then_grpo", "--set", f"seed={LONG}"), "seed: 'xxxx"),
+        (("plan", "sft_then_grpo", "--set", f"{LONG}=1"), "xxxx: 1: unknown key"),
+        (("plan", "sft_then_grpo", "--set", f"loop={json.dumps({'a': [LONG]})}"), "loop.a: ['xxxx"),
+    ],
+)
+def test_a_message_has_a_part_of_a_long_value_and_its_length(words: Sequence[str], says: str, call: Call) -> None:
+    refused(result := call(*words), says, "… (10000", " characters) …x")
+    assert len(result.err) < 1500, result.err
 
 
 def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

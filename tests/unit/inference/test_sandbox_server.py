@@ -247,6 +247,14 @@ def test_a_value_without_a_limit_is_refused_by_its_name(name: str, server: Simpl
         assert answer.status_code == 400 and answer.json()["error"].startswith(f"{name}: "), answer.text
 
 
+@pytest.mark.parametrize("name", ["seconds", "isolation", "x" * 10**6], ids=["number", "choice", "key"])
+def test_a_refusal_has_a_part_of_a_long_value_and_its_length(name: str, server: SimpleNamespace) -> None:
+    answer = server.http.post("/run", json={**BODY, name: "x" * 10**6})
+    told = answer.json()["error"]
+    assert answer.status_code == 400 and told.startswith(f"{name[:99]}"), told
+    assert "'xxxxx" in told and "… (1000002 characters) …xxx" in told and len(told) < 700, told
+
+
 def test_a_body_that_is_long_by_more_than_its_texts_is_not_parsed(server: SimpleNamespace) -> None:
     """As 16 MiB, parsing it and saying what is wrong would keep all others waiting for most of a second."""
     whole = json.dumps(BODY).encode()
