@@ -29,8 +29,8 @@ from tuneloop.inference.engines import Done, Engine, Sampling
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
-PROMPTS, TOKENS = 4096, 2**24
-"""Of one POST: a server takes 65,536 prompts and 256 MiB, in which a token's id takes up to 8 bytes."""
+PROMPTS, TOKENS = 4096, 2**19
+"""Of one POST: a server takes 4 MiB, of which a token's id needs up to 8 bytes, a seed 24, the rest of a prompt 256."""
 LOSSES = 3
 """The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
@@ -111,8 +111,8 @@ class Client:
         """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there.
         `more`: of the request's body."""
 
-        longest = max((len(request.prompt_ids) for request in requests.values()), default=0)
-        size = min(PROMPTS, TOKENS // max(longest, 1)) or 1
+        longest = max((len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()), default=1)
+        size = min(PROMPTS, TOKENS // longest) or 1
 
         def attempt() -> None:
             while left := [i for i in requests if i not in results][:size]:
