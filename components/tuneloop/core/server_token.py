@@ -18,13 +18,11 @@ _SEEN = set[str]()
 def read_tokens(variable: str = VARIABLE) -> Sequence[str]:
     """Read the tokens that a server takes; empty: it asks for none. A file that is empty, as while it is replaced, or
     that was there and is gone has a token that nobody else has: requests are refused, and tried again."""
-    if not (path := os.environ.get(variable)):
-        return ()
-    try:
-        found = Path(path).read_text().split()
-        _SEEN.add(path)
-    except FileNotFoundError:
-        found = []
+    path, found = os.environ.get(variable), list[str]()
+    with contextlib.suppress(FileNotFoundError):
+        if path:
+            found = Path(path).read_text().split()
+            _SEEN.add(path)
     return found or ([secrets.token_urlsafe(32)] if path in _SEEN else ())
 
 

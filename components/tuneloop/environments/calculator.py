@@ -36,8 +36,7 @@ class Calculator:
 
 def evaluate_expression(expression: str) -> Fraction:
     """Compute the exact value of an expression of numbers, ``+ - * /`` and parentheses, without executing code. Raises
-    ValueError where it is something else, too long, or divides by 0.
-    """
+    ValueError where it is something else, too long, or divides by 0."""
     if len(expression) > LONGEST:
         raise ValueError(f"is longer than {LONGEST} characters")
     try:

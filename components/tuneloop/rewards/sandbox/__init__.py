@@ -92,8 +92,7 @@ class _Answer(BaseModel):
 
 def check_kernel(field: str, value: str) -> None:
     """Check that programs can be shut in here. Raises UserError, at the `field` and `value` that want it, where it is
-    not Linux on x86_64 or aarch64, or kernel or pod have no Landlock. Nothing is ever run outside of it.
-    """
+    not Linux on x86_64 or aarch64, or kernel or pod have no Landlock. Nothing is ever run outside of it."""
     known, here = [f"linux {machine}" for machine in ARCHITECTURES], f"{sys.platform} {platform.machine()}"
     if here not in known:
         raise UserError(field, value, f"can shut programs in only on {' or '.join(known)}, not on {here}")
@@ -152,8 +151,7 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
 
 def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
     """Run `program`, source of Python, shut in: it reads `stdin`, and after it the expression `call` is evaluated.
-    Raises OSError where it could not be shut in; it was not run then.
-    """
+    Raises OSError where it could not be shut in; it was not run then."""
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as open_:
         source = open_.enter_context(_in_memory(json.dumps({"program": program, "call": call})))
         given = open_.enter_context(_in_memory(stdin))
