@@ -4,7 +4,7 @@ import bisect
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -41,12 +41,16 @@ def served(
 
 @contextmanager
 def serve_bucket(
-    objects: dict[str, bytes], patch: pytest.MonkeyPatch, latency_s: float = 0.0
+    objects: dict[str, bytes],
+    patch: pytest.MonkeyPatch,
+    latency_s: float = 0.0,
+    refuse: Callable[[str], bool] = lambda _: False,
 ) -> Iterator[Counter[str]]:
     """Serve `objects` (key → bytes) as ``s3://bucket``, to be read, listed and written; count the requests by kind.
 
     Args:
         latency_s: that each request takes at least.
+        refuse: says by its key, or a list's prefix, whether a request is answered with 503.
     """
     asked: Counter[str] = Counter()
 
@@ -59,7 +63,9 @@ def serve_bucket(
             key, query = unquote(url.path).removeprefix("/bucket").lstrip("/"), parse_qs(url.query)
             kind = "LIST" if not key and self.command == "GET" else self.command
             asked[kind] += 1
-            if kind == "LIST":
+            if refuse(key or query.get("prefix", [""])[0]):
+                self.answer(503, b"")
+            elif kind == "LIST":
                 self.answer(200, list_page(objects, **{name: values[0] for name, values in query.items()}))
             elif kind == "PUT":
                 objects[key] = self.rfile.read(int(self.headers["Content-Length"]))

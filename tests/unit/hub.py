@@ -13,7 +13,10 @@ Repos = dict[str, list[dict[str, bytes]]]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`repos` has of each repository the files of every commit; a revision is ``main`` or a number of 40 digits."""
+    """`repos` has of each repository the files of every commit; a revision is ``main`` or a number of 40 digits.
+
+    Its token is ``hf_secret``; others, as ``hf_401``, are answered with their number.
+    """
 
     repos: Repos
     blobs: dict[str, bytes]
@@ -21,8 +24,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body, parts = self.rfile.read(int(self.headers["Content-Length"] or 0)), self.path.strip("/").split("/")
-        if self.headers.get("Authorization") != "Bearer hf_secret":
-            return self.answer({"error": "Invalid username or password."}, 401)
+        if (token := self.headers.get("Authorization", "")) != "Bearer hf_secret":
+            return self.answer({"error": "Refused."}, int(token.removeprefix("Bearer hf_")))
         told = json.loads(body) if body[:1] == b"{" and b"\n{" not in body else {}
         if parts == ["api", "repos", "create"]:
             repo = f"{told['organization']}/{told['name']}"

@@ -115,8 +115,7 @@ def render_pipeline(
 def print_or_write_text(text: str, output: Path | None, option: str = "--output") -> None:
     """Print `text`, or write it to the file `output`. Raises UserError where it cannot be written."""
     if output is None:
-        typer.echo(text, nl=False)
-        return
+        return typer.echo(text, nl=False)
     try:
         output.write_text(text)
     except OSError as error:

@@ -49,8 +49,7 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 def demo_engine() -> tuple[str, str]:
     """Choose the engine for the demo on this machine, and say why: found, and not imported, which takes seconds. Raises
-    UserError where what trains is not installed.
-    """
+    UserError where what trains is not installed."""
     for package in ("torch", "transformers", "datasets", "peft"):
         if importlib.util.find_spec(package) is None:
             raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")

@@ -135,11 +135,8 @@ def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: b
 
 
 def submit_pipeline(path: str, arguments: list[str]) -> int:
-    """Submit a pipeline to the Argo server that ARGO_SERVER names, as ``python pipelines/grpo.py --run …`` does.
-
-    Returns:
-        the exit code.
-    """
+    """Submit a pipeline to the Argo server that ARGO_SERVER names, as ``python pipelines/grpo.py --run …`` does; return
+    the exit code."""
     from tuneloop.cluster.argo_server import read_server_address
 
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -195,10 +192,8 @@ def diff_pipeline(
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     there = connect_to_cluster(namespace, context)
-    if run:
-        told = run_drift(there, workflow, run)
-    else:
-        told = template_drift(there, workflow, template or template_name(found.name))
+    wanted = template or template_name(found.name)
+    told = run_drift(there, workflow, run) if run else template_drift(there, workflow, wanted)
     typer.echo(told, nl=False)
     return 1 if told else 0
 
@@ -219,8 +214,7 @@ def show_schedules(as_json: JSON = False, namespace: NAMESPACE = "tuneloop", con
 
     found = list_schedules(connect_to_cluster(namespace, context))
     if as_json:
-        print_json({"schedules": found})
-        return
+        return print_json({"schedules": found})
     columns = ("look", "phase", "what came of it")
     for each in found:
         typer.echo(f"{each['name']}  {each['cron']}  last tick: {each['last'] or 'never'}  {each['message']}".rstrip())
@@ -242,8 +236,7 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
         fields = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-        print_json({**fields, "stages": [asdict(stage) for stage in list_cluster_stages(seen.nodes, seen.waiting)]})
-        return
+        return print_json({**fields, "stages": [asdict(s) for s in list_cluster_stages(seen.nodes, seen.waiting)]})
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
     if seen.accelerator_seconds:

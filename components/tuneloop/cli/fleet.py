@@ -104,8 +104,7 @@ def create_graph(
     documents = read_yaml_documents("manifest", manifest)
     graph = render_graph(documents, name=name, namespace=namespace, image=image, sets=sets or ())
     if dry_run:
-        typer.echo(dump_workflow(graph), nl=False)
-        return
+        return typer.echo(dump_workflow(graph), nl=False)
     bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
     url = f"dynamo://{graph['metadata']['name']}.{namespace}"
     typer.echo(f"use it with --set engine.name=endpoint --set engine.fleet={url}")

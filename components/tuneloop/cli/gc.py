@@ -27,8 +27,7 @@ def collect_garbage(
     if delete:
         delete_leftovers(run, found)
     if not found:
-        typer.echo(f"{name}: nothing to delete")
-        return
+        return typer.echo(f"{name}: nothing to delete")
     kinds = Counter(item.why.partition(" of ")[0] for item in found)
     told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     total = format_size(sum(item.size for item in found))

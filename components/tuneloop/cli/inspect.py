@@ -34,12 +34,10 @@ def show_status(
     from tuneloop.runs.summary import format_facts, iterations_line, reward_line
 
     if name is None:
-        _list_runs(store, as_json)
-        return
+        return _list_runs(store, as_json)
     run = open_run(name, store)
     if as_json:
-        print_json(_told(run))
-        return
+        return print_json(_told(run))
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
     again = f"tuneloop resume {name}{format_store_option(store)}"
     hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
@@ -170,25 +168,19 @@ def _progress(run: "Run") -> dict[str, Any]:
 
 
 def _score(run: "Run", score: "Score") -> dict[str, Any]:
-    return {
-        "mean_reward": score.value,
-        "how": score.how,
-        "completions": run.judged(score.entry),
-        "policy_version": score.version,
-    }
+    about = {"completions": run.judged(score.entry), "policy_version": score.version}
+    return {"mean_reward": score.value, "how": score.how, **about}
 
 
 def _list_runs(store: str, as_json: bool) -> None:
     rows = _rows_of_runs(store)
     if as_json:
-        print_json({"store": store, "runs": rows})
-        return
+        return print_json({"store": store, "runs": rows})
     for row in rows:
         if row["phase"] in UNREAD:
             typer.echo(f"{row['run']}: {row['message']}", err=True)
     if not rows:
-        typer.echo(f"no runs below {store}; --store names another place")
-        return
+        return typer.echo(f"no runs below {store}; --store names another place")
     lines = []
     for row in rows:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
@@ -236,5 +228,4 @@ def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> 
 
 
 def _why(run: "Run") -> str:
-    state = run.state
-    return state.workflow.message if state else ""
+    return state.workflow.message if (state := run.state) else ""

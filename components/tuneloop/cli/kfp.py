@@ -132,8 +132,7 @@ def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
 
 def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | None) -> tuple[Any, Any]:
     """Build the pipeline of a name; return it as kfp compiles it, and its settings. Raises UserError where the pipeline
-    has no form for KFP, or kfp is not installed.
-    """
+    has no form for KFP, or kfp is not installed."""
     from tuneloop.config.loading import find_pipeline
 
     found = find_pipeline(pipeline)
@@ -152,8 +151,7 @@ def list_commands() -> list[str]:
 def route_arguments(arguments: list[str]) -> list[str]:
     """Route ``submit … --to kfp …`` to ``kfp submit …``, for what one target takes another does not, and
     ``status … --to argo`` to ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks
-    at runs means this machine. Raises UserError at another target.
-    """
+    at runs means this machine. Raises UserError at another target."""
     words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
     if "--to" not in words:
         return arguments

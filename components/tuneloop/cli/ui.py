@@ -29,7 +29,7 @@ def serve_ui(
     except ImportError as error:
         raise UserError("ui", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     if (folder := local_path(store)) and not folder.is_dir():
-        raise UserError("--store", store, "is no directory; correct it, or start a run there first")
+        raise UserError("--store", store, "is not a directory; correct it, or start a run there first")
     cluster = connect_to_cluster(namespace, context) if namespace else None
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))

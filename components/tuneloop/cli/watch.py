@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Between two looks at a run; ten times as long as a look takes, where that is more."""
-CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75}
-"""Phase of a run that has ended → exit code."""
+CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75, "elsewhere": 75}
+"""Phase of a run that has ended, or of which nothing has come for a day → exit code."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -36,6 +36,7 @@ def watch_run(
 
     from tuneloop.kube.connection import connect_to_cluster
     from tuneloop.runs.run_record import Run
+    from tuneloop.runs.tracking import find_phase
     from tuneloop.ui.describe import describe_state
 
     cluster = connect_to_cluster(namespace, context) if namespace else None
@@ -47,7 +48,9 @@ def watch_run(
             try:
                 run.refresh(whole=False)
                 stands = describe_state(run, cluster)
-                phase, message = judge_phase(run, stands["phase"]), stands["message"]
+                phase, message = stands["phase"], stands["message"]
+                if phase == "elsewhere" and (phase := find_phase(run)) == "elsewhere":
+                    message = "nothing was committed for a day, and nothing says how it ended"
                 if live:
                     live.update(draw_state({**stands, "phase": phase}), refresh=True)
                 else:
@@ -63,17 +66,6 @@ def watch_run(
                 time.sleep(max(LOOK_S, 10 * (time.monotonic() - began)))
     typer.echo(f"{name}: {phase}{f': {message}' if message else ''}")
     return CODES[phase]
-
-
-def judge_phase(run: "Run", phase: str) -> str:
-    """Return a run's phase: of one whose executor is elsewhere what its artifacts say, if they say how it ended."""
-    if phase != "elsewhere":
-        return phase
-    if run.read_failures():
-        return "failed"
-    judged = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
-    exported = {entry.manifest.inputs.get("policy", "") for entry in run.entries if entry.manifest.kind == "model"}
-    return "succeeded" if exported & judged else phase
 
 
 def draw_state(stands: Mapping[str, Any]) -> "Table":

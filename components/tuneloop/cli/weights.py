@@ -29,8 +29,7 @@ def show_versions(name: NAME, store: STORE = "runs") -> None:
     from tuneloop.cli.show import show_weights
 
     if "/" in name:
-        _show_published(name)
-        return
+        return _show_published(name)
     run = open_run(name, store)
     show_weights(run)
     if root := published_root(run):

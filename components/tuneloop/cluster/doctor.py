@@ -17,7 +17,7 @@ from tuneloop.cluster import preflight
 from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, record_denied_reads
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import UserError, shorten_text
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import ROLES, Cluster
 
@@ -100,7 +100,7 @@ def _refuse(subject: str, problem: UserError) -> Check:
     if isinstance(problem, Problem):
         found, remedy = problem.found, problem.command
     field = "" if problem.field == subject else f"{problem.field} "
-    return Check(subject, REFUSED, f"{field}{problem.value!r}: {found or 'is refused'}", remedy)
+    return Check(subject, REFUSED, f"{field}{shorten_text(repr(problem.value))}: {found or 'is refused'}", remedy)
 
 
 def check_controller(cluster: Connection) -> Iterator[Check]:
@@ -127,7 +127,7 @@ def check_version(
     place = f"{image} in namespace {deployment['metadata']['namespace']}"
     wanted = ".".join(map(str, least))
     if (match := re.match(r"v?(\d+)\.(\d+)", read_tag(image))) is None:
-        return Check(subject, WARNING, f"{place}: the tag is no version; {wanted} or newer is needed", remedy)
+        return Check(subject, WARNING, f"{place}: the tag is not a version; {wanted} or newer is needed", remedy)
     if tuple(map(int, match.groups())) < least:
         return Check(subject, older, f"{place}: {wanted} or newer is needed", remedy)
     return Check(subject, OK, place)
@@ -140,11 +140,8 @@ def read_tag(image: str) -> str:
 
 
 def find_controller_settings(cluster: Connection) -> tuple[str, dict[str, Any]] | None:
-    """Find the ConfigMap of Argo's controller, in the namespace of the runs or else in any.
-
-    Returns:
-        its namespace (empty: there is none) and its settings; None where the account has no right to look.
-    """
+    """Find the ConfigMap of Argo's controller, in the namespace of the runs or else in any: its namespace (empty: there
+    is none) and its settings; None where the account has no right to look."""
     found = find_object(cluster.core.read_namespaced_config_map, SETTINGS, cluster.namespace)
     if found is ABSENT:
         listed = cluster.core.list_config_map_for_all_namespaces

@@ -29,7 +29,13 @@ class UserError(ValueError):
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
-        super().__init__(f"{field}: {value!r}: {remedy}")
+        super().__init__(f"{shorten_text(field)}: {shorten_text(repr(value))}: {remedy}")
+
+
+def shorten_text(text: str, most: int = 200) -> str:
+    """Return a text that is longer than `most` without its middle, and with its length."""
+    tail = most // 4
+    return text if len(text) <= most else f"{text[: most - tail]}… ({len(text)} characters) …{text[-tail:]}"
 
 
 class Retryable(RuntimeError):
@@ -76,7 +82,7 @@ def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
     A line that explains a failure is also the pod's termination message, which Argo puts into the node's message;
     `replace`: also where there is one already.
     """
-    line = " ".join(line.split())
+    line = shorten_text(" ".join(line.split()), 2000)
     print(line, file=sys.stderr, flush=True)
     if code:
         write_termination_message(line, replace)

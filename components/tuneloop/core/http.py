@@ -25,6 +25,11 @@ class Unanswered(Exception):
     """Nobody answers, or the answer breaks off; the message says why."""
 
 
+def is_transient(status: int) -> bool:
+    """Say whether a refusal may pass by itself: trouble of the server, or it was asked too slowly or too often."""
+    return status >= 500 or status in (408, 429)
+
+
 class Response:
     """An answer as it arrives."""
 

@@ -11,7 +11,7 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
         return address, revision
     name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or address.endswith("@"):
-        raise UserError(field, address, "is no address on the hub; write hf://OWNER/NAME@REVISION")
+        raise UserError(field, address, "is not an address on the hub; write hf://OWNER/NAME@REVISION")
     if own and revision not in (None, own):
         raise UserError(field, address, f"names another revision than {revision}; give one")
     return name, own or revision

@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "TUNELOOP_TOKEN_FILE"
-"""Environment of servers and clients: the file. Where it names none that is there, no token is asked for or sent."""
+"""Environment of servers and clients: the file. Where it names none that was there, no token is asked for or sent."""
+_SEEN = set[str]()
 
 
 def read_tokens(variable: str = VARIABLE) -> Sequence[str]:
-    """Read the tokens that a server takes; empty: it asks for none. An empty file, which is just being replaced, has a
-    token that nobody else has: requests are refused, and tried again."""
-    path = os.environ.get(variable)
-    try:
-        return Path(path).read_text().split() or [secrets.token_urlsafe(32)] if path else ()
-    except FileNotFoundError:
-        return ()
+    """Read the tokens that a server takes; empty: it asks for none. A file that is empty, as while it is replaced, or
+    that was there and is gone has a token that nobody else has: requests are refused, and tried again."""
+    path, found = os.environ.get(variable), list[str]()
+    with contextlib.suppress(FileNotFoundError):
+        if path:
+            found = Path(path).read_text().split()
+            _SEEN.add(path)
+    return found or ([secrets.token_urlsafe(32)] if path in _SEEN else ())
 
 
 def build_token_headers(variable: str = VARIABLE) -> dict[str, str]:

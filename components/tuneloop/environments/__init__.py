@@ -60,4 +60,4 @@ def _parse(text: str) -> Call:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Call(problem="has no name")
     arguments = call.get("arguments", {})
-    return Call(call["name"], arguments) if isinstance(arguments, dict) else Call(problem="its arguments are no object")
+    return Call(call["name"], arguments) if isinstance(arguments, dict) else Call(problem="has non-object arguments")

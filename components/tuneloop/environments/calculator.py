@@ -36,8 +36,7 @@ class Calculator:
 
 def evaluate_expression(expression: str) -> Fraction:
     """Compute the exact value of an expression of numbers, ``+ - * /`` and parentheses, without executing code. Raises
-    ValueError where it is something else, too long, or divides by 0.
-    """
+    ValueError where it is something else, too long, or divides by 0."""
     if len(expression) > LONGEST:
         raise ValueError(f"is longer than {LONGEST} characters")
     try:
@@ -45,7 +44,7 @@ def evaluate_expression(expression: str) -> Fraction:
     except ZeroDivisionError as error:
         raise ValueError("divides by zero") from error
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("is no expression of numbers, + - * / and parentheses") from error
+        raise ValueError("is not an expression of numbers, + - * / and parentheses") from error
 
 
 def _answer(call: Call) -> str:
@@ -74,4 +73,4 @@ def _value(node: ast.expr) -> Fraction:
             return -_value(inner)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in BINARY:
             return BINARY[type(sign)](_value(left), _value(right))
-    raise ValueError("is no expression of numbers, + - * / and parentheses")
+    raise ValueError("is not an expression of numbers, + - * / and parentheses")

@@ -91,7 +91,7 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
         targets += [False] * (len(before) - len(ids)) + [True] * end + [False] * (len(said) - end)
         ids = whole
     if not ids:
-        raise UserError("prompt", messages[:80], "has no message of the assistant to learn")
+        raise UserError("prompt", messages, "has no message of the assistant to learn")
     return ids, targets
 
 
@@ -149,7 +149,7 @@ def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
     try:
         return _apply_template(tokenizer, json.loads(prompt), add_generation_prompt=True)
     except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise UserError("prompt", prompt[:80], "is not a JSON list of chat messages") from error
+        raise UserError("prompt", prompt, "is not a JSON list of chat messages") from error
 
 
 @functools.lru_cache(8)

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import resource
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from fastapi import HTTPException
@@ -23,21 +23,22 @@ STRANGERS = 1024
 class TokenGuard:
     """An application for who sends a token of the run's file, if there is one (`tuneloop.core.server_token`)."""
 
-    def __init__(self, app: Any, open_paths: Sequence[str], max_bytes: int) -> None:
+    def __init__(self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]) -> None:
         self.app, self.open_paths, self.max_bytes = app, open_paths, max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer 401 to who has no token; read no more than `max_bytes` of a body, then answer 413."""
+        """Answer 401 to who has no token; read no more of a body than `max_bytes` of its path, then answer 413."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        left, sent = self.max_bytes, Headers(scope=scope).get("authorization", "").encode()
+        left = most = self.max_bytes(scope["path"])
+        sent = Headers(scope=scope).get("authorization", "").encode()
 
         async def receive_part() -> Any:
             nonlocal left
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise HTTPException(413, f"the body has more than {self.max_bytes} bytes; send less at a time")
+                raise HTTPException(413, f"the body has more than {most} bytes; send less at a time")
             return message
 
         if scope["path"] not in self.open_paths:

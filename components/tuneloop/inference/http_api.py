@@ -31,8 +31,8 @@ ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
 OPEN = ("/health", "/metrics")
 """Paths for whoever reaches the server: kubelets, Prometheus and autoscalers have no token."""
-MAX_BYTES = 2**28
-"""Of a body: some 40 million token ids."""
+BATCH_BYTES, ORDER_BYTES, ID_BYTES = 2**22, 2**16, 8
+"""Most bytes of a body of ``/generate``, unless one prompt takes more; of any other; that a token id takes in one."""
 WAIT_S = 600.0
 """Seconds that a request waits at most while the engine sleeps, wakes up or is paused."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -58,7 +58,7 @@ class HttpApi:
 
     def app(self) -> FastAPI:
         app = create_app(400)
-        app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=MAX_BYTES)
+        app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=self.limit_body)
         gets: dict[str, Any] = {"/health": self.health, "/version": self.version, "/metrics": self.metrics}
         posts: dict[str, Callable[..., Any]] = {
             "/load": self.load,
@@ -76,6 +76,10 @@ class HttpApi:
             for path, answer in routes.items():
                 app.add_api_route(path, answer, methods=[method], response_model=None)
         return app
+
+    def limit_body(self, path: str) -> int:
+        """Return most bytes of a body: while one is parsed, some 100 ms for 4 MiB of token ids, nobody is answered."""
+        return ORDER_BYTES + (max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0)
 
     def served(self) -> dict[str, Any]:
         engine = self.loop.engine

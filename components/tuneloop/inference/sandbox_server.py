@@ -49,7 +49,7 @@ class Program(BaseModel, extra="forbid"):
 def build_app(programs: int, isolation: Isolation) -> Any:
     """Build the application: `programs` at a time."""
     app, pool, left = create_app(400), ThreadPoolExecutor(programs), programs * (1 + WAITING)
-    app.add_middleware(TokenGuard, open_paths=("/health",), max_bytes=MAX_BYTES)
+    app.add_middleware(TokenGuard, open_paths=("/health",), max_bytes=lambda _: MAX_BYTES)
     app.add_api_route("/health", lambda: {"status": "ok", "isolation": isolation})
 
     @app.post("/run")
@@ -60,7 +60,7 @@ def build_app(programs: int, isolation: Isolation) -> Any:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise UserError("body", sent[:100], "must be a JSON object of a program's texts and numbers")
+            raise UserError("body", sent, "must be a JSON object of a program's texts and numbers")
         body = Program.model_validate(value)
         if body.isolation not in ("process", isolation):
             remedy = f"this server proves to be no more than {isolation}; it runs nothing that asks for more"
@@ -72,7 +72,7 @@ def build_app(programs: int, isolation: Isolation) -> Any:
         try:
             ending = await asyncio.get_running_loop().run_in_executor(pool, run_program, *given)
         except UnicodeEncodeError as error:
-            raise UserError("stdin", body.stdin[:100], f"is no text: {error.reason}") from error
+            raise UserError("stdin", body.stdin, f"is not text: {error.reason}") from error
         except OSError as error:
             raise Refused(503, str(error)) from error
         finally:

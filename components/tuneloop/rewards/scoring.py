@@ -118,8 +118,7 @@ def find_reward(name: str) -> Reward:
 @functools.lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Mapping[str, float]:
     """Parse and check a ``reward_spec`` (JSON object name → weight). Raises UserError where it is not such an object,
-    is empty, or a weight is not finite.
-    """
+    is empty, or a weight is not finite."""
     try:
         spec = json.loads(text)
     except (TypeError, ValueError):

@@ -6,6 +6,7 @@ from typing import Any
 
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.errors import Unavailable, UserError
+from tuneloop.core.http import is_transient
 from tuneloop.runs.audit import compute_root, prove_chain
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.signatures import CARD, SIGNATURE, check_files, sign_model
@@ -14,6 +15,8 @@ from tuneloop.training.fetch import fetch_artifact
 
 SAID = ("tuneloop", "code", "image", "packages", "device")
 BUILD = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
+STALE = ["model.safetensors", "model.safetensors.index.json", f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"]
+"""What an earlier push wrote at the top of a repository, and would be loaded in place of new weights."""
 SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
   here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
   change of this card sign again with `tuneloop attest`.
@@ -60,12 +63,11 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str
             (directory / CARD).write_text(_write_card(run, entry, chain, repo, ""))
             hub, said = HfApi(), f"Version {entry.manifest.facts['version']} of {run.name}"
             hub.create_repo(repo, private=private, exist_ok=True)
-            stale = ["*.safetensors", "*.safetensors.index.json"]  # what stayed would be loaded in place of new ones
-            done = hub.upload_folder(repo_id=repo, folder_path=directory, delete_patterns=stale, commit_message=said)
+            done = hub.upload_folder(repo_id=repo, folder_path=directory, delete_patterns=STALE, commit_message=said)
         return str(done.commit_url)
     except Exception as error:
         answer, why = getattr(error, "response", None), " ".join(str(error).split())
-        if isinstance(error, errors.HFValidationError) or (answer is not None and answer.status_code < 500):
+        if isinstance(error, errors.HFValidationError) or (answer is not None and not is_transient(answer.status_code)):
             remedy = f"{why}; write OWNER/NAME, and log in (`hf auth login`, or HF_TOKEN)"
             raise UserError("REPO", repo, remedy) from error
         if any(each.__name__ == "HTTPError" for each in type(error).__mro__):  # httpx's or httpx2's, by its age

@@ -24,8 +24,7 @@ COLUMNS = ("request_id", "group", "prompt", "completion", "answer", "metadata", 
 
 def find_made(run: Run, which: str) -> Entry:
     """Find the checkpoint of a version (``v4``) or of an iteration (``3``); of one without, its newest artifact. Raises
-    UserError where the run has none.
-    """
+    UserError where the run has none."""
     ordered = sorted(run.entries, key=lambda entry: entry.manifest.role == "trainer")
     made = {str(entry.iteration): entry for entry in ordered if entry.iteration}
     made |= {f"v{entry.manifest.facts['version']}": entry for entry in run.checkpoints}

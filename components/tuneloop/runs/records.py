@@ -45,8 +45,7 @@ def get_run_directory(name: str, store: str) -> Path:
 
 def write_record(record: Record, workflow: str, replaced: Record | None = None) -> None:
     """Write the record of a new run, its configuration and its rendered workflow; the record last. Raises UserError
-    where the name cannot be used, or is taken by a run with another configuration or store.
-    """
+    where the name cannot be used, or is taken by a run with another configuration or store."""
     check_name(record.run)
     place = Store(str(get_run_directory(record.run, record.store)))
     if replaced:

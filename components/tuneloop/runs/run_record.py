@@ -138,8 +138,7 @@ class Run:
     @classmethod
     def open(cls, name: str, store: str | None = None) -> "Run":
         """Open the run `name`, by its record below `store`, or by the artifacts there. Raises UserError where there is
-        no such run.
-        """
+        no such run."""
         at = store or ROOT
         record = read_record(name, at)
         found = cls(name, record.store if record else at, record)

@@ -123,19 +123,18 @@ def mirror_store(
 ) -> None:
     """Mirror the runs below `store`, those to come too, until `going_on` says no; the arguments are `mirror_run`'s.
 
-    A run is looked at again after a tenth of the time since it last committed. One that has committed nothing for a day
-    is left alone, and one that cannot be mirrored just now is tried again: each is a line on standard error.
+    A folder is looked at again after a tenth of the time since it last committed, or since it was first seen: it may be
+    no run. A run that has committed nothing for a day is left alone, and one that cannot be mirrored just now is tried
+    again: each is a line on standard error. That the store is away is one, too, and that it answers again.
     """
     mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
-    away = False
+    seen, away = dict[str, float](), ""
     while going_on():
+        names, before, away = list[str](), away, ""
         try:
-            names, away = sorted(Store(store).parts()), False
+            names = sorted(Store(store).parts())
         except Retryable as error:
-            if not away:
-                print_diagnostic(str(error), 0)
-            away = True
-            continue
+            away = str(error)
         for at in itertools.product(filter(NAME.match, names), chosen):
             if time.time() < due.get(at, 0.0):
                 continue
@@ -143,7 +142,8 @@ def mirror_store(
                 mirror = mirrors.pop(at, None)
                 run = mirror.run if mirror else Run(at[0], store, read_record(at[0], store))
                 run.refresh(whole=False)
-                age, wait = time.time() - (newest := find_newest(run)), EVERY
+                newest = find_newest(run) if run.entries else seen.setdefault(at[0], time.time())
+                age = time.time() - newest
                 if mirror or (run.entries and age < DAY and done.get(at) != newest):
                     mirror = mirror or Mirror(run, at[1])
                     mirror.update()
@@ -153,16 +153,21 @@ def mirror_store(
                         done[at] = newest
                         print_diagnostic(f"{run.name}: {phase}: {mirror.close(phase, render)}", 0)
                 wait = max(EVERY, age / 10)
-            except (UserError, Retryable) as error:
+            except UserError as error:
                 print_diagnostic(f"{at[0]}: {error}", 0)
                 wait = AWAY
+            except Retryable as error:
+                away, wait = str(error), 0.0
             due[at] = time.time() + wait
+        if bool(away) != bool(before):
+            print_diagnostic(away or f"{store}: answers again", 0)
 
 
 def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
     """Return the phase of a run, as `Run.phase`; of one elsewhere as `ask` says by its name, else by its artifacts.
 
-    By these it runs until its model is exported, a stage says that it failed, as on KFP, or for a day nothing comes.
+    By these it runs until the policy that was exported is evaluated, too, a stage says that it failed, as on KFP, or
+    nothing comes for a day: then it is still ``elsewhere``.
     """
     if run.phase != "elsewhere":
         return run.phase
@@ -170,7 +175,8 @@ def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
         return asked
     if run.read_failures():
         return "failed"
-    if any(entry.manifest.kind == "model" for entry in run.entries):
+    judged = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
+    if any(e.manifest.kind == "model" and e.manifest.inputs.get("policy", "") in judged for e in run.entries):
         return "succeeded"
     return "running" if time.time() - find_newest(run) < DAY else run.phase
 

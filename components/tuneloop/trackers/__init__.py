@@ -47,8 +47,7 @@ class Tracker(Protocol):
 
 def find_tracker(chosen: str) -> Tracker:
     """Find the tracker that ``NAME`` or ``NAME+ADDRESS`` names. Raises UserError where there is no such tracker, or its
-    library is not installed.
-    """
+    library is not installed."""
     name, _, address = chosen.partition("+")
     kind: type[Tracker] = load_variant("trackers", name, "Tracker")
     # These come with extras. A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,7 +49,7 @@ class Materialized:
         previous: that it held before; None if none or not to be trusted.
         full: the full version that was copied; None where deltas were applied in place.
         deltas: versions applied, in order.
-        read_bytes: from the store.
+        read_bytes: from the store; deltas that this machine's cache had are not.
         source: what the version was published from (a checkpoint's digest), if the publisher said so.
         timings: seconds: ``fetch``, ``apply`` (with the checks).
     """
@@ -95,20 +94,21 @@ def materialize_version(
         held = _held(directory, chain, target)
         plan = plan_restoration(chain, target, held)
         if held == target:
-            return _result(plan, {})
+            return _result(plan, 0, {})
         clock = time.perf_counter()
         incoming = directory / INCOMING
         shutil.rmtree(incoming, ignore_errors=True)
         incoming.mkdir()
         try:
-            deltas = [_open_delta(chain.store, step, incoming, shared) for step in plan.steps]
+            cached = dict[int, int]()
+            deltas = [_open_delta(chain.store, step, incoming, cached if shared else None) for step in plan.steps]
             if plan.full:
                 first = check_base(plan.full, base) if plan.full.index.tuneloop.held else None
                 _fetch_full(chain.store, plan.full, incoming / "model", first)
             fetched = time.perf_counter() - clock
             clock = time.perf_counter()
             _assemble(chain, plan, deltas, directory)
-            return _result(plan, {"fetch": fetched, "apply": time.perf_counter() - clock})
+            return _result(plan, sum(cached.values()), {"fetch": fetched, "apply": time.perf_counter() - clock})
         except Corrupt:  # perhaps on this machine alone: the store has the last word
             if not shared or chain.store.root is not None:
                 raise
@@ -154,14 +154,15 @@ def _bytes(plan: Plan) -> int:
     return sum(e.index.tuneloop.stored_bytes for e in (*plan.steps, *([plan.full] if plan.full else [])))
 
 
-def _result(plan: Plan, timings: dict[str, float]) -> Materialized:
+def _result(plan: Plan, cached: int, timings: dict[str, float]) -> Materialized:
     target, full = plan.target, plan.full.version if plan.full else None
     ref, source = versions.get_version_reference(target), target.index.tuneloop.source
     deltas = [step.version for step in plan.steps]
-    return Materialized(target.version, ref, plan.held, full, deltas, _bytes(plan), source, timings)
+    return Materialized(target.version, ref, plan.held, full, deltas, _bytes(plan) - cached, source, timings)
 
 
-def _open_delta(store: Store, step: Entry, incoming: Path, shared: bool) -> delta.DeltaFile | None:
+def _open_delta(store: Store, step: Entry, incoming: Path, cached: dict[int, int] | None) -> delta.DeltaFile | None:
+    """Open a delta; with `cached`, version → bytes of those that were there, through this machine's cache."""
     encoding, names = step.index.encoding, set(step.index.weight_map.values())
     assert encoding is not None
     if not names:
@@ -172,12 +173,17 @@ def _open_delta(store: Store, step: Entry, incoming: Path, shared: bool) -> delt
     key, about = f"{step.place}/{name}", step.index.tuneloop
     blame = build_blame(f"{store.url}/{key}", delta.MEND)
     with ExitStack() as opened:  # once it is mapped, the cache may delete it
-        if store.root is not None or not shared:
+        if store.root is not None or cached is None:
             path = fetch_file(store, key, incoming / f"{step.version}.safetensors")
         else:
             path = _find_cache(store, step) / name
             size = about.stored_bytes - sum(file.size for file in about.files.values() if file.stored)
-            fetch = partial(store.copy_file, key, size=size)
+            cached[step.version] = size
+
+            def fetch(to: Path) -> None:
+                cached.pop(step.version, None)
+                store.copy_file(key, to, size=size)
+
             held = cache.take_file(path.parent, name, size, lambda at: at.stat().st_size == size, fetch)
             if held is None:
                 raise blame(f"is not of {size} bytes, as its index says")

@@ -38,7 +38,7 @@ def parse_string_literal(word: str) -> str:
     try:
         return str(json.loads('"' + re.sub(r'(?<!\\)"', r"\"", body) + '"', strict=False))
     except ValueError as error:
-        raise ExpressionError(f"{word} is no text ({error})") from None
+        raise ExpressionError(f"{word} is not text ({error})") from None
 
 
 def get_member(value: Any, key: Any) -> Any:

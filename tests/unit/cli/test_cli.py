@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,7 @@ class Result:
         self.code, self.out, self.err = code, out, err
 
 
+LONG = "x" * 10**6
 Call = Callable[..., Result]
 
 
@@ -66,6 +67,21 @@ def refused(result: Result, *says: str) -> None:
     assert result.err.count("\n") == 1 and result.err.startswith("error: "), result.err
     for text in says:
         assert text in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("plan", "sft_then_grpo", f"--{LONG}"), "No such option: --xxxx"),
+        (("resume", LONG), ": 'xxxx"),
+        (("plan", "sft_then_grpo", "--set", f"seed={LONG}"), "seed: 'xxxx"),
+        (("plan", "sft_then_grpo", "--set", f"{LONG}=1"), "xxxx: 1: unknown key"),
+        (("plan", "sft_then_grpo", "--set", f"loop={json.dumps({'a': [LONG]})}"), "loop.a: ['xxxx"),
+    ],
+)
+def test_a_message_has_a_part_of_a_long_value_and_its_length(words: Sequence[str], says: str, call: Call) -> None:
+    refused(result := call(*words), says, "… (10000", " characters) …x")
+    assert len(result.err) < 1500, result.err
 
 
 def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -773,8 +789,8 @@ def test_what_cannot_be_forked_is_one_line(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_page_over_nothing_is_refused(call: Call, tmp_path: Path) -> None:
-    refused(call("ui", "--store", f"{tmp_path}/none"), "--store: '", "none': is no directory; correct it")
-    refused(call("ui"), "--store: 'runs': is no directory; correct it, or start a run there first")
+    refused(call("ui", "--store", f"{tmp_path}/none"), "--store: '", "none': is not a directory; correct it")
+    refused(call("ui"), "--store: 'runs': is not a directory; correct it, or start a run there first")
 
 
 def test_a_command_ends_whatever_threads_still_run() -> None:

@@ -20,6 +20,7 @@ from tuneloop.cli import run_cli
 from tuneloop.cli.watch import draw_sparkline, draw_state
 from tuneloop.core.artifacts import MANIFEST, dump_checked_json, load_checked_json
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
+from tuneloop.runs import tracking
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.summary import estimate_loop_end
@@ -104,6 +105,24 @@ def test_of_a_store_elsewhere_only_what_is_new_is_read(tmp_path: Path, monkeypat
         assert list_commits("".join(first) + rest) == ALL and child.returncode == 0
         assert asked["GET"] - read < 2 * len(ALL), "what was read before is not read again"
         assert read < 100
+
+
+def test_a_run_elsewhere_has_ended_by_one_rule_for_watch_and_track(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    toy.make(f"{tmp_path}/runs/far", 2)
+    assert tracking.find_phase(Run.open("far", "runs")) == "succeeded" and run_cli(["watch", "far"]) == 0
+    (tmp_path / "runs/far/evaluate-after").rename(tmp_path / "later")
+    assert tracking.find_phase(Run.open("far", "runs")) == "running", "what was exported is not evaluated yet"
+    monkeypatch.setattr(tracking, "DAY", 0.0)
+    assert tracking.find_phase(Run.open("far", "runs")) == "elsewhere" and run_cli(["watch", "far"]) == 75
+    told = "\nfar: elsewhere: nothing was committed for a day, and nothing says how it ended\n"
+    assert capsys.readouterr().out.endswith(told)
+    failure = dump_checked_json({"message": "no memory", "time": time.time() + 1e6}, "failure.json")
+    (tmp_path / "runs/far/rollout").mkdir()
+    (tmp_path / "runs/far/rollout/failure.json").write_bytes(failure)
+    assert tracking.find_phase(Run.open("far", "runs")) == "failed" and run_cli(["watch", "far"]) == 1
 
 
 def test_on_a_cluster_the_workflow_says_how_it_stands_and_ended(

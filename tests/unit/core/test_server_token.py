@@ -29,3 +29,5 @@ def test_no_file_is_no_token_and_an_empty_one_a_token_of_nobodys(
     assert not read_tokens()
     (tmp_path / "token").write_text("\n")
     assert read_tokens() and read_tokens() != read_tokens(), "it is just being replaced"
+    (tmp_path / "token").unlink()
+    assert read_tokens() and read_tokens() != read_tokens(), "it is gone, which lets nobody in"

@@ -21,6 +21,7 @@ from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Remote, Sampling
 from tuneloop.inference.engines import _client as module
 from tuneloop.inference.engines._client import LOSSES, Client, Lost
+from tuneloop.inference.http_api import BATCH_BYTES, ORDER_BYTES
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.stages.rollout import rollout
 
@@ -74,7 +75,7 @@ def test_answers_come_back_in_the_order_of_the_requests() -> None:
 
 
 def test_many_requests_are_several_posts_and_come_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server takes no more than 65,536 prompts, and 256 MiB."""
+    """A server takes no more than 65,536 prompts, and 4 MiB."""
     posts: list[list[list[int]]] = []
 
     def answer(handler: Any, _: int) -> None:
@@ -92,9 +93,23 @@ def test_many_requests_are_several_posts_and_come_back_in_order(monkeypatch: pyt
         assert sizes(endpoint, 3) == [10]
         monkeypatch.setattr(module, "PROMPTS", 4)
         assert sizes(endpoint, 3) == [4, 4, 2]
-        monkeypatch.setattr(module, "TOKENS", 10)
+        monkeypatch.setattr(module, "TOKENS", 3 * (3 + 3 + 32))
         assert sizes(endpoint, 3) == [3, 3, 3, 1]
-        assert sizes(endpoint, 11) == [1] * 10, "one is never too long"
+        assert sizes(endpoint, 200) == [1] * 10, "one is never too long"
+
+
+@pytest.mark.parametrize(("length", "seeds"), [(1000, 1), (1, 640)])
+def test_a_post_is_no_longer_than_a_server_takes(length: int, seeds: int) -> None:
+    sizes: list[int] = []
+
+    def answer(handler: Any, _: int) -> None:
+        sizes.append(len(handler.body))
+        reply(handler, 200, *(line(i, 1) for i in range(len(json.loads(handler.body)["requests"]))))
+
+    asked = [Request(f"eval-{i:06}", [1234567] * length, [2**63 - 1] * seeds) for i in range(1200)]
+    with serving(answer) as endpoint:
+        Client(endpoint, 60.0).generate(asked, Sampling(1.0, 4, tuple(range(4096))), lambda _: None)
+    assert sum(sizes) > BATCH_BYTES and max(sizes) <= BATCH_BYTES + ORDER_BYTES
 
 
 def test_waits_while_the_version_is_loading() -> None:
@@ -171,6 +186,13 @@ def test_nobody_there(tmp_path: Path) -> None:
 def test_a_refusal_is_the_users_mistake() -> None:
     with serving(lambda h, _: reply(h, 400, {"error": "request 0: too long"})) as endpoint:
         with pytest.raises(UserError, match="request 0: too long"):
+            ask(endpoint)
+
+
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_refusal_that_may_pass_is_a_loss(status: int) -> None:
+    with serving(lambda h, _: reply(h, status, {"error": "not now"})) as endpoint:
+        with pytest.raises(Lost, match=f"answers {status}: not now"):
             ask(endpoint)
 
 

@@ -262,8 +262,9 @@ def test_python(said: str, reply: Reply) -> None:
 def test_calls_that_are_none() -> None:
     assert Calculator().step("so it is 27") == Reply(done=True)
     said = '<tool_call>{</tool_call><tool_call>{"name": "shell"}</tool_call><tool_call>[]</tool_call>'
-    assert [call.problem for call in tool_calls(said)] == ["is not JSON", "", "has no name"]
-    assert Calculator().step(said).text.count("error: ") == 3
+    said += '<tool_call>{"name": "shell", "arguments": []}</tool_call>'
+    assert [call.problem for call in tool_calls(said)] == ["is not JSON", "", "has no name", "has non-object arguments"]
+    assert Calculator().step(said).text.count("error: ") == 4
     assert evaluate_expression("1/3") * 3 == 1
 
 

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 
-from tests.unit.inference.rollout_server import BODY, ask, serving
+from tests.unit.inference.rollout_server import BODY, Digits, ask, serving
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.errors import UserError
 from tuneloop.core.server_token import VARIABLE, create_token_file
@@ -23,8 +23,10 @@ from tuneloop.formats.rollouts import Request
 from tuneloop.inference import guard
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client, Lost
+from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import open_engine
 from tuneloop.inference.fleet import Worker
+from tuneloop.inference.http_api import HttpApi
 from tuneloop.inference.server import UVICORN, bind_address
 
 PATHS = (
@@ -65,6 +67,16 @@ def test_all_but_health_need_the_token_of_the_run(tmp_path: Path, monkeypatch: p
         path.write_text("new\n")
         assert ask(address, "GET", "/version", Authorization=f"Bearer {token}")[0] == 401
         assert stranger._json("GET", "/version")["version"] == 0
+
+
+def test_a_token_file_that_is_gone_lets_nobody_in(tmp_path: Path) -> None:
+    (token := tmp_path / "token").write_text("a-token\n")
+    with serving(**{VARIABLE: str(token), "REFUSAL_S": "0"}) as (_, address):
+        token.unlink()
+        for headers in ({}, {"Authorization": "Bearer a-token"}, {"Authorization": "Bearer "}):
+            assert ask(address, "POST", "/generate", BODY, **headers)[0] == 401
+        token.write_text("a-token\n")
+        assert ask(address, "POST", "/generate", BODY, Authorization="Bearer a-token")[1]["completions"]
 
 
 def test_a_client_whose_token_is_the_old_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,21 +137,27 @@ def server() -> Iterator[str]:
         yield address
 
 
-def test_a_body_ends_at_a_limit(server: str) -> None:
-    blanks = b" " * 2**20
-
+@pytest.mark.parametrize(("path", "most"), [("/generate", 2**22 + 2**16), ("/load", 2**16), ("/sleep", 2**16)])
+def test_a_body_ends_at_a_limit(path: str, most: int, server: str) -> None:
     connection = http.client.HTTPConnection(server, timeout=LIMIT_S)
-    connection.putrequest("POST", "/generate")
-    connection.putheader("Content-Length", str(257 * 2**20))
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Length", str(most + 2**20))
     connection.putheader("Content-Type", "application/json")
     connection.endheaders()
     try:
-        for _ in range(257):
-            connection.send(blanks)
+        for _ in range(most // 2**16 + 16):
+            connection.send(b" " * 2**16)
     except OSError:  # it was answered, and hung up, before all was sent
         pass
     answer = connection.getresponse()
-    assert answer.status == 413 and b"more than 268435456 bytes" in answer.read()
+    assert answer.status == 413 and f"more than {most} bytes".encode() in answer.read()
+    assert ask(server, "POST", path, b" " * most)[0] == 400, "as many are read, and are no JSON"
+
+
+def test_a_prompt_as_long_as_the_context_is_taken_whatever_that_is() -> None:
+    loop = EngineLoop(Digits({}))
+    loop.engine.context = 2**20
+    assert HttpApi(loop).limit_body("/generate") > len(json.dumps([1234567] * 2**20, separators=(",", ":")))
 
 
 def test_connections_without_headers_are_closed_and_others_are_answered() -> None:

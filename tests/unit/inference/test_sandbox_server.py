@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,15 @@ from hypothesis import given
 
 from tests.unit.fuzzing import Memory, draw_bodies, short
 from tests.unit.inference.rollout_server import ROOT
+from tests.unit.inference.test_client import reply
+from tests.unit.inference.test_client import serving as answering
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.environments import python
 from tuneloop.inference import sandbox_server
 from tuneloop.rewards.sandbox import Limits, check_sandbox, run_in_sandbox
-from tuneloop.rewards.scoring import Outcome, score_all
+from tuneloop.rewards.scoring import Outcome, may_pass, score_all
 from tuneloop.workflow.settings import SANDBOX_TOKEN, SANDBOX_VARIABLE
 
 LIMITS = Limits(8, 256 << 20, 1 << 16)
@@ -143,8 +146,16 @@ def test_without_the_token_nothing_is_run(told: SimpleNamespace, monkeypatch: py
     assert httpx2.post(f"{told.url}/run", json=BODY).status_code == 401
     assert httpx2.get(f"{told.url}/health").status_code == 200
     monkeypatch.delenv(SANDBOX_TOKEN)
-    with pytest.raises(OSError, match=r"answers 401: .*no token"):  # it was asked for a while: one may just be changing
+    with pytest.raises(UserError, match=r"answers 401: .*no token"):  # asked for a while: one may just be changing
         run_in_sandbox("print(1)", "", None, Limits(0.01, 256 << 20, 1 << 16))
+
+
+def test_a_token_file_that_is_gone_lets_nobody_in(told: SimpleNamespace) -> None:
+    told.token.unlink()
+    for headers in ({}, {"Authorization": "Bearer a-token"}):
+        assert httpx2.post(f"{told.url}/run", json=BODY, headers=headers, timeout=LIMIT_S).status_code == 401
+    told.token.write_text("a-token\n")
+    assert told.http.post("/run", json=BODY).status_code == 200
 
 
 def test_a_server_for_others_has_a_token() -> None:
@@ -160,6 +171,49 @@ def test_a_service_that_is_away_is_the_hosts_fault(tmp_path: Path, monkeypatch: 
     call = json.dumps({"name": "python", "arguments": {"code": "print(1)"}})
     with pytest.raises(Retryable, match="the sandbox answers 503"):
         python.create_environment({}, seconds=0.01).step(f"<tool_call>{call}</tool_call>")
+
+
+ENDING = {"kind": "done", "stdout": "42\n", "result": None, "door": "", "error": "", "seconds": 0.1}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"", b"ok", b"\xff", b"[]", b"{}", b"[" * 4000, b'{"ending": 3}', b'{"ending": {"kind": "done"}}',
+        *(json.dumps({"ending": ENDING | wrong}).encode() for wrong in (
+            {"kind": "fine"}, {"kind": ["done"]}, {"stdout": 3}, {"stdout": None}, {"result": 2}, {"door": {}},
+            {"error": []}, {"seconds": "1"}, {"seconds": -1}, {"seconds": float("nan")}, {"seconds": float("inf")},
+        )),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_malformed_is_the_hosts_fault(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(handler: BaseHTTPRequestHandler, _: int) -> None:
+        reply(handler, 200)
+        handler.wfile.write(answer)
+
+    with answering(send) as url:
+        monkeypatch.setenv(SANDBOX_VARIABLE, url)
+        with pytest.raises(OSError, match="not an ending of a program"):
+            run_in_sandbox("print(42)", "", None, LIMITS)
+        outcome = judge("print(42)")
+        assert (outcome.outcome, outcome.score) == ("infra_error", None), outcome
+        assert "not an ending" in str(outcome.breakdown["code"]) and may_pass(outcome)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_refusal_that_may_pass_is_asked_again(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"ending": ENDING, "isolation": "process"}
+    with answering(lambda h, n: reply(h, *((status, {"error": "busy"}) if n < 2 else (200, said)))) as url:
+        monkeypatch.setenv(SANDBOX_VARIABLE, url)
+        assert run_in_sandbox("print(42)", "", None, LIMITS).stdout == "42\n"
+
+
+@pytest.mark.parametrize("status", [400, 403, 404])
+def test_a_refusal_that_stays_is_the_users_mistake(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(lambda h, _: reply(h, status, {"error": "no"})) as url:
+        monkeypatch.setenv(SANDBOX_VARIABLE, url)
+        with pytest.raises(UserError, match=f"answers {status}"):
+            run_in_sandbox("print(42)", "", None, LIMITS)
 
 
 def test_a_program_that_waits_for_its_turn_is_not_late(told: SimpleNamespace) -> None:
@@ -191,6 +245,14 @@ def test_a_value_without_a_limit_is_refused_by_its_name(name: str, server: Simpl
     for value in (-1, 10**30, None, []):
         answer = server.http.post("/run", json={**BODY, name: value})
         assert answer.status_code == 400 and answer.json()["error"].startswith(f"{name}: "), answer.text
+
+
+@pytest.mark.parametrize("name", ["seconds", "isolation", "x" * 10**6], ids=["number", "choice", "key"])
+def test_a_refusal_has_a_part_of_a_long_value_and_its_length(name: str, server: SimpleNamespace) -> None:
+    answer = server.http.post("/run", json={**BODY, name: "x" * 10**6})
+    told = answer.json()["error"]
+    assert answer.status_code == 400 and told.startswith(f"{name[:99]}"), told
+    assert "'xxxxx" in told and "… (1000002 characters) …xxx" in told and len(told) < 700, told
 
 
 def test_a_body_that_is_long_by_more_than_its_texts_is_not_parsed(server: SimpleNamespace) -> None:

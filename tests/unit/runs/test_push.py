@@ -59,8 +59,15 @@ def test_a_pushed_model_has_its_card_and_is_loaded_again_by_its_revision(store: 
         assert done.returncode == 0, done.stderr
         ours, theirs = (Artifact(str(each)).part("model") for each in (store / "x/base-model", loaded))
         assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        others = {
+            "onnx/model.safetensors", "model/model.safetensors", "adapter_model.safetensors", "model-q8/x.safetensors",
+            "experts/model-00001-of-00002.safetensors", "model-00001-of-00002.safetensors/model.safetensors",
+        }  # fmt: skip
+        repos["me/tiny"].append({**repos["me/tiny"][-1], **dict.fromkeys(others, b"somebody's")})
+        repos["me/tiny"][-1] |= {"model-00002-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
         assert call(address, tmp_path / "home", *push).returncode == 0
-        assert repos["me/tiny"][-1].keys() == files.keys() - {"model-00001-of-00002.safetensors"}
+        made = {name for name in files if not name.startswith(("model-0", "model.safetensors.index"))}
+        assert repos["me/tiny"][-1].keys() == made | others
 
 
 def test_what_a_hub_refuses_is_one_line(store: Path, tmp_path: Path) -> None:
@@ -71,8 +78,11 @@ def test_what_a_hub_refuses_is_one_line(store: Path, tmp_path: Path) -> None:
         return done.stderr
 
     with open_hub() as (address, repos):
-        assert "error: REPO: 'me/tiny': " in (said := push(address, "me/tiny", "hf_wrong", 2)) and "HF_TOKEN" in said
+        assert "error: REPO: 'me/tiny': " in (said := push(address, "me/tiny", "hf_401", 2)) and "HF_TOKEN" in said
+        assert "hf auth login" in push(address, "me/tiny", "hf_403", 2)
         assert "error: REPO: 'a/b/c': " in push(address, "a/b/c", "hf_secret", 2)
+        for token in ("hf_408", "hf_429", "hf_500"):
+            assert push(address, "me/tiny", token, 75).startswith("unavailable: hub: me/tiny: ")
         assert repos == Repos()
     assert "hub: me/tiny: " in push(f"http://127.0.0.1:{free_port()}", "me/tiny", "hf_secret", 75)
 
@@ -93,9 +103,12 @@ def test_addresses_on_the_hub(given: str, revision: str | None, found: tuple[str
 
 @pytest.mark.parametrize(
     ("given", "revision", "why"),
-    [("hf://", None, "no address"), ("hf://a/b/c", None, "no address"), ("hf://a/b@", None, "no address"),
-     ("hf://a/b@v1", "v2", "another revision than v2")],
+    [
+        *((given, None, f"{given}': is not an address on the hub; write hf://OWNER/NAME@REVISION")
+          for given in ("hf://", "hf://a/b/c", "hf://a/b@")),
+        ("hf://a/b@v1", "v2", "another revision than v2"),
+    ],
 )  # fmt: skip
-def test_what_is_no_address_on_the_hub_is_refused(given: str, revision: str | None, why: str) -> None:
+def test_what_is_not_an_address_on_the_hub_is_refused(given: str, revision: str | None, why: str) -> None:
     with pytest.raises(UserError, match=why):
         split_hub_address("model", given, revision)

@@ -2,16 +2,19 @@ import shutil
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import obstore
 import pytest
 import xxhash
 
+from tests.objects import serve_bucket
 from tests.unit import toy
 from tests.unit.runs.test_delivery import pulled, rollout
 from tests.unit.weights.test_publication import chain
@@ -168,16 +171,48 @@ def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
     assert "old" not in read_state(), "what has committed nothing for long is left alone"
 
 
-def test_a_store_that_is_away_is_said_once_and_asked_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_store_that_is_away_and_back_again_is_said_once_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Away as a whole, then for what is in its runs alone, of which there are two in two trackers."""
     monkeypatch.setattr("obstore.store.from_url", partial(obstore.store.from_url, retry_config={"max_retries": 0}))
-    about = {"ENDPOINT": f"http://127.0.0.1:{free_port()}", "ALLOW_HTTP": "true", "ACCESS_KEY_ID": "a"}
-    for name, value in {**about, "SECRET_ACCESS_KEY": "a", "REGION": "a"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    looks = iter([True, True, False])
-    tracking.mirror_store("s3://b/runs", ["mlflow"], lambda: next(looks))
-    assert len(capsys.readouterr().err.splitlines()) == 1 and not list(looks)
+    for name in ("one", "two"):
+        toy.make(f"{tmp_path}/store/{name}", 1, whole=False)
+    files = {str(path.relative_to(tmp_path / "store")): path for path in (tmp_path / "store").rglob("*")}
+    objects = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+    faults, said, now = [None, "all", "all", "runs", "runs", None, None], list[list[str]](), time.time()
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(time=lambda: now + 3600 * len(said)))  # all are due
+
+    def look() -> Iterator[bool]:
+        for _ in faults:
+            yield True
+            said.append(capsys.readouterr().err.splitlines())
+        yield False
+
+    def refuse(place: str) -> bool:
+        return faults[len(said)] == "all" or (faults[len(said)] == "runs" and place != "")
+
+    looks = look()
+    with serve_bucket(objects, monkeypatch, refuse=refuse):
+        tracking.mirror_store("s3://bucket", [f"tensorboard+{tmp_path}/{n}" for n in "ab"], lambda: next(looks))
+    assert [len(lines) for lines in said] == [0, 1, 0, 0, 0, 1, 0], said
+    assert said[5] == ["s3://bucket: answers again"]
+
+
+def test_folders_that_are_no_runs_are_listed_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 499 looks, each two seconds after the one before."""
+    now, places = [0.0], Counter[str]()
+    monkeypatch.setattr(tracking, "time", SimpleNamespace(time=lambda: now[0]))
+
+    def look() -> bool:
+        now[0] += 2.0
+        return now[0] < 1000
+
+    objects = {"data/rows/a.parquet": b"", "sessions/team/x/manifest.json": b"{}", "Data/a": b"", "pins/x/y": b""}
+    with serve_bucket(objects, monkeypatch, refuse=lambda place: bool(places.update([place.partition("/")[0]]))):
+        tracking.mirror_store("s3://bucket", [f"tensorboard+{tmp_path}/logs"], look)
+    assert places.keys() == {"", "data", "sessions", "pins"} and places[""] == 499
+    assert max(places[name] for name in ("data", "sessions", "pins")) < 400
 
 
 def test_a_run_is_named_or_all_are_followed(capsys: pytest.CaptureFixture[str]) -> None:

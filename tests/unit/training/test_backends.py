@@ -218,7 +218,7 @@ def test_every_torchtune_job_has_a_runtime_and_the_image() -> None:
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (Trl(trainer="ppo", args=FULL), "none of TRL's scripts"),
+        (Trl(trainer="ppo", args=FULL), "is not one of TRL's scripts"),
         (Trl(args={"model_name_or_path": "m"}), "args.dataset_name: None: is required"),
         (Trl(trainer="grpo", args=FULL), "args.reward_funcs"),
         (Trl(trainer="grpo", args={**FULL, "reward_funcs": "pkg.mod:score"}), "nor a dotted path"),
@@ -234,7 +234,7 @@ def test_every_torchtune_job_has_a_runtime_and_the_image() -> None:
         (Torchtune(model="llama3_3/70B", nodes=2, config={"model": {}}), "must be 1 with LoRA"),
         (Torchtune(processes=2, args={"model.quantize_base": True}), "processes: 2: must be 1"),
         (Torchtune(model="qwen2_5/1.5B", args={"model.quantize_base": True}), "is not supported"),
-        (Native(stage="rollout"), "none that trains"),
+        (Native(stage="rollout"), "is not a stage that trains; name one"),
         (Native(stage="nothing"), "nothing"),
         (Native(stage="preference"), "args.policy: None: is required"),
         (Native(args={"policy": "p"}), "args.prompts"),

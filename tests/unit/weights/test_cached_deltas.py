@@ -23,8 +23,10 @@ def test_replicas_of_a_node_fetch_a_delta_once(tmp_path: Path, monkeypatch: pyte
     exports = [save(tmp_path / "0", first), save(tmp_path / "1", update(rng, first, 0.01))]
     replicas = [tmp_path / f"replica-{i}" for i in range(4)]
 
+    read = list[int]()
+
     def pull_one(replica: Path) -> None:
-        materialize_version(ROOT, None, replica, shared=True)
+        read.append(materialize_version(ROOT, None, replica, shared=True).read_bytes)
 
     def pull() -> None:
         threads = [threading.Thread(target=pull_one, args=(each,)) for each in replicas]
@@ -39,7 +41,9 @@ def test_replicas_of_a_node_fetch_a_delta_once(tmp_path: Path, monkeypatch: pyte
         publish_version(ROOT, 1, exports[1], base=exports[0])
         (stored,) = (size for method, key, size in store.log if method == "PUT" and re.search(DELTA, key))
         store.log.clear()
+        read.clear()
         pull()
+        assert sorted(read) == [0, 0, 0, stored], "those that found it in the cache read nothing of the store"
         assert [content(each) for each in replicas] == [content(exports[1])] * 4
         assert store.read(DELTA) == stored
         # What is damaged on this machine alone goes, and is fetched anew.

@@ -77,7 +77,7 @@ def test_value(expression: str, value: Any) -> None:
         ("1 < 2 < 3", "needs parentheses"),
         ("(1, 2)", "unexpected"),
         ("`raw`", "unexpected '`'"),
-        ("'\\d'", "is no text"),
+        ("'\\d'", "is not text"),
         ("1 +", "unexpected"),
         ("(1", "unexpected"),
         ("'a' 'b'", "unexpected"),

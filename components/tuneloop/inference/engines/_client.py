@@ -22,15 +22,15 @@ from urllib.parse import urlsplit
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, Unavailable, UserError
-from tuneloop.core.http import POLL_S, Response, Unanswered, open_response
+from tuneloop.core.http import POLL_S, Response, Unanswered, is_transient, open_response
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
-PROMPTS, TOKENS = 4096, 2**24
-"""Of one POST: a server takes 65,536 prompts and 256 MiB, in which a token's id takes up to 8 bytes."""
+PROMPTS, TOKENS = 4096, 2**19
+"""Of one POST: a server takes 4 MiB, of which a token's id needs up to 8 bytes, a seed 24, the rest of a prompt 256."""
 LOSSES = 3
 """The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
@@ -111,8 +111,8 @@ class Client:
         """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there.
         `more`: of the request's body."""
 
-        longest = max((len(request.prompt_ids) for request in requests.values()), default=0)
-        size = min(PROMPTS, TOKENS // max(longest, 1)) or 1
+        longest = max((len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()), default=1)
+        size = min(PROMPTS, TOKENS // longest) or 1
 
         def attempt() -> None:
             while left := [i for i in requests if i not in results][:size]:
@@ -275,7 +275,7 @@ class Client:
             text = text[:300]
         if status == 401 and build_token_headers():  # the token is being changed, and is not the new one everywhere
             raise Lost(f"{self.endpoint}: answers {status}: {text}")
-        if status < 500 and status != 409:
+        if status != 409 and not is_transient(status):
             raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")
         # Of a server that had the policy, 409 says that it is another process by now, or had another one loaded.
         changed = self._policy is not None and path != "/load"

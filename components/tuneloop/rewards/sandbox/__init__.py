@@ -23,10 +23,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core.errors import UserError
-from tuneloop.core.http import CONNECT_S, Unanswered, send_request
+from tuneloop.core.http import CONNECT_S, Unanswered, is_transient, send_request
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.rewards.sandbox.jail import ARCHITECTURES
 from tuneloop.workflow.settings import PROCESS, SANDBOX_PLACE, SANDBOX_TOKEN, SANDBOX_VARIABLE
@@ -81,13 +83,16 @@ class Ending:
     result: str | None = None
     door: str = ""
     error: str = ""
-    seconds: float = 0.0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class _Answer(BaseModel):
+    ending: Ending
 
 
 def check_kernel(field: str, value: str) -> None:
     """Check that programs can be shut in here. Raises UserError, at the `field` and `value` that want it, where it is
-    not Linux on x86_64 or aarch64, or kernel or pod have no Landlock. Nothing is ever run outside of it.
-    """
+    not Linux on x86_64 or aarch64, or kernel or pod have no Landlock. Nothing is ever run outside of it."""
     known, here = [f"linux {machine}" for machine in ARCHITECTURES], f"{sys.platform} {platform.machine()}"
     if here not in known:
         raise UserError(field, value, f"can shut programs in only on {' or '.join(known)}, not on {here}")
@@ -111,7 +116,8 @@ def check_sandbox(field: str, value: str) -> None:
 
 def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
     """Run a program as `run_program` does, there; a service that is lost is asked again. Raises OSError where it could
-    not be shut in or no service takes it, and UserError where that is weaker than asked, or refuses the request."""
+    not be shut in, no service takes it or an answer is malformed, and UserError where one is weaker than asked, or
+    refuses the request or its token."""
     if (where := find_sandbox()) == PROCESS:
         return run_program(program, stdin, call, limits)
     url, _, isolation = where.partition("#")
@@ -127,22 +133,25 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
             status, answer = send_request("POST", f"{url}/run", timeout_s=most, body=asked, headers=headers)
         except Unanswered as error:
             status, answer = 503, str(error).encode()
+        told = f"the sandbox answers {status}: {answer[:300].decode(errors='replace')}"
         if status == 200:
-            return Ending(**json.loads(answer)["ending"])
+            try:
+                return _Answer.model_validate_json(answer, strict=True).ending
+            except ValidationError as error:
+                raise OSError(f"{url}: not an ending of a program: {told}") from error
         if status == 413:
             return Ending("memory", "")
-        told = f"the sandbox answers {status}: {answer.decode(errors='replace')[:300]}"
-        if status < 500 and status != 401:  # a token that was just replaced comes to two pods at two times
+        late = time.monotonic() > end
+        if not is_transient(status) and (late or status != 401):  # a new token comes to two pods at two times
             raise UserError(SANDBOX_VARIABLE, where, told)
-        if time.monotonic() > end:
+        if late:
             raise OSError(f"{url}: {told}")
         time.sleep(0.5)
 
 
 def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
     """Run `program`, source of Python, shut in: it reads `stdin`, and after it the expression `call` is evaluated.
-    Raises OSError where it could not be shut in; it was not run then.
-    """
+    Raises OSError where it could not be shut in; it was not run then."""
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as open_:
         source = open_.enter_context(_in_memory(json.dumps({"program": program, "call": call})))
         given = open_.enter_context(_in_memory(stdin))

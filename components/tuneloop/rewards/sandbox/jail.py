@@ -55,8 +55,7 @@ def limit_resources(seconds: int, memory: int) -> None:
 
 def restrict_paths(readable: list[str]) -> None:
     """Allow reading below `readable` and nothing else of the file system (linux/landlock.h). Raises OSError where the
-    kernel has no Landlock, or refuses.
-    """
+    kernel has no Landlock, or refuses."""
     abi = _call(CREATE_RULESET, None, 0, 1)
     rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # what this kernel can forbid
     attributes = struct.pack("Q", rights)

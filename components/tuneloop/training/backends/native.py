@@ -33,7 +33,7 @@ class Native(LLMBackend):
     def validate(self) -> None:
         component: Component = plugins.load_variant("stages", f"tuneloop.stages.{self.stage}:{self.stage}")
         if "expected_world_size" not in component.Params.model_fields:
-            raise UserError("stage", self.stage, "is none that trains, as sft does")
+            raise UserError("stage", self.stage, "is not a stage that trains; name one, as sft")
         self.require(*(name for name, required in component.inputs.items() if required), component.output)
         artifacts = {*component.inputs, component.output}
         component.validate({k: v for k, v in self.args.items() if k not in artifacts})

@@ -95,7 +95,7 @@ class Trl(LLMBackend):
 
     def validate(self) -> None:
         if self.trainer not in TRAINERS:
-            raise UserError("trainer", self.trainer, f"is none of TRL's scripts known here: {', '.join(TRAINERS)}")
+            raise UserError("trainer", self.trainer, f"is not one of TRL's scripts known here: {', '.join(TRAINERS)}")
         self.require("model_name_or_path", "dataset_name", "output_dir", *TRAINERS[self.trainer])
         given = self.args.get("reward_funcs") or []
         functions: list[str] = [given] if isinstance(given, str) else list(given)
