@@ -19,7 +19,7 @@ Tensor                  1 bytes dense, 2 SparseCsr sparse_csr, 3 int32 dtype, 4 
 EncodedTextChunk        1 bytes tokens
 Chunk                   1 EncodedTextChunk encoded_text
 Datum                   1 Chunk* model_input, 2 Tensor% loss_fn_inputs
-Named                   1 string model_id
+Named                   1 string model_id, 2 int32 seq_id
 LossConfigValue         1 double number, 2 string text
 ForwardBackwardRequest  1 string model_id, 2 int32 seq_id, 3 Datum* data, 4 string loss_fn, 6 bool forward_only, \
 7 LossConfigValue% loss_fn_config_v2
@@ -56,14 +56,10 @@ class ForwardBackward:
     forward_only: bool = False
 
 
-def model_of(body: bytes) -> str:
-    """Read the model that a ``ForwardBackwardRequest`` is for, and nothing else of it."""
-    return str(_parse(body, "Named").model_id)
-
-
-def number_of(body: bytes) -> int | None:
-    """Read the number of a ``ForwardBackwardRequest`` among its model's."""
-    return int(_parse(body).seq_id) or None
+def read_address(body: bytes) -> tuple[str, int | None]:
+    """Read which model a ``ForwardBackwardRequest`` is for, its number among the model's, and nothing else of it."""
+    named = _parse(body, "Named")
+    return named.model_id, named.seq_id or None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
