@@ -14,10 +14,11 @@ import yaml
 from kubernetes import client
 
 from tests.unit.planning.test_plan import PUBLISHED
+from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.cli import run_cli
 from tuneloop.cli.gateway import GRACE_S
 from tuneloop.cluster.launch import KINDS, Kind
-from tuneloop.cluster.queue_problems import compute_pod_requests, parse_resource_quantity
+from tuneloop.cluster.queue_problems import compute_pod_requests
 from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
 from tuneloop.gateway.jobs import Jobs
 from tuneloop.gateway.sessions import Wanted

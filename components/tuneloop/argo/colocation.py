@@ -6,8 +6,10 @@ used at a time, or the kernel kills one. Beside them, what trainers need that st
 gateway's sessions; a stage of a workflow ends with its turn): weights and Adam's two moments, in pinned host memory.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from tuneloop.argo.claims import share_of
@@ -15,7 +17,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.workflow.manifest import labels_of, list_calls
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
-UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
+UNITS = {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", 1)}
+UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", *"kMGTPE"), -3)}
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
             limit=_known(own, max),
             server_request=sum(request for request, _ in servers),
             server_limit=_known(servers, sum),
-            overhead=parse_memory_quantity(share.overhead),
-            node=parse_memory_quantity(share.node_memory) if share.node_memory else None,
+            overhead=int(parse_resource_quantity(share.overhead)),
+            node=int(parse_resource_quantity(share.node_memory)) if share.node_memory else None,
         )
     return found
 
@@ -125,12 +128,13 @@ def format_gib(count: float) -> str:
     return f"{count / (1 << 30):.3g} GiB"
 
 
-def parse_memory_quantity(quantity: str) -> int:
-    """Parse a Kubernetes quantity such as ``2Gi`` into bytes, without kubernetes' parser, which is slow to import."""
-    for unit, factor in UNITS.items():
-        if quantity.endswith(unit):
-            return int(float(quantity.removesuffix(unit)) * factor)
-    return int(quantity)
+def parse_resource_quantity(quantity: object) -> Decimal:
+    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number, without kubernetes' parser, which is slow
+    to import. Raises UserError where it is none."""
+    match = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(\w*)", str(quantity))
+    if not match or match[2] not in UNITS:
+        raise UserError("quantity", quantity, "is not a Kubernetes quantity, as in 500m or 2Gi")
+    return Decimal(match[1]) * UNITS[match[2]]
 
 
 def _terms(of: Colocation) -> dict[str, str]:
@@ -147,7 +151,8 @@ def _memory(template: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return request and limit of a template's pod."""
     resources = template["container"]["resources"]
     limit = resources.get("limits", {}).get("memory")
-    return parse_memory_quantity(resources["requests"]["memory"]), parse_memory_quantity(limit) if limit else None
+    request = int(parse_resource_quantity(resources["requests"]["memory"]))
+    return request, int(parse_resource_quantity(limit)) if limit else None
 
 
 def _known(pods: Sequence[tuple[int, int | None]], combine: Any) -> int | None:

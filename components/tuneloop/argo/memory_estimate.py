@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.claims import share_of
-from tuneloop.argo.colocation import parse_memory_quantity
+from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.jobset import dump_manifest
 from tuneloop.core.errors import UserError
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
@@ -264,7 +264,7 @@ def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> N
     text = f"{amount >> 20}Mi"
     if limited:
         resources["limits"] = {**resources.get("limits", {}), "memory": text}
-    if small and amount >= parse_memory_quantity(small):
+    if small and amount >= parse_resource_quantity(small):
         return
-    if limited or amount > parse_memory_quantity(UNKNOWN):
+    if limited or amount > parse_resource_quantity(UNKNOWN):
         resources["requests"]["memory"] = text

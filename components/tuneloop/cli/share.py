@@ -65,7 +65,12 @@ def plan_shared(
     compared = plans.compare_plans(workloads, accelerators, together, rules)
     columns = ("plan", "runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in plans.ROLES), *TOTALS)
     print_table(columns, list_plan_rows(compared), right=columns[1:])
-    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, _advice(compared))))
+    shared = min((compared[each] for each in plans.SHARED), key=lambda plan: plan.total)
+    gain = compared[plans.SERIAL].total / shared.total - 1
+    word = f"{gain:.0%} more in the same time" if gain >= 0 else f"{-gain:.0%} less: it loses time"
+    advice = f"recommended: {plans.recommend_plan(compared)}, for most steps an hour and accelerator; by turns "
+    advice += f"{shared.runs} runs do {word}"
+    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, advice)))
     if asked:
         plans.check_plan(compared, asked, rules)
 
@@ -110,12 +115,3 @@ def _turns(rules: Rules, share: Share) -> str:
         f"{of}; one that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
         f" sees it: half of {compute_poll_interval(share.patience):g} s, as patience {share.patience:g} s has it"
     )
-
-
-def _advice(compared: Mapping[str, plans.Plan]) -> str:
-    """Say which plan is recommended, and what sharing gains."""
-    best = plans.recommend_plan(compared)
-    shared = min((compared[name] for name in plans.SHARED), key=lambda plan: plan.total)
-    gain = compared[plans.SERIAL].total / shared.total - 1
-    word = f"{gain:.0%} more in the same time" if gain >= 0 else f"{-gain:.0%} less: it loses time"
-    return f"recommended: {best}, for most steps an hour and accelerator; by turns {shared.runs} runs do {word}"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, find_object, is_absent
 from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
@@ -169,17 +170,6 @@ def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[s
         resources = container.get("resources") or {}
         asked.append({**(resources.get("limits") or {}), **(resources.get("requests") or {})})
     return _sum({k: parse_resource_quantity(v) for k, v in each.items() if "{{" not in str(v)} for each in asked)
-
-
-def parse_resource_quantity(text: Any) -> Decimal:
-    """Parse a Kubernetes quantity (``500m``, ``2Gi``, ``8``) into a number. Raises UserError where it is none."""
-    from kubernetes.utils import parse_quantity
-
-    try:
-        amount: Decimal = parse_quantity(str(text))
-    except ValueError:
-        raise UserError("quantity", text, "is not a Kubernetes quantity, as in 500m or 2Gi") from None
-    return amount
 
 
 def _sum(amounts: Iterable[Amounts]) -> Amounts:

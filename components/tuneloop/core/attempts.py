@@ -68,8 +68,11 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
             raise UserError("memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)")
         if number > 1:  # the attempt that ended was not the first, so it had the higher limit
             raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")
-    before, progress = _read_record(store, number - 1), read_progress()
-    same = before if before and before.progress == progress else Record(attempt=0, progress=progress)
+    progress = read_progress()
+    same = Record(attempt=0, progress=progress)
+    with contextlib.suppress(ValidationError):  # the attempt before this one may not have come so far
+        before = Record.model_validate_json(store.get(RECORD) or b"")
+        same = before if (before.attempt, before.progress) == (number - 1, progress) else same
     count = same.without_progress + end.counts
     away = same.unavailable + 1 if end is AWAY else 0
     if count > BUDGET or away > AWAY_BUDGET:
@@ -101,12 +104,3 @@ def record_progress(store: Store) -> None:
 def read_attempt() -> int:
     """Read the number of this attempt, from 0; 0 outside a pod."""
     return int(os.environ.get(ATTEMPT) or 0)
-
-
-def _read_record(store: Store, number: int) -> Record | None:
-    """Read what attempt `number` left; nothing where it did not come so far, or where another session left it."""
-    try:
-        record = Record.model_validate_json(store.get(RECORD) or b"")
-    except ValidationError:
-        return None
-    return record if record.attempt == number else None

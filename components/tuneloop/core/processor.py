@@ -7,17 +7,14 @@ instruction (SIGILL, exit code 132). Both have to be held back, one alone still 
 
 `check_processor` is for whatever is about to compute on a CPU. Where AMX is advertised a child tries a small product;
 if a signal ends it, both are held back, one line says so, and the manifest's provenance has it under ``processor``.
-The answer is kept for this boot, in ``$XDG_CACHE_HOME/tuneloop/processor.json``. ``TUNELOOP_PROCESSOR_CHECK`` is
-``auto``, or answers in its place: ``good`` or ``bad``.
+``TUNELOOP_PROCESSOR_CHECK`` is ``auto``, or answers in its place: ``good`` or ``bad``.
 """
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +31,6 @@ ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's variable and its old name. It is read once, at the first primitive: after torch was imported is early
 enough (seen with ONEDNN_VERBOSE=1)."""
 PATIENCE_S = 60
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 LIMITED: dict[str, str] = {}
 """For the provenance: what is held back here, and why; empty where nothing is."""
@@ -61,7 +57,7 @@ def limit_workers() -> None:
 
 
 def find_answer() -> tuple[Answer, str]:
-    """Find out whether what is advertised works, and by what: as told, as found since the last boot, or by trying."""
+    """Find out whether what is advertised works, and by what: as told, or by trying."""
     told = os.environ.get(VARIABLE, "auto")
     answers: dict[str, Answer] = {"good": "good", "bad": "bad"}
     if told in answers:
@@ -75,15 +71,9 @@ def find_answer() -> tuple[Answer, str]:
 def _find_here() -> tuple[Answer, str]:
     if not advertises_amx():
         return "good", "no AMX is advertised"
-    if kept := _recall():
-        return kept
-    number = try_product()
-    found: tuple[Answer, str] = ("good", "a bfloat16 product succeeded")
-    if number:
-        found = "bad", f"it is advertised, but {signal.Signals(number).name} ended a bfloat16 product"
-    if number in (0, signal.SIGILL):  # another signal may have been somebody's, who wanted an end
-        _keep(found)
-    return found
+    if number := try_product():
+        return "bad", f"it is advertised, but {signal.Signals(number).name} ended a bfloat16 product"
+    return "good", "a bfloat16 product succeeded"
 
 
 def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -144,32 +134,3 @@ def limit_libraries(why: str) -> None:
     for question in ("_is_amx_tile_supported", "_is_amx_fp16_supported", "_init_amx"):
         setattr(torch.cpu, question, lambda: False)
     LIMITED.update({"amx": "not used", "why": why, name: os.environ[name]})
-
-
-def _file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tuneloop", "processor.json")
-
-
-def _key() -> dict[str, str]:
-    """Return what an answer holds for: this boot of this machine, and the torch that gave it."""
-    import torch
-
-    return {"boot": BOOT.read_text().strip(), "torch": torch.__version__}
-
-
-def _recall() -> tuple[Answer, str] | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):
-        kept = json.loads(_file().read_text())
-        if kept["key"] == _key() and kept["answer"] in ("good", "bad"):
-            return kept["answer"], kept["why"]
-    return None
-
-
-def _keep(found: tuple[Answer, str]) -> None:
-    """Keep it for the next program of this boot; where nothing can be written, that one tries for itself."""
-    with contextlib.suppress(OSError, RuntimeError):
-        path = _file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"key": _key(), "answer": found[0], "why": found[1]}, file)
-        os.replace(file.name, path)

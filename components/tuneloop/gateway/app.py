@@ -334,7 +334,7 @@ def _key(request: Request) -> str:
 def _find_name(request: Request, body: bytes) -> str:
     """Find the session, model, sampling session or request that a body is about; its worker parses it."""
     if request.headers.get("content-type", "").startswith(wire.PROTOBUF):
-        return wire.model_of(body)
+        return wire.read_address(body)[0]
     depth = 0
     for found in itertools.islice(NAMES.finditer(body), LOOKED_AT):
         if depth == 1 and found[1] and (name := _parse_json(found[1])):

@@ -24,20 +24,6 @@ SWEEP = 60.0
 """Seconds between two looks for what is kept no longer."""
 
 
-class Conflict(Refused):
-    """Another request has this number already."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(409, reason)
-
-
-class Gone(Refused):
-    """There is no such request, or its result is kept no longer."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(404, reason)
-
-
 @dataclass(eq=False)
 class Entry:
     """One request.
@@ -86,22 +72,22 @@ class Ledger:
             self._streams.setdefault(stream, Stream(first, (first or 1) - 1))
 
     def submit(self, stream: str, number: int | None, entry: Entry) -> str:
-        """Take a request, and return its id. Raises Gone where the stream is not open, Conflict where another request
-        has that number, Refused where no new one is taken."""
+        """Take a request, and return its id. Raises Refused: 404, the stream is not open; 409, another request has that
+        number; 503, no new one is taken."""
         with self._changed:
             if (now := time.monotonic()) - self._swept >= SWEEP:
                 self._swept = now
                 for each in self._streams.values():
                     each.entries = {place: kept for place, kept in each.entries.items() if kept.until > now}
             if (known := self._streams.get(stream)) is None:
-                raise Gone(f"{stream} is not known here")
+                raise Refused(404, f"{stream} is not known here")
             if number is None:
                 number = known.last + 1
             standing = known.entries.get(number)
             if standing is None and known.following is not None and number < known.following:
-                raise Gone(f"{stream}:{number} was applied, and is kept no longer")
+                raise Refused(404, f"{stream}:{number} was applied, and is kept no longer")
             if standing is not None and standing.fingerprint != entry.fingerprint:
-                raise Conflict(f"{stream}:{number} was another request; take a number that is free")
+                raise Refused(409, f"{stream}:{number} was another request; take a number that is free")
             if standing is None and self._closed and number > known.last:
                 raise Refused(503, f"{stream}: its session ends and takes nothing new; go on from what it saves")
             if standing is None and len(known.entries) >= 2 * KEPT and number != known.following:
@@ -112,14 +98,14 @@ class Ledger:
             return f"{stream}:{number}"
 
     def future(self, request: str) -> Future[Any]:
-        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now. Raises Gone
-        where there is no such request."""
+        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now. Raises
+        Refused (404) where there is no such request."""
         stream, _, number = request.rpartition(":")
         with self._changed:
             known = self._streams.get(stream)
             entry = known.entries.get(int(number)) if known and number.isdigit() else None
             if entry is None:
-                raise Gone(f"{request} is not known here, or its result is kept no longer")
+                raise Refused(404, f"{request} is not known here, or its result is kept no longer")
             if entry.future.done():
                 entry.until, entry.fetched = time.monotonic() + FETCHED, True
             return entry.future

@@ -21,10 +21,11 @@ from tuneloop.core.store import local_path, normalize_url
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import messages, wire
-from tuneloop.gateway.ledger import Entry, Gone, Ledger
+from tuneloop.gateway.ledger import Entry, Ledger
 from tuneloop.gateway.resident import Resident, Sampler, Snapshot
 from tuneloop.gateway.sessions import Meter, check_quota
 from tuneloop.inference.engines import Sampling
+from tuneloop.inference.refusals import Refused
 from tuneloop.training import checkpoint
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class Session:
                     log.error("%s could not be saved (%s: %s)", name, type(error).__name__, error)
             while left := self.ledger.take(0):
                 for entry in left:
-                    self.ledger.finish(entry, error=Gone("not done: its session ends; go on from what it has saved"))
+                    self.ledger.finish(entry, error=Refused(404, "not done: its session ends; continue what it saved"))
             return [None] * len(entries)
 
         self.ledger.put_first([entry := Entry("", work)])
@@ -317,7 +318,7 @@ class Session:
 
     def _snapshot(self, sampling: str) -> Snapshot:
         if sampling not in self.samplers:
-            raise Gone(f"{sampling} is not known here")
+            raise Refused(404, f"{sampling} is not known here")
         if (snapshot := self.samplers[sampling]) is None:
             remedy = f"its weights made room for newer ones ({SNAPSHOTS} stay); sample from those, or save under a name"
             raise UserError("sampling_session_id", sampling, remedy)

@@ -1,36 +1,20 @@
 """Tinker's protobuf messages, as far as they are served: token ids in, tensors in and out.
 
-The field numbers are those of ``tinker_public.proto`` in the client library, release 0.38. Tensors are little-endian
-bytes of a dtype and a shape. Enums are written as integers, which is the same on the wire.
+`SCHEMA` has them with the field numbers of ``tinker_public.proto`` in the client library, release 0.38. Tensors are
+little-endian bytes of a dtype and a shape.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tuneloop.core.errors import UserError
 
-SCHEMA = """
-SparseCsr               1 bytes values, 2 bytes crow_indices, 3 bytes col_indices
-Tensor                  1 bytes dense, 2 SparseCsr sparse_csr, 3 int32 dtype, 4 int64* shape
-EncodedTextChunk        1 bytes tokens
-Chunk                   1 EncodedTextChunk encoded_text
-Datum                   1 Chunk* model_input, 2 Tensor% loss_fn_inputs
-Named                   1 string model_id
-LossConfigValue         1 double number, 2 string text
-ForwardBackwardRequest  1 string model_id, 2 int32 seq_id, 3 Datum* data, 4 string loss_fn, 6 bool forward_only, \
-7 LossConfigValue% loss_fn_config_v2
-BatchedTensor           1 bytes data, 2 bytes offsets, 3 int32 dtype, 4 int64* trailing_shape
-ArrayRecord             1 string type_tag, 2 BatchedTensor% fields, 3 int64 num_datums
-ForwardBackwardOutput   1 string loss_fn_output_type, 2 ArrayRecord* loss_fn_outputs, 3 double% metrics
-SampledSequence         1 int32 stop_reason, 2 bytes tokens, 3 bytes logprobs
-SampleResponse          1 SampledSequence* sequences, 2 bytes prompt_logprobs
-"""
-"""Message, then its fields: number, type (``*`` repeated, ``%`` a map from strings), name."""
-
+SCHEMA = Path(__file__).with_name("tinker.textproto")
 PROTOBUF = "application/x-protobuf"
 FLOAT32, INT64 = 1, 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
@@ -56,14 +40,10 @@ class ForwardBackward:
     forward_only: bool = False
 
 
-def model_of(body: bytes) -> str:
-    """Read the model that a ``ForwardBackwardRequest`` is for, and nothing else of it."""
-    return str(_parse(body, "Named").model_id)
-
-
-def number_of(body: bytes) -> int | None:
-    """Read the number of a ``ForwardBackwardRequest`` among its model's."""
-    return int(_parse(body).seq_id) or None
+def read_address(body: bytes) -> tuple[str, int | None]:
+    """Read which model a ``ForwardBackwardRequest`` is for, its number among the model's, and nothing else of it."""
+    named = _parse(body, "Named")
+    return named.model_id, named.seq_id or None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
@@ -139,35 +119,7 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
 @functools.cache
 def _messages() -> dict[str, Any]:
     """Make a class for each message of `SCHEMA`, in a pool of their own: the client library may be here, too."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, message_factory, text_format
 
-    package = "tuneloop.tinker"
-    file = descriptor_pb2.FileDescriptorProto(name="tuneloop_tinker.proto", package=package, syntax="proto3")
-    kinds = descriptor_pb2.FieldDescriptorProto
-
-    def add(message: Any, number: int, kind: str, name: str) -> None:
-        base = kind.rstrip("*%")
-        field = message.field.add(name=name, number=number, label=kinds.LABEL_REPEATED if base != kind else 1)
-        if kind.endswith("%"):
-            entry = message.nested_type.add(name="".join(map(str.title, name.split("_"))) + "Entry")
-            entry.options.map_entry = True
-            add(entry, 1, "string", "key")
-            add(entry, 2, base, "value")
-            base = f"{message.name}.{entry.name}"
-        scalar = getattr(kinds, f"TYPE_{base.upper()}", None)
-        field.type = scalar or kinds.TYPE_MESSAGE
-        if scalar is None:
-            field.type_name = f".{package}.{base}"
-
-    for line in filter(None, SCHEMA.split("\n")):
-        name, fields = line.split(None, 1)
-        message = file.message_type.add(name=name)
-        for definition in fields.split(", "):
-            number, kind, label = definition.split()
-            add(message, int(number), kind, label)
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    return {
-        message.name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{message.name}"))
-        for message in file.message_type
-    }
+    file = text_format.Parse(SCHEMA.read_text(), descriptor_pb2.FileDescriptorProto())
+    return {name.rpartition(".")[2]: kind for name, kind in message_factory.GetMessages([file]).items()}

@@ -42,7 +42,6 @@ from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_
 from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
-from tuneloop.gateway.ledger import Conflict, Gone
 from tuneloop.gateway.session import Session
 from tuneloop.inference.refusals import Refused, create_app
 from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
@@ -135,7 +134,7 @@ class Worker:
         """Answer with a result, or with 408 while there is none."""
         try:
             future: Future[Any] = self.session.ledger.future(request_id)
-        except Gone as gone:
+        except Refused as gone:
             raise Refused(410, str(gone)) from gone
         settled = asyncio.wrap_future(future)
         settled.add_done_callback(lambda done: done.exception())  # else asyncio warns that nobody looked at it
@@ -195,10 +194,10 @@ class Worker:
         ids: list[str] = []
         try:
             yield ids
-        except (Conflict, Gone):
+        except Refused:
             raise
         except Exception as error:
-            model, number = (wire.model_of(body), wire.number_of(body)) if proto else _address(body)
+            model, number = wire.read_address(body) if proto else _address(body)
             if not model or number is None:
                 raise
             refusal = from_validation(error) if isinstance(error, ValidationError) else error

@@ -118,16 +118,7 @@ def _plain_yaml() -> Iterator[None]:
         yaml.Dumper.yaml_representers = known
 
 
-def submit_run(
-    client: Any,
-    built: Any,
-    *,
-    run: str,
-    store: str,
-    root: str | None = None,
-    cache: bool = True,
-    experiment: str = EXPERIMENT,
-) -> str:
+def submit_run(client: Any, built: Any, *, run: str, store: str, root: str | None = None, cache: bool = True) -> str:
     """Start a run, or resume the one of that name, and return its id. Raises UserError where a run of that name is
     under way.
 
@@ -142,7 +133,7 @@ def submit_run(
             package,
             arguments={"run": run, "store": store},
             run_name=run,
-            experiment_name=experiment,
+            experiment_name=EXPERIMENT,
             pipeline_root=root,
             enable_caching=None if cache else False,
         )

@@ -164,7 +164,8 @@ class Graph:
             when = substitute_tags(task.get("when", ""), scope)
             if not expressions.evaluate_when(when):
                 return self.skip(call, "Skipped", f"when '{when}' evaluated false")
-            parameters = resolve_arguments(task, scope)
+            given = [p for p in (task.get("arguments") or {}).get("parameters", []) if p.get("value") is not None]
+            parameters = {p["name"]: format_value(substitute_tags(p["value"], scope)) for p in given}
         except Exception as error:  # whatever is wrong with it, the graph goes on
             message = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
             return self.skip(call, "Error", message)
@@ -233,12 +234,6 @@ def input_scope(template: Mapping[str, Any], inputs: Mapping[str, str]) -> Scope
         if "path" in parameter.get("valueFrom", {}):
             scope[f"outputs.parameters.{parameter['name']}.path"] = parameter["valueFrom"]["path"]
     return scope
-
-
-def resolve_arguments(task: Mapping[str, Any], scope: Scope) -> dict[str, str]:
-    """Return the arguments of a task, by name."""
-    given = (task.get("arguments") or {}).get("parameters", [])
-    return {p["name"]: format_value(substitute_tags(p["value"], scope)) for p in given if p.get("value") is not None}
 
 
 def resolve_output(parameter: Mapping[str, Any], scope: Scope) -> str:

@@ -116,13 +116,7 @@ def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{key}", value
 
 
-def find_differences(ours: dict[str, Any], theirs: dict[str, Any], prefix: str = "") -> list[str]:
+def find_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """List the dotted keys in which two configurations differ."""
-    found = []
-    for key in sorted({*ours, *theirs}):
-        a, b = ours.get(key), theirs.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += find_differences(a, b, f"{prefix}{key}.")
-        elif dump_canonical_json(a) != dump_canonical_json(b):
-            found.append(prefix + key)
-    return found
+    a, b = dict(list_leaves(ours)), dict(list_leaves(theirs))
+    return sorted(key for key in {*a, *b} if dump_canonical_json(a.get(key)) != dump_canonical_json(b.get(key)))

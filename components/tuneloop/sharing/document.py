@@ -1,7 +1,7 @@
 """What a group of runs knows of its turns: one small document, and how it changes. No clock, no place."""
 
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -70,16 +70,14 @@ class Document(BaseModel, frozen=True):
         if self.seat(ticket):
             return self
         served = {who: self.number, **self.served}
-        return self._but(waiting=(*self.waiting, Seat(ticket=ticket, who=who, since=since)), served=served)
+        waiting = (*self.waiting, Seat(ticket=ticket, who=who, since=since))
+        return self.model_copy(update={"waiting": waiting, "served": served})
 
     def beat(self, ticket: str) -> "Document":
         """Show that one lives. Raises Refused where it has no seat (any more)."""
         if self.seat(ticket) is None:
             raise Refused(f"{ticket} has lost its place")
-        return self._but(
-            holder=_beaten(self.holder, ticket) if self.holder else None,
-            waiting=tuple(_beaten(seat, ticket) for seat in self.waiting),
-        )
+        return self._each(lambda seat: seat.model_copy(update={"beat": seat.beat + (seat.ticket == ticket)}))
 
     def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> "Document":
         """Begin a turn. Tickets that are `silent` lose their seats. Raises Refused where somebody lives who has the
@@ -96,21 +94,16 @@ class Document(BaseModel, frozen=True):
         waiting = tuple(each for each in self.waiting if each != seat and each.ticket not in silent)
         served = dict(sorted({**self.served, seat.who: number}.items(), key=lambda item: item[1])[-KNOWN:])
         holder = seat.model_copy(update={"since": since, "beat": seat.beat + 1})
-        return self._but(number=number, holder=holder, waiting=waiting, served=served)
+        return self.model_copy(update={"number": number, "holder": holder, "waiting": waiting, "served": served})
 
     def quit(self, ticket: str) -> "Document":
         """End a turn, or wait no longer; nothing changes for one that has no seat."""
-        kept = self.holder if self.holder and self.holder.ticket != ticket else None
-        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.ticket != ticket))
+        return self._each(lambda seat: None if seat.ticket == ticket else seat)
 
     def leave(self, who: str) -> "Document":
         """Take from a run all that it holds and waits for."""
-        kept = self.holder if self.holder and self.holder.who != who else None
-        return self._but(holder=kept, waiting=tuple(seat for seat in self.waiting if seat.who != who))
+        return self._each(lambda seat: None if seat.who == who else seat)
 
-    def _but(self, **changed: Any) -> "Document":
-        return self.model_copy(update=changed)
-
-
-def _beaten(seat: Seat, ticket: str) -> Seat:
-    return seat.model_copy(update={"beat": seat.beat + 1}) if seat.ticket == ticket else seat
+    def _each(self, how: Callable[[Seat], Seat | None]) -> "Document":
+        waiting = tuple(filter(None, map(how, self.waiting)))
+        return self.model_copy(update={"holder": self.holder and how(self.holder), "waiting": waiting})

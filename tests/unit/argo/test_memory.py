@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes.utils import parse_quantity
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.argo.colocation import Colocation, compute_trainer_memory
-from tuneloop.cluster.queue_problems import parse_resource_quantity
+from tuneloop.argo.colocation import Colocation, compute_trainer_memory, parse_resource_quantity
 from tuneloop.config.loading import find_pipeline
+from tuneloop.core.errors import UserError
 
 GIB = 2**30
 
@@ -85,3 +86,11 @@ def test_what_is_used_at_a_time_is_one_stage_and_all_servers() -> None:
     assert of.used == (20 + 3 * 5 + 4) * GIB
     assert list(of.excess()) == [("use", 39 * GIB)]
     assert Colocation(3, 0, None, 0, 5 * GIB, 0, 1).used is None
+
+
+def test_quantities_are_what_kubernetes_says() -> None:
+    for text in ("500m", "2Gi", "8", "1e3", "5E", "1.5Ki", "100n", ".5", "3.", "7u", "128974848", "129e6", "123Mi"):
+        assert parse_resource_quantity(text) == parse_quantity(text), text
+    for text in ("", "2gi", "Gi", "1 Gi", "1.2.3", "NaN"):
+        with pytest.raises(UserError, match="is not a Kubernetes quantity"):
+            parse_resource_quantity(text)

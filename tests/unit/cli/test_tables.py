@@ -1,12 +1,12 @@
 """Tables on terminals of several widths: what identifies a row is whole, messages are cut."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pytest
 
-from tuneloop.cli import tables
 from tuneloop.cli.show import show_stages
+from tuneloop.cli.tables import print_table
 from tuneloop.runs.stages import Stage
 
 NAMES = ("data-prep", "evaluate-before", "policy-update")
@@ -23,17 +23,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, stages: Sequence[Stage] = STAGES) -> list[str]:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, show: Callable[[], None]) -> list[str]:
     screen = Terminal()
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout", screen)
-    show_stages(stages)
+    show()
     return [line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in screen.getvalue().splitlines() if line]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_status_cuts_messages_and_never_names(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    head, rule, *lines = on_terminal(monkeypatch, columns)
+    head, rule, *lines = on_terminal(monkeypatch, columns, lambda: show_stages(STAGES))
     assert head.split() == ["stage", "phase", "done", "seconds", "retries", "newest"]
     for stage, line in zip(STAGES, lines):
         assert line.startswith(stage.stage + " ") and f" {stage.phase}" in line and stage.progress in line
@@ -49,11 +49,13 @@ def test_nothing_is_cut_where_nobody_looks(capsys: pytest.CaptureFixture[str], m
     assert STAGES[3].message in capsys.readouterr().out
 
 
-def test_wide_characters_are_counted_by_their_columns() -> None:
-    head, _, line = tables.format_rows(("run", "message"), [("東京", "東京" * 10)], cut="message", width=20)
-    assert head == "run   message"
-    assert line == "東京  東京東京東京…"
+def test_wide_characters_are_counted_by_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("東京", "東京" * 10)]
+    head, _, line = on_terminal(monkeypatch, 20, lambda: print_table(("run", "message"), rows, cut="message"))
+    assert head.rstrip() == "run   message"
+    assert line == "東京  東京東京東京 …"
 
 
-def test_a_message_of_several_lines_is_one_row() -> None:
-    assert tables.format_rows(("run", "message"), [("a", "one\n  two")])[2:] == ["a    one two"]
+def test_a_message_of_several_lines_is_one_row_and_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("run", "message"), [("a", "one\n  [bold]two[/bold]")])
+    assert capsys.readouterr().out.splitlines()[-2:] == ["a    one [bold]two[/bold]", ""]

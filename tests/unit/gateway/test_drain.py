@@ -20,7 +20,7 @@ from tests.unit.gateway.test_session import MODEL, SUPERVISED, Driver, data
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.gateway import worker as module
-from tuneloop.gateway.ledger import Entry, Gone
+from tuneloop.gateway.ledger import Entry
 from tuneloop.gateway.processes import Processes
 from tuneloop.gateway.sessions import Settings, Wanted, WorkerPod
 from tuneloop.gateway.worker import Worker
@@ -189,7 +189,7 @@ def test_models_are_saved_in_time_however_much_was_accepted(tmp_path: Path, monk
     worker.stopping.set()
     assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
     assert driver.session.ledger.future(asked[0]).exception(0) is None
-    with pytest.raises(Gone, match="not done: its session ends; go on from what it has saved"):
+    with pytest.raises(Refused, match="not done: its session ends; continue what it saved"):
         driver.session.ledger.future(asked[-1]).result(0)
 
 

@@ -26,7 +26,7 @@ def test_what_the_client_sends() -> None:
         config={"clip_low_threshold": 0.5},
     )
     found = wire.read_forward_backward(body)
-    assert wire.model_of(body) == found.model_id == "a.b:train:0"
+    assert wire.read_address(body) == (found.model_id, found.seq_id) == ("a.b:train:0", 3)
     assert (found.seq_id, found.loss_fn, found.config) == (3, "ppo", {"clip_low_threshold": 0.5})
     assert [datum.tokens for datum in found.data] == [[5, 6, 70_001]] * 2
     assert found.data[0].inputs["target_tokens"].tolist() == [6, 7, 70_000]
