@@ -275,7 +275,9 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         values, before = {**build_input_tags(loop.inputs), **trained}, repeat
         # One after the other: a server holds one version at a time.
         for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
-            before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
+            if step.name in templates:
+                before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
+                values |= {wire: task_tag(name, output_of(wire)) for wire in step.outputs}
     with build_dag(CONTINUED, loop.passed):
         server, endpoint = call_server(templates, config, input_tag("policy"))
         server >> part(name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint})
