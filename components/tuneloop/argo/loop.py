@@ -277,7 +277,8 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
             if step.name in templates:
                 before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
-                values |= {wire: task_tag(name, output_of(wire)) for wire in step.outputs}
+                ran: Any = build_term(g.tasks, name).status == "Succeeded"
+                values |= {each: f"{ran.check(output_term(name, output_of(each)), C('')):=}" for each in step.outputs}
     with build_dag(CONTINUED, loop.passed):
         server, endpoint = call_server(templates, config, input_tag("policy"))
         server >> part(name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint})
