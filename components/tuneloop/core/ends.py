@@ -69,11 +69,7 @@ class EndClass:
 
 SUCCEEDED = EndClass("succeeded", "exit code 0", "no")
 MISTAKE = EndClass("user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change")
-REFUSED = EndClass(
-    errors.NotPromoted.kind,
-    f"exit code {errors.EXIT_NOT_PROMOTED}",
-    "no; the last line says why the model is not served",
-)
+REFUSED = EndClass(errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why")
 INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always")
 AWAY = EndClass(
     UNAVAILABLE,

@@ -9,12 +9,13 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import UNTRACKED, Input, Results, Stage, component
+from tuneloop.core.context import Options
 from tuneloop.core.errors import NotPromoted, UserError
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster, ignore_refusals
@@ -28,26 +29,18 @@ PROBE_S = 60.0
 Promotion = dict[str, Any]
 
 
+class DeployOptions(Options):
+    """Where an exported model is served, and how good it has to be."""
+
+    deployment: str = Field("tuneloop-model", description="that serves exported models; its pods read $MODEL")
+    namespace: str = Field(NAMESPACE, description="of the Deployment")
+    url: str = Field("http://tuneloop-model:8000", description="of its Service", json_schema_extra=UNTRACKED)
+    at_least: float | None = Field(None, description="mean_reward that it needs; none: that of the model served now")
+    ready_s: float = Field(1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
+
+
 @component("promotion", account="tuneloop-deployer")
-def deploy_model(
-    stage: Stage,
-    model: Input,
-    metrics: Input,
-    *,
-    deployment: Annotated[
-        str, Field(description="that serves exported models; its pods read $MODEL")
-    ] = "tuneloop-model",
-    namespace: Annotated[str, Field(description="of the Deployment")] = NAMESPACE,
-    url: Annotated[
-        str, Field(description="of the Service before it, as pods reach that", json_schema_extra=UNTRACKED)
-    ] = "http://tuneloop-model:8000",
-    at_least: Annotated[
-        float | None, Field(description="mean_reward that a model needs; none: that of the model served now")
-    ] = None,
-    ready_s: Annotated[
-        float, Field(gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
-    ] = 1200,
-) -> Results:
+def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployOptions) -> Results:
     """Have a Deployment serve an exported model, and prove by a question that it does; else go back.
 
     Raises:
@@ -58,7 +51,8 @@ def deploy_model(
     judged, exported = (each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model))
     if "mean_reward" not in metrics.manifest.results or judged != exported:
         raise UserError("--metrics", metrics.ref, f"is no evaluation of the policy that {model.url} is the export of")
-    score, server = metrics.manifest.results["mean_reward"], Server(connect_to_cluster(namespace), deployment)
+    name, url, least, ready_s = options.deployment, options.url, options.at_least, options.ready_s
+    score, server = metrics.manifest.results["mean_reward"], Server(connect_to_cluster(options.namespace), name)
     prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
 
     def begin(now: Promotion) -> Promotion:
@@ -66,15 +60,15 @@ def deploy_model(
             return now
         stands = {**(now if now.get("proved", True) else now["former"])}
         stands.pop("former", None)
-        least = stands.get("mean_reward") if at_least is None else at_least
-        if least is not None and not score >= least:
-            remedy = f"is below {least:g}: {deployment} goes on serving {stands['model'] or 'what it did'}"
+        wanted = stands.get("mean_reward", score) if least is None else least
+        if not score >= wanted:
+            remedy = f"is below {wanted:g}: {name} goes on serving {stands['model'] or 'what it did'}"
             raise NotPromoted("mean_reward", score, remedy)
         return {"model": model.ref, "mean_reward": score, "proved": False, "former": stands}
 
     def end(now: Promotion) -> Promotion:
         if now["model"] != model.ref:
-            raise NotPromoted("--model", model.ref, f"was replaced at {deployment} meanwhile by {now['model']}")
+            raise NotPromoted("--model", model.ref, f"was replaced at {name} meanwhile by {now['model']}")
         return now.get("former", now) if wrong else {**now, "proved": True}
 
     server.change(begin)
@@ -83,9 +77,9 @@ def deploy_model(
     now = server.change(end)
     if wrong:
         left = wait_until_right(stage, server.find_unready, ready_s)
-        back = f"{deployment} serves {now['model'] or 'what it did'}{left and f', but {left}'}"
+        back = f"{name} serves {now['model'] or 'what it did'}{left and f', but {left}'}"
         raise NotPromoted("--model", model.ref, f"{wrong}; {back}")
-    stage.facts.update(deployment=deployment, mean_reward=score)
+    stage.facts.update(deployment=name, mean_reward=score)
     stage.notes["former"] = now.get("former", {}).get("model")
     stage.log(f"{url} answers as {model.ref}")
     return {}
@@ -98,13 +92,9 @@ class Server:
     cluster: Connection
     name: str
 
-    @property
-    def place(self) -> tuple[str, ...]:
-        return "apps", "v1", self.cluster.namespace, "deployments", self.name
-
     def read(self) -> tuple[dict[str, Any], Promotion]:
         """Read it, and what its annotation says, if that is of the model that it serves."""
-        found = self.cluster.custom.get_namespaced_custom_object(*self.place)
+        found = self.cluster.get("apps", "v1", "deployments", self.name)
         variables = (each for part in found["spec"]["template"]["spec"]["containers"] for each in part.get("env", ()))
         model = next((each.get("value") for each in variables if each["name"] == MODEL), None)
         told = json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}"))
@@ -122,11 +112,12 @@ class Server:
                 for kind, parts in found["spec"]["template"]["spec"].items()
                 if kind in ("initContainers", "containers")
             }
-            about = {"annotations": {PROMOTION: json.dumps(new)}}
-            about |= {"resourceVersion": found["metadata"]["resourceVersion"]}
+            told, seen = {PROMOTION: json.dumps(new)}, found["metadata"]["resourceVersion"]
+            about = {"annotations": told, "resourceVersion": seen}  # which is refused where another was faster
             body = {"metadata": about, "spec": {"template": {"spec": pod}}}
+            place = ("apps", "v1", self.cluster.namespace, "deployments", self.name)
             with ignore_refusals(409):
-                self.cluster.custom.patch_namespaced_custom_object(*self.place, body)
+                self.cluster.custom.patch_namespaced_custom_object(*place, body)
                 return new
 
     def find_unready(self) -> str:
