@@ -64,7 +64,8 @@ print(json.dumps({**answer, "names": [each["id"] for each in json.load(models)["
 GRPO = [
     *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=8", "loop.target_reward=2"),
     *("loop.per_workflow=1", "loop.iterations_per_pod=1", "rollout.prompts_per_iteration=4", "rollout.n=4"),
-    *("data.source_args={digits: 2}", "data.train=40", "data.eval=8", f"cluster.images={IMAGES}", "deploy.at_least=0"),
+    *("data.source_args={digits: 2}", "data.train=40", "data.eval=8", f"cluster.images={IMAGES}"),
+    *("cluster.cpu.cpu=50m", "deploy.at_least=0"),  # two servers at a time have to have room on a small node
 ]
 
 
