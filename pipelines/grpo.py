@@ -21,6 +21,7 @@ from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.export import export
 from tuneloop.stages.policy_update import policy_update
@@ -37,6 +38,7 @@ Config: Any = LoopPipelineConfig.with_sections(
     reward=reward.settings(),
     update=policy_update.settings(without=GIVEN),
     evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
+    deploy=(deploy_model.settings() | None, None),
 )
 
 # A step takes its inputs and parameters from wires: values of the loop (those of `carry` and `constants`; `iteration`
@@ -51,7 +53,10 @@ LOOP = Loop(
     constants=["prompts", "reference"],
     reward="reward.mean-reward",
     check=Step(evaluate, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"),
-    finish=[Step(export, policy="policy")],
+    finish=[
+        Step(export, policy="policy"),
+        Step(deploy_model, optional=True, model="export.model", metrics="evaluate.metrics"),
+    ],
 )
 
 
@@ -68,6 +73,7 @@ def stages(config: Config) -> list[StageSpec]:
         StageSpec(rollout, config.rollout, **engine),
         StageSpec(reward, config.reward),
         StageSpec(policy_update, config.update, max_staleness=config.max_staleness, **ranks),
+        *([StageSpec(deploy_model, config.deploy)] if config.deploy else []),
     ]
 
 

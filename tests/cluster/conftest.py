@@ -99,7 +99,7 @@ def run(cluster: Connection) -> Iterator[str]:
     """A new run's name; whatever the run left is deleted."""
     name = f"t{uuid.uuid4().hex[:8]}"
     yield name
-    for suffix in ("", "-a", "-b"):
+    for suffix in ("", "-a", "-b", "-c"):
         label = f"{RUN_LABEL}={name}{suffix}"
         kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", label, "--wait=false")
     kubectl("-n", cluster.namespace, "delete", "configmap", f"{name}-toy", "--ignore-not-found")

@@ -23,6 +23,7 @@ from tuneloop.config.loading import dump_workflow, find_pipeline, list_pipelines
 from tuneloop.gateway.jobs import Jobs
 from tuneloop.gateway.sessions import Wanted
 from tuneloop.inference import sandbox_server
+from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import QUEUE_LABEL
 
@@ -160,8 +161,16 @@ def test_stages_have_an_account_without_rights() -> None:
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
     mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
     talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-graphs", "tuneloop-launcher", "tuneloop-gateway"}
-    talkative |= {"tuneloop-rollout-autoscaler", "tuneloop-ui", "tuneloop-tracker"}
+    talkative |= {"tuneloop-rollout-autoscaler", "tuneloop-ui", "tuneloop-tracker", "tuneloop-deployer"}
     assert mounted <= talkative  # whose pods talk to the API server
+    one = {
+        "apiGroups": ["apps"],
+        "resources": ["deployments"],
+        "resourceNames": ["tuneloop-model"],
+        "verbs": ["get", "patch"],
+    }
+    assert named("Role")["tuneloop-deployer"]["rules"] == [one] and deploy_model.account in mounted
+    assert deploy_model.Params().deployment in named("Deployment")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.api[2])

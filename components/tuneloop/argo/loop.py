@@ -275,7 +275,10 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         values, before = {**build_input_tags(loop.inputs), **trained}, repeat
         # One after the other: a server holds one version at a time.
         for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
-            before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
+            if step.name in templates:
+                before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
+                ran: Any = build_term(g.tasks, name).status == "Succeeded"
+                values |= {each: f"{ran.check(output_term(name, output_of(each)), C('')):=}" for each in step.outputs}
     with build_dag(CONTINUED, loop.passed):
         server, endpoint = call_server(templates, config, input_tag("policy"))
         server >> part(name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint})

@@ -116,6 +116,8 @@ def stage_template(
         args=flags,
         **pod_fields.retried_pod_fields(component.image, role if nodes == 1 else "cpu", cluster),
     )
+    if component.account:
+        made.service_account_name, made.automount_service_account_token = component.account, True
     if nodes > 1:
         return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
     if "endpoint" in dynamic and pod_fields.read_engine(component, given) == "vllm":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, UserError, find_full_disk
+from tuneloop.core.errors import EXIT_USER, NAMED, UserError, find_full_disk
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
@@ -17,9 +17,6 @@ from tuneloop.runs.summary import format_duration, format_size
 
 if TYPE_CHECKING:
     from tuneloop.local.executor import Outcome
-
-NAMED = tuple(f"{name}:" for name in ("error", "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW))
-"""How a last line begins that names the class of its end."""
 
 
 def show_stages(stages: Iterable[Stage], places: int = 1) -> None:

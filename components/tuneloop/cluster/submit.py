@@ -20,7 +20,7 @@ from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_nu
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import find_component
-from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
+from tuneloop.core.errors import EXIT_NOT_PROMOTED, EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
@@ -217,7 +217,7 @@ def wait_for_run(cluster: Connection, run: str) -> int:
     """Wait for the newest workflow of a run to end, also while the API server is unavailable.
 
     Returns:
-        0 when it succeeded; else 2 or 75 if a stage ended so, 1 otherwise.
+        0 when it succeeded; else 2, 3 or 75 if a stage ended so, 1 otherwise.
     """
     newest = find_workflows(cluster, run)[-1]
     while get_workflow_phase(newest) not in DONE:
@@ -231,4 +231,4 @@ def exit_code(workflow: Mapping[str, Any]) -> int:
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
     codes = {node.exit_code for node in read_nodes(workflow).values() if node.phase in ("Failed", "Error")}
-    return next((code for code in (EXIT_USER, EXIT_RETRY) if code in codes), 1)
+    return next((code for code in (EXIT_USER, EXIT_NOT_PROMOTED, EXIT_RETRY) if code in codes), 1)

@@ -74,6 +74,7 @@ class Component:
         output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
         options: parameters that are flattened into `Params`: name → their model.
         inputs: input name → whether it is required.
+        account: the ServiceAccount of its pod, whose token that is given; empty: that of all stages, without rights.
     """
 
     function: Callable[..., Results | None]
@@ -84,6 +85,7 @@ class Component:
     results: Mapping[str, type]
     after: Callable[[Stage, Manifest], None] | None
     identity: Callable[[Any], Mapping[str, Any]] | None
+    account: str = ""
 
     def __post_init__(self) -> None:
         function = self.function
@@ -269,6 +271,7 @@ def component(
     results: Mapping[str, type] | None = None,
     after: Callable[[Stage, Manifest], None] | None = None,
     identity: Callable[[Any], Mapping[str, Any]] | None = None,
+    account: str = "",
 ) -> Callable[[Callable[..., Results | None]], Component]:
     """Make a stage of a typed function.
 
@@ -285,8 +288,9 @@ def component(
         results: scalars it returns.
         after: called once the output stands, also when it stood already; must be idempotent.
         identity: of parameters that name what is not an artifact (a file): what tells its contents from others.
+        account: the ServiceAccount that its pod needs rights of.
     """
-    return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity)
+    return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity, account)
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:

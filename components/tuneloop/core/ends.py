@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tuneloop.core import errors
 from tuneloop.core.errors import EXIT_GAVE_UP, EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
 
 OUT_OF_MEMORY = "OOMKilled"
@@ -68,6 +69,7 @@ class EndClass:
 
 SUCCEEDED = EndClass("succeeded", "exit code 0", "no")
 MISTAKE = EndClass("user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change")
+REFUSED = EndClass(errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why")
 INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always")
 AWAY = EndClass(
     UNAVAILABLE,
@@ -104,7 +106,9 @@ GAVE_UP = EndClass("gave up", f"exit code {EXIT_GAVE_UP}", "no; the budget of at
 BUG = EndClass(
     "bug", "any other exit code", "no, the log has the traceback; a server: yes, within the budget", counts=True
 )
-END_CLASSES = (SUCCEEDED, MISTAKE, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG)
+END_CLASSES = (
+    *(SUCCEEDED, MISTAKE, REFUSED, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG),
+)
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
@@ -120,7 +124,8 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         return MEMORY
     if code in KILLED and "exit code" not in message and message:  # such as that the node is low on memory
         return EVICTED
-    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, EXIT_GAVE_UP: GAVE_UP, TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
+    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, errors.EXIT_NOT_PROMOTED: REFUSED, EXIT_GAVE_UP: GAVE_UP}
+    known |= {TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
     return known.get(code, KILL if code in KILLED else BUG)
 
 

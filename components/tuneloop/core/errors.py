@@ -1,7 +1,8 @@
 """The errors that decide a process's exit code.
 
 Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (never retried),
-75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up, anything else a bug.
+3 a model that its gate refuses, 75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up,
+anything else a bug.
 """
 
 import errno
@@ -16,16 +17,21 @@ from typing import ParamSpec
 
 P = ParamSpec("P")
 EXIT_USER = 2
+EXIT_NOT_PROMOTED = 3
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.core.attempts`)
 TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
 """Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
 INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW = "interrupted", "unavailable", "failed for now"
 """How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.core.ends`)."""
+NAMED = tuple(f"{name}:" for name in ("error", "gave up", "not promoted", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW))
+"""How a last line begins that names the class of its end."""
 
 
 class UserError(ValueError):
     """A mistake only the user can mend: one line with the field, the value and the remedy."""
+
+    kind, exit_code = "error", EXIT_USER
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
@@ -36,6 +42,12 @@ def shorten_text(text: str, most: int = 200) -> str:
     """Return a text that is longer than `most` without its middle, and with its length."""
     tail = most // 4
     return text if len(text) <= most else f"{text[: most - tail]}… ({len(text)} characters) …{text[-tail:]}"
+
+
+class NotPromoted(UserError):
+    """A model that does not pass its gate: what was served before goes on being served."""
+
+    kind, exit_code = "not promoted", EXIT_NOT_PROMOTED
 
 
 class Retryable(RuntimeError):
@@ -118,7 +130,7 @@ def report_error(error: UserError | Retryable | Exhausted) -> int:
 def describe_error(error: UserError | Retryable | Exhausted) -> tuple[str, int]:
     """Return the line that says what ended a program, and its exit code."""
     if isinstance(error, UserError):
-        return f"error: {error}", EXIT_USER
+        return f"{error.kind}: {error}", error.exit_code
     if isinstance(error, Exhausted):
         return f"gave up: {error}", EXIT_GAVE_UP
     kind = UNAVAILABLE if isinstance(error, Unavailable) else FAILED_FOR_NOW

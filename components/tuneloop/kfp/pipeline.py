@@ -76,6 +76,7 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
     if loop:
         loop.check_specs(specs)
         refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
+        refused["deploy"] = getattr(config, "deploy", None)
         refused["engine.replicas"] = config.engine.replicas if config.engine.replicas > 1 else False
         for name, chosen in refused.items():
             if chosen:
@@ -175,7 +176,7 @@ class LoopTasks:
         """Evaluate the last policy, and make of it what the loop is to."""
         values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
         self.call(check, f"{check.name}-after", self.url, values)
-        for step in self.loop.finish:
+        for step in (each for each in self.loop.finish if each.name in self.steps):
             self.call(step, step.name, self.url, values)
 
     def write_out(self) -> dict[str, Any]:

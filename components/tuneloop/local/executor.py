@@ -33,7 +33,7 @@ class Outcome:
 
     Attributes:
         phase: ``Succeeded``, ``Failed`` or ``Error``.
-        exit_code: 0; 130/75 stopped by SIGINT/SIGTERM; 2 or 75 if a pod failed so; else 1.
+        exit_code: 0; 130/75 stopped by SIGINT/SIGTERM; 2, 3 or 75 if a pod failed so; else 1.
     """
 
     phase: str

@@ -198,13 +198,13 @@ def _try_lock(file: IO[str], how: int) -> bool:
 
 
 def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) -> int:
-    """Return a run's exit code: 0; 130 or 75 if a signal stopped it; 2 or 75 if that is how a pod failed it; else 1."""
+    """Return a run's exit code: 0; 130 or 75 if a signal stopped it; 2, 3 or 75 if a pod failed it so; else 1."""
     if stopped_by is not None:
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
         return 0
     codes = {node.exit_code for node in nodes.values() if node.type == "Pod" and _broke_the_run(node, nodes)}
-    return next((code for code in (2, 75) if code in codes), 1)
+    return next((code for code in (2, 3, 75) if code in codes), 1)
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:

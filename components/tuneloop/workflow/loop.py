@@ -47,11 +47,13 @@ class StageSpec:
 class Step:
     """A call of a stage in a loop: input or parameter → the value it takes.
 
-    A value is one of the loop (``policy``, ``iteration``), or an output of a step before (``reward.rewards``).
+    A value is one of the loop (``policy``, ``iteration``), or an output of a step before (``reward.rewards``), one of
+    its `outputs`. A step that is `optional` is left out of a pipeline that has no `StageSpec` for it.
     """
 
-    def __init__(self, component: Component, **wires: str) -> None:
-        self.component, self.wires, self.name = component, wires, component.template
+    def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
+        self.component, self.optional, self.wires, self.name = component, optional, wires, component.template
+        self.outputs = [f"{self.name}.{to_kebab_case(each)}" for each in (component.output, *component.results)]
         known = [*component.inputs, *component.Params.model_fields]
         for name, wire in wires.items():
             if name not in known:
@@ -71,7 +73,7 @@ class Loop:
         constants: values that stay the same.
         reward: the output that ends the loop once it reaches ``target-reward``.
         check: how a policy is evaluated: before the loop, after it, and each so many iterations.
-        finish: what is made of the last policy.
+        finish: what is made of the last policy, and of what it was evaluated as; of these steps some may be optional.
     """
 
     steps: Sequence[Step]
@@ -85,9 +87,11 @@ class Loop:
         known = {*self.inputs}
         for step in self.steps:
             self._check(f"loop.steps.{step.name}", step.wires.values(), known)
-            known |= {f"{step.name}.{to_kebab_case(name)}" for name in (step.component.output, *step.component.results)}
+            known |= {*step.outputs}
+        ended = {*self.inputs}
         for step in (self.check, *self.finish):
-            self._check(f"loop.{step.name}", step.wires.values(), {*self.inputs})
+            self._check(f"loop.{step.name}", step.wires.values(), ended)
+            ended |= {*step.outputs}
         self._check("loop.carry", self.carry.values(), known)
         self._check("loop.reward", [self.reward], known)
 
@@ -101,7 +105,7 @@ class Loop:
         has no `StageSpec`."""
         described = {spec.component.template for spec in specs}
         for step in (*self.steps, self.check, *self.finish):
-            if step.name not in described:
+            if step.name not in described and not step.optional:
                 raise UserError("stages", step.name, "is a step of the loop and has no StageSpec: add one")
 
     @property

@@ -124,3 +124,32 @@ def test_each_replica_is_a_task_of_its_own_and_all_of_them_are_the_endpoint() ->
         assert {*names} <= {*tasks[first]["depends"].split(" && ")}
         endpoint = next(p["value"] for p in tasks[first]["arguments"]["parameters"] if p["name"] == "endpoint")
         assert endpoint == ",".join(f"http://{{{{tasks.{name}.ip}}}}:8765" for name in names)
+
+
+def test_a_model_is_deployed_where_that_is_asked_for_behind_its_evaluation_and_its_export() -> None:
+    grpo = find_pipeline("grpo")
+    for sets in ([], ["deploy=null"]):
+        assert not any(
+            each["name"] == "deploy-model" for each in grpo.build(grpo.configure(sets=sets))["spec"]["templates"]
+        )
+    built = grpo.build(grpo.configure(sets=["deploy.at_least=0.8", "loop.per_workflow=30"]))
+    assert not lint_workflow(built)
+    templates = {each["name"]: each for each in built["spec"]["templates"]}
+    pod = templates["deploy-model"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("tuneloop-deployer", True)
+    assert not {"serviceAccountName", "automountServiceAccountToken"} & {*templates["export"]}
+    export, deploy = templates["part"]["dag"]["tasks"][-2:]
+    assert (deploy["depends"], deploy["when"]) == ("export", export["when"]), "not before the loop's end"
+    given = {each["name"]: each["value"] for each in deploy["arguments"]["parameters"]}
+    ran = "{{=tasks.export.status == 'Succeeded' ? tasks.export.outputs.parameters.model : ''}}"
+    other = (
+        "{{=tasks['evaluate-after'].status == 'Succeeded' ? tasks['evaluate-after'].outputs.parameters.metrics : ''}}"
+    )
+    assert (given["model"], given["metrics"]) == (ran, other)
+    assert given["promotion"] == "{{workflow.parameters.store}}/{{workflow.parameters.run}}/deploy-model"
+
+
+def test_kubeflow_pipelines_deploy_nothing() -> None:
+    grpo = find_pipeline("sft_then_grpo")
+    with pytest.raises(UserError, match=r"^deploy: .*: is built for Argo and for one machine: leave it out here"):
+        grpo.module.build_kfp(grpo.configure(sets=["deploy={}"]))

@@ -35,6 +35,12 @@ def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tupl
     return logits.gather(-1, labels[:, None])[:, 0] - norm, entropy
 
 
+def choose_attention(name: str, device: str, dtype: Dtype) -> str:
+    """Return transformers' name of an attention; ``auto`` is FlashAttention 2 where that is, on GPUs and in 16 bits."""
+    best = "flash_attention_2" if device == "cuda" and dtype != "float32" and _has("flash_attn") else "sdpa"
+    return best if name == "auto" else name
+
+
 class Policy:
     """A language model that gives the log-probabilities of target tokens. `TrainerOptions` has the options.
 
@@ -73,8 +79,7 @@ class Policy:
         _check_hardware(ranks, cpu_offload, torch_compile, use_liger_kernel)
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
         cuda = ranks.device.type == "cuda"
-        best = "flash_attention_2" if cuda and _has("flash_attn") else "sdpa"
-        self.attention = best if attn_implementation == "auto" else attn_implementation
+        self.attention = choose_attention(attn_implementation, ranks.device.type, dtype)
         self.packed = cuda if packing == "auto" else packing == "packed"
         self.max_length = max_length
         self.model = self._open(model)

@@ -1,0 +1,156 @@
+"""Serve an exported model by a Deployment, if its evaluation passes and for as long as a question is answered.
+
+The Deployment's containers take the model from ``$MODEL`` and serve it under its reference, too
+(``manifests/components/model-server``). An annotation, written together with the model, says what was served before. So
+whatever is killed here is followed by an attempt that finds out where it was.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from tuneloop.core.component import UNTRACKED, Input, Results, Stage, component
+from tuneloop.core.context import Options
+from tuneloop.core.errors import NotPromoted, UserError
+from tuneloop.core.http import Unanswered, send_request
+from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster, ignore_refusals
+
+PROMOTION = "tuneloop.dev/promotion"
+"""Annotation of a Deployment, as JSON: its `model`, the model's `mean_reward`, whether it is `proved` that it answers,
+and the same of the `former`."""
+MODEL = "MODEL"
+PROBE_S = 60.0
+"""Seconds for an answer of pods that are ready: until then, a Service may still lead to those before."""
+Promotion = dict[str, Any]
+
+
+class DeployOptions(Options):
+    """Where an exported model is served, and how good it has to be."""
+
+    deployment: str = Field("tuneloop-model", description="that serves exported models; its pods read $MODEL")
+    namespace: str = Field(NAMESPACE, description="of the Deployment")
+    url: str = Field("http://tuneloop-model:8000", description="of its Service", json_schema_extra=UNTRACKED)
+    at_least: float | None = Field(None, description="mean_reward that it needs; none: that of the model served now")
+    ready_s: float = Field(1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
+
+
+@component("promotion", account="tuneloop-deployer")
+def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployOptions) -> Results:
+    """Have a Deployment serve an exported model, and prove by a question that it does; else go back.
+
+    Raises:
+        NotPromoted: the model was evaluated worse than it has to be; its pods did not become ready, or do not answer as
+            it, and the former one is served again; or another run set another model meanwhile.
+        UserError: `metrics` are of another policy; there is no such Deployment, or the account may not change it.
+    """
+    judged, exported = (each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model))
+    if "mean_reward" not in metrics.manifest.results or judged != exported:
+        raise UserError("--metrics", metrics.ref, f"is no evaluation of the policy that {model.url} is the export of")
+    name, url, least, ready_s = options.deployment, options.url, options.at_least, options.ready_s
+    score, server = metrics.manifest.results["mean_reward"], Server(connect_to_cluster(options.namespace), name)
+    prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
+
+    def begin(now: Promotion) -> Promotion:
+        if now["model"] == model.ref:  # an attempt before this one was here
+            return now
+        stands = {**(now if now.get("proved", True) else now["former"])}
+        stands.pop("former", None)
+        wanted = stands.get("mean_reward", score) if least is None else least
+        if not score >= wanted:
+            remedy = f"is below {wanted:g}: {name} goes on serving {stands['model'] or 'what it did'}"
+            raise NotPromoted("mean_reward", score, remedy)
+        return {"model": model.ref, "mean_reward": score, "proved": False, "former": stands}
+
+    def end(now: Promotion) -> Promotion:
+        if now["model"] != model.ref:
+            raise NotPromoted("--model", model.ref, f"was replaced at {name} meanwhile by {now['model']}")
+        return now.get("former", now) if wrong else {**now, "proved": True}
+
+    server.change(begin)
+    wrong = wait_until_right(stage, server.find_unready, ready_s)
+    wrong = wrong or wait_until_right(stage, lambda: ask_model(url, model.ref, prompt), min(PROBE_S, ready_s))
+    now = server.change(end)
+    if wrong:
+        left = wait_until_right(stage, server.find_unready, ready_s)
+        back = f"{name} serves {now['model'] or 'what it did'}{left and f', but {left}'}"
+        raise NotPromoted("--model", model.ref, f"{wrong}; {back}")
+    stage.facts.update(deployment=name, mean_reward=score)
+    stage.notes["former"] = now.get("former", {}).get("model")
+    stage.log(f"{url} answers as {model.ref}")
+    return {}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A Deployment."""
+
+    cluster: Connection
+    name: str
+
+    def read(self) -> tuple[dict[str, Any], Promotion]:
+        """Read it, and what its annotation says, if that is of the model that it serves."""
+        found = self.cluster.get("apps", "v1", "deployments", self.name)
+        variables = (each for part in found["spec"]["template"]["spec"]["containers"] for each in part.get("env", ()))
+        model = next((each.get("value") for each in variables if each["name"] == MODEL), None)
+        told = json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}"))
+        return found, told if told.get("model", "") == model else {"model": model}
+
+    def change(self, decide: Callable[[Promotion], Promotion]) -> Promotion:
+        """Set it to what `decide` makes of its promotion, asked again where another was faster; return that."""
+        while True:
+            found, now = self.read()
+            if (new := decide(now)) == now:
+                return now
+            own = [{"name": MODEL, "value": new["model"]}] if new["model"] else []  # without, a ConfigMap names it
+            pod = {
+                kind: [{**each, "env": own + [e for e in each.get("env", ()) if e["name"] != MODEL]} for each in parts]
+                for kind, parts in found["spec"]["template"]["spec"].items()
+                if kind in ("initContainers", "containers")
+            }
+            told, seen = {PROMOTION: json.dumps(new)}, found["metadata"]["resourceVersion"]
+            about = {"annotations": told, "resourceVersion": seen}  # which is refused where another was faster
+            body = {"metadata": about, "spec": {"template": {"spec": pod}}}
+            place = ("apps", "v1", self.cluster.namespace, "deployments", self.name)
+            with ignore_refusals(409):
+                self.cluster.custom.patch_namespaced_custom_object(*place, body)
+                return new
+
+    def find_unready(self) -> str:
+        """Say if not all of its pods are of the newest template and ready; empty where they are."""
+        found, _ = self.read()
+        status, wanted = found.get("status", {}), found["spec"].get("replicas", 1)
+        counts = [status.get(f"{which}eplicas", 0) for which in ("r", "updatedR", "availableR")]
+        seen = status.get("observedGeneration", 0) >= found["metadata"]["generation"]
+        return "" if seen and counts == [wanted] * 3 else f"the pods of {self.name} are not all ready"
+
+
+def wait_until_right(stage: Stage, look: Callable[[], str], seconds: float) -> str:
+    """Look every second until nothing is wrong; return what is, after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (wrong := look()) and time.monotonic() < deadline:
+        stage.check_stop()
+        time.sleep(1.0)
+    return wrong and f"{wrong} after {seconds:g} s"
+
+
+def ask_model(url: str, name: str, prompt: str) -> str:
+    """Ask a server of OpenAI's API for a completion by a model; say what is wrong with the answer, if anything is."""
+    try:
+        told = json.loads(send_request("GET", f"{url}/v1/models", timeout_s=PROBE_S)[1])
+        if name not in (names := [each["id"] for each in told["data"]]):
+            return f"{url} serves {', '.join(names)}, not this,"
+        body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        status, answer = send_request("POST", f"{url}/v1/completions", timeout_s=PROBE_S, body=body)
+        done = status == 200 and json.loads(answer)["usage"]["completion_tokens"]
+        return "" if done else f"{url} answers {status}: {answer[:200].decode(errors='replace')},"
+    except (Unanswered, ValueError, KeyError, TypeError) as error:
+        return f"{url} does not answer ({type(error).__name__}: {error})"
+
+
+if __name__ == "__main__":
+    deploy_model.main()
