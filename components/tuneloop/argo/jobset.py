@@ -250,12 +250,5 @@ def _plain(model: Any) -> dict[str, Any]:
 
 
 def dump_manifest(manifest: dict[str, Any]) -> str:
-    """Dump a manifest as YAML, for a resource template."""
-    return yaml.dump(manifest, Dumper=_PlainDumper, sort_keys=False, width=10**6)
-
-
-class _PlainDumper(yaml.SafeDumper):
-    """Writes equal parts in full, where YAML would refer from one to the other."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    """Dump a manifest as YAML, for a resource template: equal parts in full, where YAML would refer to one another."""
+    return yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False, width=10**6)
