@@ -1,6 +1,7 @@
 """Train a reward model on pairs (Bradley-Terry); `model_reward` scores rollouts with it."""
 
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -44,10 +45,7 @@ def reward_model(
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks, options)
         epochs.check_fits([*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length)
-
-    def step(prepared: epochs.Prepared) -> dict[str, float]:
-        return train_step(stage, trainer, prepared, center_rewards_coefficient)
-
+    step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):
         right = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores)
