@@ -20,16 +20,13 @@ from tuneloop.workflow.rendered_stages import read_stage
 def print_verdict(
     run: str, workflows: Sequence[Mapping[str, Any]], seconds: float, said: Mapping[str, str], options: str = ""
 ) -> int:
-    """Say how the newest of a run's workflows ended, and what the run has come to.
+    """Say how the newest of a run's workflows ended, and what the run has come to; return its exit code.
 
     Args:
         workflows: of the run, oldest first; the newest has ended.
         seconds: since it was submitted.
         said: stage → its last words; without them, what Argo says of it.
         options: of the commands that are named, as in `` --namespace mine``.
-
-    Returns:
-        its exit code.
     """
     last, pods = workflows[-1], [n for each in workflows for n in read_nodes(each).values() if n.type == "Pod"]
     code, message = argo.exit_code(last), last.get("status", {}).get("message")

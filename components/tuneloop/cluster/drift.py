@@ -12,12 +12,8 @@ from tuneloop.kube.connection import Connection
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
-    """Compare the WorkflowTemplate `name`, as applied from manifests or made by a schedule, with `workflow`. Raises
-    UserError where there is no such template.
-
-    Returns:
-        a unified diff from what is live to what is rendered; empty where they are equal.
-    """
+    """Return a unified diff from the WorkflowTemplate `name`, as applied from manifests or made by a schedule, to
+    `workflow`; empty where they are equal. Raises UserError where there is no such template."""
     if (live := cluster.find(*TEMPLATES, name)) is None:
         remedy = f"is not a WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
         raise UserError("template", name, remedy)

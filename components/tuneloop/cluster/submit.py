@@ -214,11 +214,8 @@ def delete_forgotten_pods(cluster: Connection) -> None:
 
 
 def wait_for_run(cluster: Connection, run: str) -> int:
-    """Wait for the newest workflow of a run to end, also while the API server is unavailable.
-
-    Returns:
-        0 when it succeeded; else 2, 3 or 75 if a stage ended so, 1 otherwise.
-    """
+    """Wait for the newest workflow of a run to end, also while the API server is unavailable. Return 0 when it
+    succeeded; else 2, 3 or 75 if a stage ended so, 1 otherwise."""
     newest = find_workflows(cluster, run)[-1]
     while get_workflow_phase(newest) not in DONE:
         time.sleep(2.0)

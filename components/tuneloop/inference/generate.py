@@ -80,10 +80,8 @@ class Job:
 def generate_completions(
     stage: Stage, policy: Artifact, job: Job, engine: Engine
 ) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
-    """Run `job` on the weights of `policy`, proved; leave facts and timings in the stage.
-
-    Returns:
-        the policy's tokenizer, the requests, and for each its completions.
+    """Run `job` on the weights of `policy`, proved; leave facts and timings in the stage. Return the policy's
+    tokenizer, the requests, and for each its completions.
 
     Raises:
         UserError: a prompt that cannot be encoded or leaves too little room in the context.

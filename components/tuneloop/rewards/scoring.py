@@ -153,7 +153,7 @@ def score_all(
     punish: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
-    """Score every row by its own rewards.
+    """Score every row by its own rewards; return one outcome a row, in order.
 
     Args:
         rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
@@ -164,9 +164,6 @@ def score_all(
         punish: whether a completion that ends a reward's call gets the least that this can give, and
             ``NAME.timeout`` or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
-
-    Returns:
-        one outcome a row, in order.
 
     Raises:
         UserError: a reward that does not exist or a malformed spec; before anything is scored.

@@ -136,14 +136,11 @@ def bring_up(
     timeout: float = 1800.0,
     tell: Callable[[str], object] = print,
 ) -> str | None:
-    """Have `graph` ready, then start what needs it, then tie the graph to that.
+    """Have `graph` ready, then start what needs it, then tie the graph to that; return what `start` did.
 
     Args:
         recreate: replace a graph that differs from `graph`; else it is used as it is, and `tell` says where it differs.
         timeout: seconds until the three gates are open.
-
-    Returns:
-        what `start` did.
 
     Raises:
         UserError: the operator gave up; what `start` raises. What this call made is deleted.

@@ -237,10 +237,8 @@ class Policy:
     def export(self, source: Path, target: Path, dtype: str) -> Any:
         """Write ``target`` in Hugging Face layout with parameters in `dtype`; called by all ranks.
 
-        Every other file of the directory `source`, tokenizer first of all, is taken from there by the caller.
-
-        Returns:
-            The model as written, on the CPU; None on all ranks but the first.
+        Every other file of the directory `source`, tokenizer first of all, is taken from there by the caller. Returns
+        the model as written, on the CPU; None on all ranks but the first.
         """
         kind = getattr(torch, dtype)
         if self.ranks.mesh is not None:

@@ -95,11 +95,8 @@ class Trainer(Policy):
         return found | dict(zip(names, self.ranks.max(values)))
 
     def update(self) -> tuple[float, float]:
-        """Clip the gradients that have been summed up, and take one step.
-
-        Returns:
-            The norm of the whole gradient before clipping, and the learning rate.
-        """
+        """Clip the gradients that have been summed up, and take one step; return the norm of the whole gradient before
+        clipping, and the learning rate."""
         self._be_awake()
         self.step += 1
         rate = self.optimization.rate(self.step)
