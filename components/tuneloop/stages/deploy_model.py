@@ -35,7 +35,7 @@ class DeployOptions(Options):
     deployment: str = Field("tuneloop-model", description="that serves exported models; its pods read $MODEL")
     namespace: str = Field(NAMESPACE, description="of the Deployment")
     url: str = Field("http://tuneloop-model:8000", description="of its Service", json_schema_extra=UNTRACKED)
-    at_least: float | None = Field(None, description="mean_reward that it needs; none: that of the model served now")
+    at_least: float | None = Field(None, description="mean_reward; none: that served now", json_schema_extra=UNTRACKED)
     ready_s: float = Field(1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
 
 
