@@ -12,16 +12,13 @@ from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
 
 TEXTS = [f"reverse {i} =" for i in range(10, 22)]
-CHOICES = ["12", "34", "56"]
+CHOICES = ["12", "345", "6789"]
 
 
-def write_tasks(folder: Path, policy: Artifact) -> tuple[Path, float]:
-    """Write the group ``digits``: ``digits_choose``, and ``digits_say``, half of whose answers are what `policy` says.
-
-    Returns:
-        the folder, and what `policy` earns by its own log-probabilities where it has to choose.
-    """
-    words, engine, right = load_tokenizer(policy.path / "model"), Transformers(), []
+def write_tasks(folder: Path, policy: Artifact) -> str:
+    """Write the group ``digits`` of ``digits_choose``, three quarters of whose answers are those that `policy` finds
+    likeliest, and of ``digits_say``, half of whose answers are what it says. Returns the folder."""
+    words, engine = load_tokenizer(policy.path / "model"), Transformers()
     engine.load(policy)
     asked = [Request(text, words.encode(text), [0]) for text in TEXTS]
     greedy = Sampling(0.0, 4, stop_ids(words, policy.path / "model"))
@@ -30,8 +27,7 @@ def write_tasks(folder: Path, policy: Artifact) -> tuple[Path, float]:
     for place, request in enumerate(asked):
         tried = [words.encode(f"{request.id} {choice}") for choice in CHOICES]
         sums = [sum(engine.score(ids)[len(request.prompt_ids) - 1 :]) for ids in tried]
-        gold = (place + 1) % 3
-        right.append(sums.index(max(sums)) == gold)
+        gold = sums.index(max(sums)) if place % 4 else (sums.index(max(sums)) + 1) % 3
         own = words.decode(said[place], skip_special_tokens=True).split("\n")[0]
         rows.append({"question": request.id, "choices": CHOICES, "gold": gold, "said": own if place % 2 else "nothing"})
     folder.mkdir()
@@ -39,10 +35,10 @@ def write_tasks(folder: Path, policy: Artifact) -> tuple[Path, float]:
     data = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder.with_name("cache"))}
     shared = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
     choose = {"task": "digits_choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
-    choose |= {"doc_to_target": "gold", "metric_list": [{"metric": "acc_norm"}, {"metric": "acc"}]}
+    choose |= {"doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
     say = {"task": "digits_say", "output_type": "generate_until", "doc_to_target": "{{said}}"}
     say |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 4}, "metric_list": [{"metric": "exact_match"}]}
     both = {"group": "digits", "task": ["digits_choose", "digits_say"]}
     for name, about in (("choose", {**shared, **choose}), ("say", {**shared, **say}), ("both", both)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(about))
-    return folder, sum(right) / len(right)
+    return str(folder)

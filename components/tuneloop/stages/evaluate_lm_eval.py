@@ -1,7 +1,6 @@
 """Measure a policy by tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which runs as it is."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -22,8 +21,6 @@ from tuneloop.core.hub import is_unreachable
 from tuneloop.formats.rollouts import SAMPLES, TEXTS
 from tuneloop.inference.generate import compare_with_canary
 
-RESULTS = {"score": float, "samples": int}
-
 
 class LmEvalOptions(Options):
     """What is measured, and how; what lm-eval has, too, is called as it is there."""
@@ -41,13 +38,15 @@ class LmEvalOptions(Options):
     canary_tolerance: float = Field(0.05, gt=0, description="as of `rollout`, of a server")
 
 
-def digest_tasks(params: Any) -> dict[str, Any]:
+def hash_tasks(params: Any) -> dict[str, Any]:
     """Return what tells the files of `include_path` from others of the same names."""
     found = hash_files(Path(params.include_path)) if params.include_path else {}
     return {"task_files": {name: file.digest for name, file in found.items()}}
 
 
-@component("metrics", image="rollout", accelerator=True, role="evaluator", results=RESULTS, identity=digest_tasks)
+@component(
+    "metrics", image="rollout", accelerator=True, role="evaluator", results={"score": float}, identity=hash_tasks
+)
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
     """Have lm-eval run tasks on a checkpoint, with their own prompts and metrics, and its own seeds.
 
@@ -70,27 +69,27 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
             loaded = TaskManager(include_path=options.include_path).load(options.tasks)
         with name_errors("model_args", options.model_args, TypeError, ValueError):
             model = open_model(policy, options)
+        if options.engine == "endpoint":
+            with name_errors("--endpoint", options.endpoint, Exception):  # whatever its answers lack
+                stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
         model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # it hears of every answer
     groups = loaded.get("groups", {})
     inside = {child for group in groups.values() for child in group.child_names}
     outer = [each for name, each in {**groups, **loaded["tasks"]}.items() if name not in inside]
     how = options.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"})
     with stage.timed("evaluate"), name_errors("--endpoint", options.endpoint, OSError, ClientError):
-        if options.engine == "endpoint":
-            stage.facts["canary"] = prove_server(model, policy, options)
         told = simple_evaluate(model, tasks=outer, **how)
-    found = {name: find_metrics(name, said, options.metric) for name, said in told["results"].items()}
-    stands = {name for name in found if found[name]}  # of a group without metrics its tasks do
-    inside = {child for name, children in told["group_subtasks"].items() if name in stands for child in children}
-    scores = [next(iter(found[name].values())) for name in stands - inside]
+    every = {name: find_metrics(name, said, options.metric) for name, said in told["results"].items()}
+    found = {name: metrics for name, metrics in every.items() if metrics}  # of a group without, its tasks count
+    inside = {child for name, children in told["group_subtasks"].items() if name in found for child in children}
+    scores = [next(iter(found[name].values())) for name in found if name not in inside]
     rows = [row for name, samples in told["samples"].items() for row in list_samples(name, samples, found[name])]
     pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), stage.out / "samples.parquet")
-    facts, digest = policy.manifest.facts, policy.manifest.digest
-    stage.metric(facts["version"], **{f"{name}/{key}": value for name in found for key, value in found[name].items()})
-    stage.facts.update(version=facts["version"], digest=digest, engine=options.engine, lm_eval=version("lm_eval"))
-    counts = {name: {"samples": count["effective"]} for name, count in told["n-samples"].items()}
-    stage.facts["tasks"] = {name: counts.get(name, {}) | found[name] for name in sorted(stands)}
-    return {"score": math.fsum(scores) / len(scores), "samples": len(rows)}
+    at = policy.manifest.facts["version"]
+    stage.metric(at, **{f"{name}/{key}": value for name in found for key, value in found[name].items()})
+    stage.facts.update(version=at, digest=policy.manifest.digest, engine=options.engine, lm_eval=version("lm_eval"))
+    stage.facts["tasks"] = {name: {"samples": told["results"][name].get("sample_len"), **found[name]} for name in found}
+    return {"score": sum(scores) / len(scores)}
 
 
 def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
@@ -110,18 +109,16 @@ def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
     return made(base_url=f"{options.endpoint}/completions", tokenizer=str(files), **given)
 
 
-def prove_server(model: Any, policy: Artifact, options: LmEvalOptions) -> dict[str, float]:
+def prove_server(model: Any, policy: Artifact, tolerance: float) -> dict[str, float]:
     """Prove that a server has the policy, by log-probabilities of its canary. Raises UserError where it has not."""
 
     def score(ids: list[int]) -> list[float]:
         return model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
 
     known = {"version": policy.manifest.facts["version"], "digest": policy.manifest.digest}  # which such an API lacks
-    proof = compare_with_canary(
-        SimpleNamespace(name="endpoint", score=score, **known), policy, options.canary_tolerance
-    )
+    proof = compare_with_canary(SimpleNamespace(name="endpoint", score=score, **known), policy, tolerance)
     if isinstance(proof, str):
-        raise UserError("--endpoint", options.endpoint, f"serves something else than {policy.url}: {proof}")
+        raise UserError("--endpoint", model.base_url, f"serves something else than {policy.url}: {proof}")
     return proof
 
 
@@ -136,8 +133,8 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
         answer = getattr(error, "response", None)
         status = getattr(error, "status", 0) if answer is None else answer.status_code
         said = " ".join(str(error if answer is None else answer.text).split())[:300]
-        refused = 0 < status < 500 or "offline" in said.lower()  # by who set HF_HUB_OFFLINE
-        if not refused and (status or is_unreachable(error)):
+        away = is_unreachable(error) and "offline" not in said.lower()  # as HF_HUB_OFFLINE has it
+        if away or status >= 500 or status in (408, 429):
             raise Unavailable(f"lm-eval: {field} {value}: {said}") from error
         raise UserError(field, value, f"lm-eval cannot do with it: {said}") from error
 
