@@ -1,8 +1,8 @@
 """The command line: ``tuneloop COMMAND``. Each command imports what it needs when it runs.
 
 Here belong flags and what is printed; what a command does belongs to the packages below, which do not import this one.
-Exit codes: 0; 2 the user's mistake (one line on standard error); 75 try again; 130 interrupted; 1 a bug or a
-stage that failed.
+Exit codes: 0; 2 the user's mistake (one line on standard error); 3 a model that its gate refuses; 75 try again;
+130 interrupted; 1 a bug or a stage that failed.
 """
 
 import sys

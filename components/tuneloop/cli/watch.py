@@ -31,7 +31,8 @@ def watch_run(
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
     context: CONTEXT = None,
 ) -> int:
-    """Watch a run until it ends. Stages, iterations, reward, time to go; exit code 0: it succeeded, 1: it failed."""
+    """Watch a run until it ends. Stages, iterations, reward, time to go; exit code 0: it succeeded, 1: it failed, 75:
+    it was interrupted, or has committed nothing for a day."""
     from rich.live import Live
 
     from tuneloop.kube.connection import connect_to_cluster

@@ -256,8 +256,13 @@ def follow_pod(cluster: Connection, pod: Any, name: str, follow: bool, lines: Si
         if getattr(error, "status", None) != 404:  # deleted since it was listed
             lines.put((name, f"(no log: {error})"))
         return
+    rest = b""
     try:
-        for line in stream:
-            lines.put((name, line.removesuffix(b"\n").decode(errors="replace")))
+        for chunk in stream.stream():
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                lines.put((name, line.decode(errors="replace")))
     except HTTPError as error:  # the run itself goes on
         lines.put((name, f"(the log breaks off here: {type(error).__name__}; `tuneloop cluster logs` has all of it)"))
+    if rest:
+        lines.put((name, rest.decode(errors="replace")))

@@ -69,7 +69,7 @@ class EndClass:
 
 SUCCEEDED = EndClass("succeeded", "exit code 0", "no")
 MISTAKE = EndClass("user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change")
-REFUSED = EndClass(errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why")
+NOT_PROMOTED = EndClass(errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why")
 INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always")
 AWAY = EndClass(
     UNAVAILABLE,
@@ -106,9 +106,8 @@ GAVE_UP = EndClass("gave up", f"exit code {EXIT_GAVE_UP}", "no; the budget of at
 BUG = EndClass(
     "bug", "any other exit code", "no, the log has the traceback; a server: yes, within the budget", counts=True
 )
-END_CLASSES = (
-    *(SUCCEEDED, MISTAKE, REFUSED, INTERRUPTION, AWAY, FOR_NOW, EVICTED, ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG),
-)
+END_CLASSES: tuple[EndClass, ...] = (SUCCEEDED, MISTAKE, NOT_PROMOTED, INTERRUPTION, AWAY, FOR_NOW, EVICTED)
+END_CLASSES += (ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG)
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
@@ -124,7 +123,7 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         return MEMORY
     if code in KILLED and "exit code" not in message and message:  # such as that the node is low on memory
         return EVICTED
-    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, errors.EXIT_NOT_PROMOTED: REFUSED, EXIT_GAVE_UP: GAVE_UP}
+    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, errors.EXIT_NOT_PROMOTED: NOT_PROMOTED, EXIT_GAVE_UP: GAVE_UP}
     known |= {TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
     return known.get(code, KILL if code in KILLED else BUG)
 

@@ -125,7 +125,7 @@ def mirror_store(
 
     A folder is looked at again after a tenth of the time since it last committed, or since it was first seen: it may be
     no run. A run that has committed nothing for a day is left alone, and one that cannot be mirrored just now is tried
-    again: each is a line on standard error. That the store is away is one, too, and that it answers again.
+    again after a minute: a line on standard error. That the store is away is one, too, and that it answers again.
     """
     mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     seen, away = dict[str, float](), ""
@@ -157,7 +157,7 @@ def mirror_store(
                 print_diagnostic(f"{at[0]}: {error}", 0)
                 wait = AWAY
             except Retryable as error:
-                away, wait = str(error), 0.0
+                away, wait = f"{at[0]}: {error}", AWAY
             due[at] = time.time() + wait
         if bool(away) != bool(before):
             print_diagnostic(away or f"{store}: answers again", 0)

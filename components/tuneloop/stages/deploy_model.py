@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -26,6 +27,8 @@ and the same of the `former`."""
 MODEL = "MODEL"
 PROBE_S = 60.0
 """Seconds for an answer of pods that are ready: until then, a Service may still lead to those before."""
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""A file of a pod that has its account's token."""
 Promotion = dict[str, Any]
 
 
@@ -33,7 +36,7 @@ class DeployOptions(Options):
     """Where an exported model is served, and how good it has to be."""
 
     deployment: str = Field("tuneloop-model", description="that serves exported models; its pods read $MODEL")
-    namespace: str = Field(NAMESPACE, description="of the Deployment")
+    namespace: str | None = Field(None, description="of the Deployment; none: that of this pod")
     url: str = Field("http://tuneloop-model:8000", description="of its Service", json_schema_extra=UNTRACKED)
     at_least: float | None = Field(None, description="mean_reward; none: that served now", json_schema_extra=UNTRACKED)
     ready_s: float = Field(1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
@@ -50,9 +53,10 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
     """
     judged, exported = (each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model))
     if "mean_reward" not in metrics.manifest.results or judged != exported:
-        raise UserError("--metrics", metrics.ref, f"is no evaluation of the policy that {model.url} is the export of")
+        raise UserError("--metrics", metrics.ref, f"does not evaluate the policy that {model.url} exports")
     name, url, least, ready_s = options.deployment, options.url, options.at_least, options.ready_s
-    score, server = metrics.manifest.results["mean_reward"], Server(connect_to_cluster(options.namespace), name)
+    namespace = options.namespace or (OWN_NAMESPACE.read_text() if OWN_NAMESPACE.is_file() else NAMESPACE)
+    score, server = metrics.manifest.results["mean_reward"], Server(connect_to_cluster(namespace), name)
     prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
 
     def begin(now: Promotion) -> Promotion:
@@ -96,9 +100,12 @@ class Server:
         """Read it, and what its annotation says, if that is of the model that it serves."""
         found = self.cluster.get("apps", "v1", "deployments", self.name)
         variables = (each for part in found["spec"]["template"]["spec"]["containers"] for each in part.get("env", ()))
-        model = next((each.get("value") for each in variables if each["name"] == MODEL), None)
-        told = json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}"))
-        return found, told if told.get("model", "") == model else {"model": model}
+        named: dict[str, Any] = next((each for each in variables if each["name"] == MODEL), {})
+        if "valueFrom" in named:
+            raise UserError("--deployment", self.name, f"takes ${MODEL} from elsewhere (valueFrom); give it a value")
+        told, model = json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}")), named.get("value")
+        known = (each for each in (told, told.get("former", {})) if each.get("model", "") == model)
+        return found, next(known, {"model": model})  # the former one: somebody else took it back
 
     def change(self, decide: Callable[[Promotion], Promotion]) -> Promotion:
         """Set it to what `decide` makes of its promotion, asked again where another was faster; return that."""
@@ -124,7 +131,7 @@ class Server:
         """Say if not all of its pods are of the newest template and ready; empty where they are."""
         found, _ = self.read()
         status, wanted = found.get("status", {}), found["spec"].get("replicas", 1)
-        counts = [status.get(f"{which}eplicas", 0) for which in ("r", "updatedR", "availableR")]
+        counts = [status.get(which, 0) for which in ("replicas", "updatedReplicas", "availableReplicas")]
         seen = status.get("observedGeneration", 0) >= found["metadata"]["generation"]
         return "" if seen and counts == [wanted] * 3 else f"the pods of {self.name} are not all ready"
 

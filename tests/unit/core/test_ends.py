@@ -20,7 +20,7 @@ from tuneloop.core.ends import (
     KILL,
     MEMORY,
     MISTAKE,
-    REFUSED,
+    NOT_PROMOTED,
     REJECTED,
     RETRY_SERVER,
     RETRY_STAGE,
@@ -39,7 +39,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 ENDS = [
     ("Succeeded", 0, "", SUCCEEDED),
     ("Failed", 2, "main: Error (exit code 2): error: sft.lr: 'x': is not a number", MISTAKE),
-    ("Failed", 3, "main: Error (exit code 3): not promoted: mean_reward: 0.4: is below 0.5", REFUSED),
+    ("Failed", 3, "main: Error (exit code 3): not promoted: mean_reward: 0.4: is below 0.5", NOT_PROMOTED),
     ("Failed", 75, "main: Error (exit code 75): interrupted: sft: stopped by a signal", INTERRUPTION),
     ("Failed", 75, "exit code 75: interrupted: sft: stopped by a signal", INTERRUPTION),
     ("Failed", 75, "exit code 75: unavailable: store: s3://b: error sending", AWAY),
@@ -76,7 +76,7 @@ def test_an_end_has_a_class_and_argo_does_what_the_class_says(
     # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
     if code == 0:
         last["lastRetry.exitCode"] = "-1"  # which the expression reads for it
-    assert expressions.evaluate_boolean(RETRY_STAGE, last) == (end not in (MISTAKE, REFUSED, GAVE_UP, BUG))
+    assert expressions.evaluate_boolean(RETRY_STAGE, last) == (end not in (MISTAKE, NOT_PROMOTED, GAVE_UP, BUG))
     assert expressions.evaluate_boolean(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
 
 

@@ -145,8 +145,14 @@ def test_a_place_that_is_none_is_refused(where: str, monkeypatch: pytest.MonkeyP
 def test_without_the_token_nothing_is_run(told: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     assert httpx2.post(f"{told.url}/run", json=BODY).status_code == 401
     assert httpx2.get(f"{told.url}/health").status_code == 200
+    wrong = told.token.with_name("wrong")
+    wrong.write_text("another\n")
+    monkeypatch.setattr("tuneloop.rewards.sandbox.CONNECT_S", 0.5)
+    monkeypatch.setenv(SANDBOX_TOKEN, str(wrong))
+    with pytest.raises(OSError, match="answers 401"):  # asked for a while: it may just be changing
+        run_in_sandbox("print(1)", "", None, Limits(0.01, 256 << 20, 1 << 16))
     monkeypatch.delenv(SANDBOX_TOKEN)
-    with pytest.raises(UserError, match=r"answers 401: .*no token"):  # asked for a while: one may just be changing
+    with pytest.raises(UserError, match=r"answers 401: .*no token"):
         run_in_sandbox("print(1)", "", None, Limits(0.01, 256 << 20, 1 << 16))
 
 

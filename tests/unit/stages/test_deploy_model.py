@@ -234,7 +234,7 @@ def test_what_is_the_users_to_mend(
     pods: Pods, endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert deploy(commit(tmp_path, "a", 0.5, policy=f"sha256:{'0' * 64}"), endpoint) == EXIT_USER
-    assert "is no evaluation of the policy that " in said(capsys)
+    assert "does not evaluate the policy that " in said(capsys)
     assert deploy(good := commit(tmp_path, "b", 0.5), endpoint, "--deployment", "missing") == EXIT_USER
     assert said(capsys).startswith("error: cluster: 'c': refused (404): ")
     pods.denied[PLACE] = "deployments"

@@ -116,8 +116,8 @@ def check_sandbox(field: str, value: str) -> None:
 
 def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
     """Run a program as `run_program` does, there; a service that is lost is asked again. Raises OSError where it could
-    not be shut in, no service takes it or an answer is malformed, and UserError where one is weaker than asked, or
-    refuses the request or its token."""
+    not be shut in, no service takes it or its token, or an answer is malformed, and UserError where one is weaker than
+    asked, or refuses the request."""
     if (where := find_sandbox()) == PROCESS:
         return run_program(program, stdin, call, limits)
     url, _, isolation = where.partition("#")
@@ -141,10 +141,9 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
                 raise OSError(f"{url}: not an ending of a program: {told}") from error
         if status == 413:
             return Ending("memory", "")
-        late = time.monotonic() > end
-        if not is_transient(status) and (late or status != 401):  # a new token comes to two pods at two times
+        if not is_transient(status) and not (status == 401 and headers):  # a new token comes to two pods at two times
             raise UserError(SANDBOX_VARIABLE, where, told)
-        if late:
+        if time.monotonic() > end:
             raise OSError(f"{url}: {told}")
         time.sleep(0.5)
 
