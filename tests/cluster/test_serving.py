@@ -15,6 +15,7 @@ from tests.cluster.conftest import ROOT, STORE, kubectl
 from tests.cluster.making import draw_tiny_model, submit_workflow
 from tests.cluster.test_jobset import IMAGES, RUN, SMALL
 from tests.cluster.volumes import apply
+from tests.waiting import until
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
@@ -29,6 +30,7 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.deploy_model import deploy_model
 from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.export import export
+from tuneloop.workflow.settings import RUN_LABEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -130,8 +132,15 @@ def test_the_final_model_answers(cluster: Connection, served: Exported) -> None:
     assert f"{served.model} is at /tmp/model" in fetched
 
 
-def deploy(cluster: Connection, run: str, given: Exported, **params: Any) -> str:
-    """What the stage says that refuses to deploy a model."""
+def is_proved(cluster: Connection) -> bool:
+    """Whether the model that is set was found to answer."""
+    path = r"jsonpath={.metadata.annotations.tuneloop\.dev/promotion}"
+    told: bool = json.loads(kubectl("-n", cluster.namespace, "get", "deploy/tuneloop-model", "-o", path))["proved"]
+    return told
+
+
+def deploy(cluster: Connection, run: str, given: Exported, killed: bool = False, **params: Any) -> str:
+    """What the stage says that refuses to deploy a model; its pod may be `killed` when the model is set."""
     from hera.workflows import DAG
 
     with define_workflow("deployed") as built:
@@ -139,12 +148,14 @@ def deploy(cluster: Connection, run: str, given: Exported, **params: Any) -> str
         with DAG(name="main"):
             stage(name="deploy-model", arguments={**given._asdict(), "promotion": f"{RUN}/deploy-model"})
     submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
+    if killed:
+        until(lambda: not is_proved(cluster), pause=1.0)
+        pods = ("pods", "-l", f"{RUN_LABEL}={run}", "--grace-period=0", "--force")
+        assert kubectl("-n", cluster.namespace, "delete", *pods).count("deleted") == 1
     assert argo.wait_for_run(cluster, run) == EXIT_NOT_PROMOTED
-    (pod,) = (
-        node for node in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values() if node.type == "Pod"
-    )
-    assert ": not promoted: " in pod.message
-    return pod.message
+    nodes = read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
+    (said,) = (node.message for node in nodes if node.type == "Pod" and ": not promoted: " in node.message)
+    return said
 
 
 def commit_broken(root: str) -> Exported:
@@ -160,17 +171,18 @@ def commit_broken(root: str) -> Exported:
 
 
 def test_a_run_has_its_model_served_if_it_is_good_and_another_taken_back(
-    cluster: Connection, served: Exported, run: str, root: str
+    cluster: Connection, served: Exported, run: str, root: str, tmp_path: Path
 ) -> None:
-    """From data to what answers; what is evaluated too low changes nothing; what does not start is taken back, and
-    the model before it answers all the while."""
+    """From data to what answers; what is evaluated too low changes nothing; what does not start is taken back, also
+    when the stage is killed, and the model before it answers all the while."""
     first = f"{run}-a"
     grpo = find_pipeline("grpo")
     submit_workflow(cluster, grpo.build(grpo.configure(sets=GRPO)), run=first, store=STORE)
     assert argo.wait_for_run(cluster, first) == 0
     assert len(run_workflows.find_workflows(cluster, first)) == 2, "the first workflow deploys nothing"
     good = read_outputs(cluster, first)["export"].outputs["model"]
-    assert ask(cluster)["names"] == ["tuneloop", good]
+    assert ask(cluster)["names"] == ["tuneloop", good] and is_proved(cluster)
+    apply(kubectl("kustomize", str(tmp_path)))  # what a run has set is none of the overlay's
 
     assert "is below 1.5: " in (said := deploy(cluster, f"{run}-b", served, at_least=1.5))
     assert said.endswith(f"tuneloop-model goes on serving {good}")
@@ -186,7 +198,7 @@ def test_a_run_has_its_model_served_if_it_is_good_and_another_taken_back(
     asking = threading.Thread(target=ask_on)
     asking.start()
     try:
-        said = deploy(cluster, f"{run}-c", commit_broken(root), ready_s=120.0)
+        said = deploy(cluster, f"{run}-c", commit_broken(root), killed=True, ready_s=120.0)
         assert asking.is_alive(), "every question was answered"
     finally:
         done.set()
