@@ -154,7 +154,8 @@ def schedule_pipeline(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the digest of its data.")],
     store: REMOTE_STORE,
-    cron: Annotated[str, typer.Option("--cron", help="When to look for new data, as in '0 3 * * *', UTC.")],
+    cron: Annotated[str, typer.Option("--cron", help="When to look for new data, as in '0 3 * * *'.")],
+    timezone: Annotated[str | None, typer.Option("--timezone", help="Of --cron, as in Europe/Prague.")] = None,
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
@@ -168,7 +169,7 @@ def schedule_pipeline(
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     there = connect_to_cluster(namespace, context)
-    apply_schedule(there, workflow, name=name, store=store, cron=cron, priority=priority)
+    apply_schedule(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
     typer.echo(f"{name}: looks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
 
 

@@ -17,6 +17,7 @@ ENDPOINT = Annotated[str | None, typer.Option(envvar="KF_PIPELINES_ENDPOINT", he
 ROOT = Annotated[
     str | None, typer.Option("--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's.")
 ]
+EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Under which the run is listed.")]
 
 app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
 ON_ARGO = ("plan", "lint", "render", "doctor", "submit", "schedule", "diff")
@@ -52,6 +53,7 @@ def submit_run(
     config: CONFIG = None,
     sets: SETS = None,
     root: ROOT = None,
+    experiment: EXPERIMENT = "tuneloop",
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that it has seen.")] = True,
 ) -> None:
     """Start a run, or resume the one of that name."""
@@ -59,8 +61,9 @@ def submit_run(
 
     check_name(run, "--run")
     built, _ = build_kfp_pipeline(pipeline, config, sets)
-    there = client.connect_to_kfp(endpoint)
-    run_id = client.submit_run(there, built, run=run, store=store, root=root, cache=cache)
+    run_id = client.submit_run(
+        client.connect_to_kfp(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
+    )
     typer.echo(f"{run}: submitted as {run_id}; see `tuneloop kfp status {run}`")
 
 
@@ -74,13 +77,14 @@ def schedule_pipeline(
     sets: SETS = None,
     endpoint: ENDPOINT = None,
     root: ROOT = None,
+    experiment: EXPERIMENT = "tuneloop",
 ) -> None:
     """Look for new data at each tick of the clock, and run a pipeline when there is some."""
     from tuneloop.kfp.schedule import create_schedule
 
     built, settings = build_kfp_pipeline(pipeline, config, sets)
-    there = client.connect_to_kfp(endpoint)
-    create_schedule(there, built, settings, name=name, cron=cron, store=store, root=root)
+    place: Any = {"store": store, "root": root, "experiment": experiment}
+    create_schedule(client.connect_to_kfp(endpoint), built, settings, name=name, cron=cron, **place)
     typer.echo(f"{name}: looks for new data at {cron}; `tuneloop kfp unschedule {name}` ends that")
 
 

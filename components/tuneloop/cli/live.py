@@ -1,4 +1,4 @@
-"""A run as it goes: with a live table on a terminal, and one line for each stage that ends, or iteration of a pod."""
+"""A run as it goes: with a live table on a terminal, and one line for each stage or iteration that ends."""
 
 import re
 import sys
@@ -34,7 +34,7 @@ class Display:
     def __init__(self, run: Run, workflow: Mapping[str, Any]) -> None:
         parameters = workflow["spec"].get("arguments", {}).get("parameters", ())
         self.run = run
-        self.total = next((p["value"] for p in parameters if p["name"] == "iterations"), "")
+        self.total = next((int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p), None)
         self.scorers = {name for name, role in read_loop(workflow).items() if role == "scorer"}
         self.begun = time.time()
         self.running: dict[str, Node] = {}
@@ -42,6 +42,10 @@ class Display:
         self.phases: dict[str, str] = {}
         self.retries: dict[str, Node] = {}
         self.waiting: dict[str, Node] = {}
+        self.iteration = 0
+        self.first: tuple[int, float] | None = None
+        self.parts: list[str] = []
+        self.reward = ""
         self.live: Any = None
         self.table: RenderableType = run.name
         self.due = 0.0
@@ -55,6 +59,7 @@ class Display:
         return self
 
     def __exit__(self, *ended: object) -> None:
+        self._end_iteration()
         if self.live:
             self.live.stop()
 
@@ -68,6 +73,12 @@ class Display:
         if node.phase == "Running" and not node.daemoned:
             self.running[node.id] = node
             self.waiting.pop(node.parent, None)
+            iteration = iteration_of(node)
+            if iteration > self.iteration or not iteration:  # an update may begin after the next batch's rollout
+                self._end_iteration()
+                self.iteration = iteration
+                if iteration and self.first is None:
+                    self.first = (iteration, time.time())
         else:
             self.running.pop(node.id, None)
         if node.phase in DONE and before not in DONE:
@@ -100,17 +111,30 @@ class Display:
 
     def _ended(self, node: Node) -> None:
         seconds = format_duration(node.finished - node.started)
+        if node.template in self.scorers and "mean-reward" in node.outputs:
+            self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
             self._print(f"{get_stage_name(node)}: {node.phase.lower()} after {seconds}: {node.message}")
         elif node.phase == "Omitted":
             self._print(f"{get_stage_name(node)}: ended after {seconds}: {node.message}")
-        elif number := iteration_of(node):
-            scored = node.template in self.scorers and "mean-reward" in node.outputs
-            reward = f"reward {float(node.outputs['mean-reward']):.3f}  " if scored else ""
-            self._print(f"iteration {number}/{self.total}  {reward}({get_stage_name(node)} {seconds})")
+        elif iteration_of(node):
+            self.parts.append(f"{get_stage_name(node)} {seconds}")
         else:
             results = "  ".join(f"{k} {format_number(v)}" for k, v in node.outputs.items() if format_number(v))
             self._print(f"{get_stage_name(node)}: {seconds}  {results}".rstrip())
+
+    def _end_iteration(self) -> None:
+        """Say which iteration ended, with its reward, the rate so far and the time left."""
+        if self.parts and self.first:
+            text = f"iteration {self.iteration}" + (f"/{self.total}" if self.total else "")
+            text += f"  reward {self.reward}" if self.reward else ""
+            each = (time.time() - self.first[1]) / (self.iteration - self.first[0] + 1)
+            left = each * (self.total - self.iteration) if self.total else 0
+            text += f"  {format_duration(each)}/iteration"
+            text += f"  at most {format_duration(left)} left" if left else ""
+            self._print(f"{text}  ({', '.join(self.parts)})")
+        self.parts = []
+        self.iteration = 0
 
     def _print(self, line: str) -> None:
         if self.live:

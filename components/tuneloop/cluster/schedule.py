@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from tuneloop.argo.jobset import check_names
 from tuneloop.argo.pod_fields import OUTPUTS, SCRATCH
@@ -40,24 +41,34 @@ SAID, KEPT = "said", 10
 
 
 def apply_schedule(
-    cluster: Connection, workflow: Mapping[str, Any], *, name: str, store: str, cron: str, priority: str | None = None
+    cluster: Connection,
+    workflow: Mapping[str, Any],
+    *,
+    name: str,
+    store: str,
+    cron: str,
+    timezone: str | None = None,
+    priority: str | None = None,
 ) -> None:
     """Create the schedule `name`, or change it; a run that is under way keeps what it was started with. Raises
-    UserError where there is no such stage or time, the name is too long or of what no schedule made, or
+    UserError where there is no such stage, time or zone, the name is too long or of what no schedule made, or
     `preflight.check_cluster` refuses it.
 
     Args:
         workflow: of a pipeline with a stage `data_prep`.
-        cron: by the controller's clock, mostly UTC.
+        timezone: of `cron`, as in Europe/Prague; default: the controller's, mostly UTC.
     """
     check_schedule_name(name)
     check_cron(cron)
+    if timezone:
+        check_timezone(timezone)
     made = prepare_workflow(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
     check_names(made, f"{name}-{'0' * DIGITS}")
     look = build_data_check_spec(made, name)
     check_cluster(cluster, made)
+    when = {"schedules": [cron], **({"timezone": timezone} if timezone else {})}
     limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": KEPT, "failedJobsHistoryLimit": KEPT}
-    spec = {"schedules": [cron], **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
+    spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
     spec["workflowMetadata"] = {"labels": {LABEL: name}}
     specs = {"WorkflowTemplate": template_spec(made, name), "CronWorkflow": spec}
     for kind in specs:
@@ -89,11 +100,11 @@ def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
     looks, found = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1], []
     for each in cluster.list(*CRON, selector=LABEL):
         name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
+        when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
         wrong = [condition.get("message", condition["type"]) for condition in status.get("conditions") or ()]
-        told = {"cron": " ".join(spec["schedules"]), "last": status.get("lastScheduledTime")}
-        told["message"] = "; ".join(["suspended"] * spec.get("suspend", False) + wrong)
+        told = {"message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)}
         mine = [_read_look(look) for look in looks if labels_of(look)[LABEL] == name]
-        found.append({"name": name, **told, "looks": mine})
+        found.append({"name": name, "cron": when, "last": status.get("lastScheduledTime"), **told, "looks": mine})
     return found
 
 
@@ -205,6 +216,15 @@ def check_cron(text: str) -> None:
             if match is None or not all(_within(end, low, high) for end in ends):
                 told = f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
                 raise UserError("--cron", text, told)
+
+
+def check_timezone(name: str) -> None:
+    """Refuse what is not a time zone, as `check_cron` does. Raises UserError where this machine knows none of that
+    name."""
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is
+        raise UserError("--timezone", name, "is not a time zone; write it as in Europe/Prague or UTC") from None
 
 
 def _within(end: str, low: int, high: int) -> bool:

@@ -118,7 +118,16 @@ def _plain_yaml() -> Iterator[None]:
         yaml.Dumper.yaml_representers = known
 
 
-def submit_run(client: Any, built: Any, *, run: str, store: str, root: str | None = None, cache: bool = True) -> str:
+def submit_run(
+    client: Any,
+    built: Any,
+    *,
+    run: str,
+    store: str,
+    root: str | None = None,
+    cache: bool = True,
+    experiment: str = EXPERIMENT,
+) -> str:
     """Start a run, or resume the one of that name, and return its id. Raises UserError where a run of that name is
     under way.
 
@@ -133,7 +142,7 @@ def submit_run(client: Any, built: Any, *, run: str, store: str, root: str | Non
             package,
             arguments={"run": run, "store": store},
             run_name=run,
-            experiment_name=EXPERIMENT,
+            experiment_name=experiment,
             pipeline_root=root,
             enable_caching=None if cache else False,
         )

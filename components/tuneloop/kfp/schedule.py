@@ -35,7 +35,15 @@ ABOUT = {
 
 
 def create_schedule(
-    client: Any, built: Any, config: PipelineConfig, *, name: str, store: str, cron: str, root: str | None = None
+    client: Any,
+    built: Any,
+    config: PipelineConfig,
+    *,
+    name: str,
+    store: str,
+    cron: str,
+    root: str | None = None,
+    experiment: str = EXPERIMENT,
 ) -> str:
     """Look for new data at each tick of `cron`, one look at a time and none for ticks that were missed. Raises
     UserError at fields that are not five, a name that is no name of a run, or no stage `data_prep`.
@@ -57,7 +65,7 @@ def create_schedule(
     given = {"schedule": name, "store": store, **version, "data": data}
     with compiled_package(build_data_check(config, given)) as package, translate_api_errors(name):
         made = client.create_recurring_run(
-            client.create_experiment(EXPERIMENT).experiment_id,
+            client.create_experiment(experiment).experiment_id,
             name,
             cron_expression=fields,
             max_concurrency=1,

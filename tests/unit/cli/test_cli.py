@@ -655,7 +655,7 @@ def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -
     assert child.wait(LIMIT_S) == 0
 
 
-def test_the_display_prints_a_line_for_each_stage_of_an_iteration(
+def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     now = 100.0
@@ -681,15 +681,13 @@ def test_the_display_prints_a_line_for_each_stage_of_an_iteration(
         display.node(pod("export", "Failed", exit_code=2, message="exit code 2", started=110.0, finished=111.5))
     assert capsys.readouterr().out.splitlines() == [
         "   0.0 s  rollout: 1/2 prompts  0.1 prompts/s  9 s left",
-        "   5.0 s  iteration 1/4  (rollout 5.0 s)",
         "   5.0 s  reward: 1/2 prompts  0.1 prompts/s  9 s left",
-        "  10.0 s  iteration 1/4  reward 0.150  (reward 5.0 s)",
+        "  10.0 s  iteration 1/4  reward 0.150  10.0 s/iteration  at most 30.0 s left  (rollout 5.0 s, reward 5.0 s)",
         "  10.0 s  rollout: 1/2 prompts  0.1 prompts/s  9 s left",
-        "  15.0 s  iteration 2/4  (rollout 5.0 s)",
         "  15.0 s  reward: 1/2 prompts  0.1 prompts/s  9 s left",
-        "  20.0 s  iteration 2/4  reward 0.250  (reward 5.0 s)",
         "  20.0 s  iteration 3/4  reward 0.350  0.5 s  (reward 0.5 s)",
         "  20.0 s  export: failed after 1.5 s: exit code 2",
+        "  20.0 s  iteration 2/4  reward 0.250  10.0 s/iteration  at most 20.0 s left  (rollout 5.0 s, reward 5.0 s)",
     ]
 
 

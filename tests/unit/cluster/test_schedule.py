@@ -16,6 +16,7 @@ from tuneloop.cluster.schedule import (
     apply_schedule,
     build_data_check_spec,
     check_cron,
+    check_timezone,
     delete_schedule,
     main,
 )
@@ -67,6 +68,13 @@ def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
         build_data_check_spec(made, "nightly")
 
 
+@pytest.mark.parametrize("zone", ["Mars/X", "Europe", "../UTC", "europe prague"])
+def test_no_time_zones(zone: str) -> None:
+    check_timezone("Europe/Prague")
+    with pytest.raises(UserError, match=r"^--timezone: .* is not a time zone"):
+        check_timezone(zone)
+
+
 @pytest.mark.parametrize("name", ["Rev_N", "n" * 32])
 def test_what_is_wrong_with_a_name_is_said_of_the_option_that_gave_it(name: str) -> None:
     with serving() as (_, cluster), pytest.raises(UserError, match=r"^--name: "):
@@ -78,8 +86,8 @@ def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural:
     pipeline = find_pipeline("grpo")
     made = pipeline.build(pipeline.configure())
     with serving() as (server, cluster):
-        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily")
-        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@hourly")
+        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily", timezone="UTC")
+        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@hourly", timezone="UTC")
         assert cluster.get(*CRON, "nightly")["spec"]["schedules"] == ["@hourly"]
         delete_schedule(cluster, "nightly")
         assert not server.objects
@@ -124,7 +132,7 @@ def test_schedules_are_listed_with_what_came_of_their_looks(
         assert capsys.readouterr().out == "no schedules in namespace tuneloop\n"
         made = pipeline.build(pipeline.configure())
         for name in ("nightly", "weekly"):
-            apply_schedule(cluster, made, name=name, store="s3://b/runs", cron="@daily")
+            apply_schedule(cluster, made, name=name, store="s3://b/runs", cron="@daily", timezone="UTC")
         server.objects["cronworkflows", "nightly"]["status"] = {"lastScheduledTime": "2026-01-01T03:00:00Z"}
         said: Any = {
             "outputs": {"parameters": [{"name": "said", "value": "skipped: no new data since nightly-1f0c93ab"}]}
@@ -140,8 +148,8 @@ def test_schedules_are_listed_with_what_came_of_their_looks(
         shown = capsys.readouterr().out.splitlines()
         assert run_cli(["cluster", "schedules", "--json"]) == 0
         nightly, weekly = json.loads(capsys.readouterr().out)["schedules"]
-    assert shown[0] == "nightly  @daily  last tick: 2026-01-01T03:00:00Z"
-    assert "weekly  @daily  last tick: never  suspended" in shown
+    assert shown[0] == "nightly  @daily UTC  last tick: 2026-01-01T03:00:00Z"
+    assert "weekly  @daily UTC  last tick: never  suspended" in shown
     assert [(each["phase"], each["said"]) for each in nightly["looks"]] == [
         ("Running", ""),
         ("Succeeded", "skipped: no new data since nightly-1f0c93ab"),
