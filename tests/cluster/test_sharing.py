@@ -196,5 +196,5 @@ def test_two_experiments_on_one_claim_learn_what_one_learns_alone(cluster: Conne
     made = [digests(nodes, name) for name, nodes in ended.items()]
     assert made[0] == made[1] != made[2] and "export" in made[0]
     for nodes in ended.values():
-        (learned,) = (n.outputs["mean-reward"] for n in nodes if n.display_name.startswith("evaluate-after"))
+        (learned,) = {n.outputs["mean-reward"] for n in nodes if n.display_name.startswith("evaluate-after(")}
         assert float(learned) >= 15 / 16, "1.0 where it was measured; another processor rounds otherwise"
