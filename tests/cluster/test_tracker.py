@@ -62,6 +62,7 @@ def test_a_run_is_mirrored_once_though_the_tracker_is_killed(
     kubectl("-n", cluster.namespace, "delete", "pod", "-l", "app.kubernetes.io/name=tuneloop-tracker", "--force")
     assert finish(cluster, run, "rollout") == 0
     until(lambda: find_mirror(mlflow, run).info.status == "FINISHED", pause=1.0)
-    name = next(each for each in find_mirror(mlflow, run).data.metrics if "mean_reward" in each)
-    points = mlflow.get_metric_history(find_mirror(mlflow, run).info.run_id, name)
-    assert sorted(point.step for point in points) == [1, 2]
+    mirror = find_mirror(mlflow, run)
+    points = {name: mlflow.get_metric_history(mirror.info.run_id, name) for name in mirror.data.metrics}
+    assert all(len({point.step for point in each}) == len(each) for each in points.values()), "each once"
+    assert sorted(point.step for point in points["reward/mean_reward"]) == [1, 2]
