@@ -327,11 +327,15 @@ def _compute_checksum(value: Any, key: str) -> str:
     return xxhash.xxh3_128_hexdigest(f"{key}{dump_canonical_json(value)}".encode())
 
 
-def load_checked_json(data: bytes | None, key: str, url: str, remedy: str) -> dict[str, Any]:
-    """Load what `dump_checked_json` dumped for `key`; nothing of None. Raises Corrupt if it is damaged."""
+def load_checked_json(
+    data: bytes | None, key: str, url: str, remedy: str, shape: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Load what `dump_checked_json` dumped for `key`; nothing of None. Raises Corrupt if it is damaged, or lacks one of
+    the keys of `shape`, each with its types."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         value: dict[str, Any] = from_json(data or b"{}")
-        if data is None or value.pop(CHECKSUM) == _compute_checksum(value, key):
+        whole = data is None or value.pop(CHECKSUM) == _compute_checksum(value, key)
+        if whole and (data is None or all(isinstance(value[name], kind) for name, kind in (shape or {}).items())):
             return value
     raise Corrupt("file", f"{url}/{key}", f"was changed since it was written, or is another file; {remedy}")
 

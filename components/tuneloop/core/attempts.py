@@ -27,6 +27,7 @@ limit of attempts after the first, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
 FAILURE = "failure.json"
+FAILED = {"time": int | float, "message": str}
 """Below an output, where the engine does not tell a run's reader why a stage failed: ``message`` and ``time``."""
 
 

@@ -130,16 +130,25 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
             elif line.startswith(NODE):
                 lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
             else:
-                workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
+                try:
+                    workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
+                except (TypeError, ValueError):
+                    damaged += 1
+                    continue
                 if workflow.phase == "Running":
                     lines = dict(kept)
                 elif workflow.phase == "Succeeded" and "next" in workflow.outputs:
                     parts.append(workflow.outputs["next"])
                     kept = dict(lines)
+    nodes = dict[str, Node]()
+    for about in json.loads(b"[%b]" % b",".join(b"{%b}" % body[len(KIND) :] for body in lines.values())):
+        try:
+            nodes[about["id"]] = Node(**about)
+        except (TypeError, KeyError):
+            damaged += 1
     if damaged:
         _report_once(f"{path}: {damaged} damaged lines are skipped")
-    told = json.loads(b"[%b]" % b",".join(b"{%b}" % body[len(KIND) :] for body in lines.values()))
-    return workflow, {about["id"]: Node(**about) for about in told}, parts
+    return workflow, nodes, parts
 
 
 @functools.cache

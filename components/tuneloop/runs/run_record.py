@@ -26,7 +26,7 @@ import xxhash
 import yaml
 
 from tuneloop.core.artifacts import MANIFEST, Manifest, Role, load_checked_json, parse_manifest, split_ref
-from tuneloop.core.attempts import FAILURE
+from tuneloop.core.attempts import FAILED, FAILURE
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.index import DIGEST, Index, map_requests
 from tuneloop.core.store import Store, normalize_url
@@ -65,7 +65,7 @@ class Entry:
     @property
     def started(self) -> float:
         """When the stage began to work, Unix seconds; 0.0 if the manifest does not say."""
-        return float(self.manifest.provenance.get("started") or 0.0)
+        return float(told) if isinstance(told := self.manifest.provenance.get("started"), int | float) else 0.0
 
     @property
     def seconds(self) -> float:
@@ -229,7 +229,7 @@ class Run:
         found = {}
         for key in self._failures:
             place, data = key.removesuffix(f"/{FAILURE}"), self._index.store.get(key)
-            failure = load_checked_json(data, FAILURE, f"{self.url}/{place}", "delete it")
+            failure = load_checked_json(data, FAILURE, f"{self.url}/{place}", "delete it", FAILED)
             later = (entry.key for entry in self.entries if entry.started > failure["time"])
             if failure and not any(f"{each}/".startswith(f"{place}/") for each in later):
                 found[place] = failure["message"]

@@ -19,6 +19,8 @@ from tuneloop.core.store import Store
 
 PLACE, MEND = "live", "delete it"
 RECORDS = "served"
+PULL = {"full": int | None, "tensors": int, "identical": int}
+PULL |= dict.fromkeys(("served_at", "fetch_s", "apply_s", "pause_s"), int | float)
 RENEW_S = 60.0
 EXPIRY_S = 600.0
 """Ten misses: a store's clock and ours may differ by minutes."""
@@ -39,7 +41,7 @@ def list_served_versions(root: Store) -> dict[str, int]:
     """Return replica → version, of the replicas that live."""
     since = time.time() - EXPIRY_S
     found = {key: root.get(key) for key, (_, at) in root.stat().items() if key.startswith(f"{PLACE}/") and at > since}
-    told = {key: load_checked_json(data, key, root.url, MEND) for key, data in found.items() if data}
+    told = {key: load_checked_json(data, key, root.url, MEND, {"version": int}) for key, data in found.items() if data}
     return {key.removeprefix(f"{PLACE}/").removesuffix(".json"): about["version"] for key, about in told.items()}
 
 
@@ -51,4 +53,4 @@ def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
 def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
     """Read what the pulls of `version` took, of each replica that recorded one."""
     found = {key: root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}")}
-    return [load_checked_json(data, key, root.url, MEND) for key, data in found.items() if data]
+    return [load_checked_json(data, key, root.url, MEND, PULL) for key, data in found.items() if data]

@@ -20,6 +20,7 @@ from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
 """Below the root: ``published/NNNNNN.json``, what publishing took. For people and reports; no reader needs it."""
+RECORD = {"at": int | float, "timings": dict, "sent_bytes": int, "full_bytes": int, "density": int | float | None}
 
 Weights = Annotated[
     str | None,
@@ -75,7 +76,7 @@ def read_publications(root: str) -> dict[int, dict[str, Any]]:
 def read_publication(store: Store, version: int) -> dict[str, Any] | None:
     """Read what publishing one version took; None if it was not recorded."""
     key = f"{RECORDS}/{version:06d}.json"
-    return load_checked_json(store.get(key), key, store.url, "delete it") or None
+    return load_checked_json(store.get(key), key, store.url, "delete it", RECORD) or None
 
 
 def _find_base(policy: Artifact) -> Path | None:

@@ -338,7 +338,7 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
 def test_a_second_session_starts_anew_and_keeps_the_logs(tmp_path: Path) -> None:
     pod = shell("pod", "echo once; echo x > /tmp/out/y; exit {{workflow.parameters.code}}", outputs=("y",))
     templates = [pod, dag(task("t", "pod"))]
-    assert run(tmp_path, *templates, parameters={"code": "3"}).exit_code == 1
+    assert run(tmp_path, *templates, parameters={"code": "4"}).exit_code == 1
     outcome = run(tmp_path, *templates, parameters={"code": "0"})
     assert outcome.exit_code == 0
     now = journal.read_state(tmp_path)
