@@ -155,10 +155,10 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     Raises:
         StaleWeights: they differ still.
     """
-    result = compare_with_canary(engine, policy, tolerance)
+    result = _compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         engine.load(policy, force=True)
-        result = compare_with_canary(engine, policy, tolerance)
+        result = _compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         raise StaleWeights(
             f"{result}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
@@ -167,7 +167,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     return result
 
 
-def compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
+def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
     """Measure the differences, or say what is wrong."""
     want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
     if served != want:
