@@ -34,14 +34,12 @@ def make_builders(
 
 
 def run_file(name: str, path: str, build: Callable[[], Any]) -> Any:
-    """Submit the pipeline, where its file is run as a program, to the Argo server that ARGO_SERVER names.
+    """Submit the pipeline, where its file is run as a program, to the Argo server that ARGO_SERVER names. Return the
+    Workflow for `hera generate yaml`, which takes what it finds in a module; nothing otherwise.
 
     Args:
         name, path: ``__name__`` and ``__file__`` of the file.
         build: makes its Workflow.
-
-    Returns:
-        the Workflow for `hera generate yaml`, which takes what it finds in a module; nothing otherwise.
     """
     if name == "__main__":
         from tuneloop.cli.cluster import submit_pipeline

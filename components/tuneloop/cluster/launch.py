@@ -60,13 +60,11 @@ def read_success(status: Object) -> bool | None:
 def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
     """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end. Raises UserError
     at another kind, or one that the cluster does not know or this account may not start; Retryable where the job was
-    deleted while it was followed, or the API server is in trouble.
+    deleted while it was followed, or the API server is in trouble. Return 0 when it succeeded; else the exit code that
+    explains those of its pods, 1 where they have none.
 
     Args:
         grace: seconds for KubeRay's own pod to submit a RayJob to its Ray cluster; after that it is submitted here.
-
-    Returns:
-        0 when it succeeded; else the exit code that explains those of its pods, 1 where they have none.
     """
     if (kind := KINDS.get(str(job.get("kind")))) is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")

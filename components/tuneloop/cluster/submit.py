@@ -20,7 +20,7 @@ from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_nu
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import find_component
-from tuneloop.core.errors import EXIT_NOT_PROMOTED, EXIT_RETRY, EXIT_USER, Retryable, UserError, print_diagnostic
+from tuneloop.core.errors import Retryable, UserError, choose_exit_code, print_diagnostic
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
@@ -227,5 +227,4 @@ def exit_code(workflow: Mapping[str, Any]) -> int:
     """Return what `tuneloop submit --wait` returns for a workflow that has ended."""
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
-    codes = {node.exit_code for node in read_nodes(workflow).values() if node.phase in ("Failed", "Error")}
-    return next((code for code in (EXIT_USER, EXIT_NOT_PROMOTED, EXIT_RETRY) if code in codes), 1)
+    return choose_exit_code({n.exit_code for n in read_nodes(workflow).values() if n.phase in ("Failed", "Error")})

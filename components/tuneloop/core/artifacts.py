@@ -332,10 +332,12 @@ def load_checked_json(
 ) -> dict[str, Any]:
     """Load what `dump_checked_json` dumped for `key`; nothing of None. Raises Corrupt if it is damaged, or lacks one of
     the keys of `shape`, each with its types."""
+    if data is None:
+        return {}
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        value: dict[str, Any] = from_json(data or b"{}")
-        whole = data is None or value.pop(CHECKSUM) == _compute_checksum(value, key)
-        if whole and (data is None or all(isinstance(value[name], kind) for name, kind in (shape or {}).items())):
+        value: dict[str, Any] = from_json(data)
+        fits = value.pop(CHECKSUM) == _compute_checksum(value, key)
+        if fits and all(isinstance(value[name], kind) for name, kind in (shape or {}).items()):
             return value
     raise Corrupt("file", f"{url}/{key}", f"was changed since it was written, or is another file; {remedy}")
 

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec
@@ -24,8 +24,6 @@ TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
 """Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
 INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW = "interrupted", "unavailable", "failed for now"
 """How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.core.ends`)."""
-NAMED = tuple(f"{name}:" for name in ("error", "gave up", "not promoted", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW))
-"""How a last line begins that names the class of its end."""
 
 
 class UserError(ValueError):
@@ -48,6 +46,16 @@ class NotPromoted(UserError):
     """A model that does not pass its gate: what was served before goes on being served."""
 
     kind, exit_code = "not promoted", EXIT_NOT_PROMOTED
+
+
+KINDS = (UserError.kind, NotPromoted.kind, "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW)
+NAMED = tuple(f"{kind}:" for kind in KINDS)
+"""How a last line begins that names the class of its end."""
+
+
+def choose_exit_code(codes: Collection[int | None]) -> int:
+    """Choose the exit code of a run that failed, by those of the pods that failed it."""
+    return next((code for code in (EXIT_USER, EXIT_NOT_PROMOTED, EXIT_RETRY) if code in codes), 1)
 
 
 class Retryable(RuntimeError):

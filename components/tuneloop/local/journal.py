@@ -31,7 +31,7 @@ from typing import IO
 
 import xxhash
 
-from tuneloop.core.errors import UserError, print_diagnostic
+from tuneloop.core.errors import UserError, choose_exit_code, print_diagnostic
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave. The others are ``Pending`` and ``Running``."""
@@ -212,8 +212,7 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
         return 0
-    codes = {node.exit_code for node in nodes.values() if node.type == "Pod" and _broke_the_run(node, nodes)}
-    return next((code for code in (2, 3, 75) if code in codes), 1)
+    return choose_exit_code({n.exit_code for n in nodes.values() if n.type == "Pod" and _broke_the_run(n, nodes)})
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:

@@ -116,14 +116,14 @@ def result_line(iteration: int | None, results: Mapping[str, float | str]) -> st
     """Format results in one line, with their iteration."""
     shown = [f"iteration {iteration}"] if iteration is not None else []
     for name, value in results.items():
-        shown.append(f"{name} {format_number(str(value)) or value}")
+        shown.append(f"{name} {format_number(value) or value}")
     return "  ".join(shown)
 
 
-def format_number(text: str) -> str:
-    """Format `text` as a whole number, or with four significant digits; return an empty string if it is no number."""
+def format_number(value: float | str) -> str:
+    """Format a number, or its text, whole or with four significant digits; return an empty string for other text."""
     try:
-        number = float(text)
+        number = float(value)
     except ValueError:
         return ""
     return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}"

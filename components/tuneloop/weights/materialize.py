@@ -180,11 +180,11 @@ def _open_delta(store: Store, step: Entry, incoming: Path, cached: dict[int, int
             size = about.stored_bytes - sum(file.size for file in about.files.values() if file.stored)
             cached[step.version] = size
 
-            def fetch(to: Path) -> None:
+            def copy_delta(to: Path) -> None:
                 cached.pop(step.version, None)
                 store.copy_file(key, to, size=size)
 
-            held = cache.take_file(path.parent, name, size, lambda at: at.stat().st_size == size, fetch)
+            held = cache.take_file(path.parent, name, size, lambda at: at.stat().st_size == size, copy_delta)
             if held is None:
                 raise blame(f"is not of {size} bytes, as its index says")
             opened.enter_context(held)

@@ -109,10 +109,7 @@ class Torchtune(LLMBackend):
     @property
     def overrides(self) -> dict[str, Any]:
         """`config` and `args` but for what is none, or switched off: the Trainer takes these two names alone for a yes.
-
-        Raises:
-            UserError: a key or a value that `config` cannot have.
-        """
+        Raises UserError at a key or a value that `config` cannot have."""
         try:
             given = {**TorchtuneConfig.model_validate(self.config).to_overrides(), **self.args}
         except ValidationError as error:
