@@ -18,20 +18,20 @@ every byte it opens against the manifest by xxh3-128, which is no proof against 
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
 
 from tuneloop.core import cache, fencing
@@ -51,6 +51,10 @@ PARTS, CHECKSUM = ".parts", "checksum"
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers."""
+ENTRY_TYPES = {"version": int, "staleness": dict, "packages": dict, "processor": dict}
+"""Of the facts and the provenance that readers of every artifact look into."""
+get_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+"""Return what validates values of a type, made once."""
 _PLACE = re.compile(rf'"[^"]*@(?={DIGEST}:[0-9a-f]{{64}}")')
 Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
@@ -92,6 +96,16 @@ class Manifest(BaseModel, frozen=True):
             wrong = next(name for name in several if not is_contained_path(name))
             raise ValueError(f"{wrong!r} is not a name for a file of an artifact")
         return names
+
+    @field_validator("results", "facts", "provenance")
+    @classmethod
+    def _fit_for_readers(cls, told: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Refuse a result that is no scalar, and an entry of `ENTRY_TYPES` of another type."""
+        for name, value in told.items():
+            scalar = not isinstance(value, list | dict)
+            if not (scalar if info.field_name == "results" else isinstance(value, ENTRY_TYPES.get(name, object))):
+                raise ValueError(f"{info.field_name}.{name} cannot be {value!r:.40}")
+        return told
 
     def compute_digest(self) -> str:
         """Compute the digest of what the manifest states; references count by their digests, not by their places."""
@@ -185,11 +199,11 @@ class Artifact:
             want, where = self.manifest.files[name], f"{self.url}/{self.manifest.root}/{name}"
             if local and not (directory / name).is_file():
                 raise Corrupt("artifact", where, "is missing; " + _MEND)
-            is_whole = partial(_is_whole, want=want)
+            is_whole = functools.partial(_is_whole, want=want)
             if local:
                 proof: object = is_whole(directory / name)
             else:
-                fetch = partial(Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size)
+                fetch = functools.partial(Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size)
                 proof = cache.take_file(directory, name, want.size, is_whole, fetch)
             if not proof:
                 raise Corrupt("artifact", where, f"differs from its manifest (SHA-256 {want.sha256}); " + _MEND)
@@ -331,15 +345,21 @@ def load_checked_json(
     data: bytes | None, key: str, url: str, remedy: str, shape: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Load what `dump_checked_json` dumped for `key`; nothing of None. Raises Corrupt if it is damaged, or lacks one of
-    the keys of `shape`, each with its types."""
+    the keys of `shape`, each with its type."""
     if data is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         value: dict[str, Any] = from_json(data)
-        fits = value.pop(CHECKSUM) == _compute_checksum(value, key)
-        if fits and all(isinstance(value[name], kind) for name, kind in (shape or {}).items()):
-            return value
+        if value.pop(CHECKSUM) == _compute_checksum(value, key):
+            return check_shape(value, shape or {})
     raise Corrupt("file", f"{url}/{key}", f"was changed since it was written, or is another file; {remedy}")
+
+
+def check_shape(value: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value`. Raises ValueError, KeyError, TypeError: it lacks a key of `shape`, or has it of another type."""
+    for name, kind in shape.items():
+        get_adapter(kind).validate_python(value[name], strict=True)
+    return value
 
 
 def hash_canonical_json(value: Any) -> str:

@@ -26,7 +26,7 @@ ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNEL
 limit of attempts after the first, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
-FAILURE, FAILED = "failure.json", {"time": int | float, "message": str}
+FAILURE, FAILED = "failure.json", {"time": float, "message": str}
 """Below an output, where the engine does not tell a run's reader why a stage failed; and what it says, of which types.
 """
 

@@ -27,10 +27,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar, cast
 
 import xxhash
 
+from tuneloop.core.artifacts import get_adapter
 from tuneloop.core.errors import UserError, choose_exit_code, print_diagnostic
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
@@ -39,6 +40,9 @@ BROKEN = ("Failed", "Error")
 KIND = b'{"kind": "node", '
 NODE, SUM = KIND + b'"id": "', b', "sum": "'
 """How the line of a node begins, and what is before its digest at the end of any line."""
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -131,8 +135,8 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
                 lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
             else:
                 try:
-                    workflow = Workflow(**json.loads(b"{" + body.partition(b", ")[2] + b"}"))
-                except (TypeError, ValueError):
+                    workflow = _parse(Workflow, body.partition(b", ")[2])
+                except ValueError:
                     damaged += 1
                     continue
                 if workflow.phase == "Running":
@@ -141,14 +145,20 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
                     parts.append(workflow.outputs["next"])
                     kept = dict(lines)
     nodes = dict[str, Node]()
-    for about in json.loads(b"[%b]" % b",".join(b"{%b}" % body[len(KIND) :] for body in lines.values())):
+    for body in lines.values():
         try:
-            nodes[about["id"]] = Node(**about)
-        except (TypeError, KeyError):
+            node = _parse(Node, body[len(KIND) :])
+        except ValueError:
             damaged += 1
+        else:
+            nodes[node.id] = node
     if damaged:
         _report_once(f"{path}: {damaged} damaged lines are skipped")
     return workflow, nodes, parts
+
+
+def _parse(record: type[T], fields: bytes) -> T:
+    return cast(T, get_adapter(record).validate_json(b"{%b}" % fields, strict=True))
 
 
 @functools.cache

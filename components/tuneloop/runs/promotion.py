@@ -58,4 +58,5 @@ def promote_version(run: Run, version: int, name: str, least: Mapping[str, float
 def read_history(store: Store) -> tuple[list[dict[str, Any]], bytes | None]:
     """Read all promotions in a store, the oldest first; and the bytes that say so, None where nothing was promoted."""
     data = store.get(KEY)
-    return load_checked_json(data, KEY, store.url, "restore it from a copy").get("promotions", []), data
+    told = load_checked_json(data, KEY, store.url, "restore it from a copy", {"promotions": list[dict[str, Any]]})
+    return told.get("promotions", []), data

@@ -297,14 +297,13 @@ class Run:
 
     def version_of(self, entry: Entry) -> int | None:
         """Return the policy version that an artifact was made with: its checkpoint's, or as its facts say."""
-        version = (self.policy_of(entry) or entry).manifest.facts.get("version")
-        return version if isinstance(version, int) else None
+        return (self.policy_of(entry) or entry).manifest.facts.get("version")
 
     def evaluations(self) -> list[Score]:
         """List the mean rewards on held-out prompts, oldest first."""
         scores = []
         for entry in self.with_role("evaluator"):
-            if (value := entry.manifest.results.get("mean_reward")) is not None:
+            if (value := entry.manifest.scalars.get("mean_reward")) is not None:
                 scores.append(Score(value, f"{_sampling(entry)}, held-out prompts", self.version_of(entry), entry))
         return scores
 
@@ -314,7 +313,7 @@ class Run:
         scored = {entry.iteration: entry for entry in self.with_role("scorer")}  # a later one adds to an earlier one
         scores = []
         for entry in sorted(scored.values(), key=lambda e: e.iteration or 0):
-            value, rollout = entry.manifest.results.get("mean_reward"), sampled.get(entry.iteration)
+            value, rollout = entry.manifest.scalars.get("mean_reward"), sampled.get(entry.iteration)
             how = f"{_sampling(rollout)}, training prompts" if rollout else "training prompts"
             if value is not None:
                 scores.append(Score(value, how, self.version_of(rollout) if rollout else None, entry))

@@ -108,7 +108,7 @@ def list_devices(entries: Iterable[Entry]) -> list[str]:
     """List every device that the stages report to have run on, and what was held back of a processor."""
     provenances = [entry.manifest.provenance for entry in entries]
     devices = sorted({str(device) for each in provenances if (device := each.get("device"))})
-    limits = {f"AMX not used: {each['processor']['why']}" for each in provenances if "processor" in each}
+    limits = {f"AMX not used: {each['processor'].get('why')}" for each in provenances if "processor" in each}
     return [*devices, *sorted(limits)]
 
 

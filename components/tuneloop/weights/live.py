@@ -19,8 +19,8 @@ from tuneloop.core.store import Store
 
 PLACE, MEND = "live", "delete it"
 RECORDS = "served"
-PULL = {"full": int | None, "tensors": int, "identical": int}
-PULL |= dict.fromkeys(("served_at", "fetch_s", "apply_s", "pause_s"), int | float)
+PULL: dict[str, Any] = {"full": int | None, "tensors": int, "identical": int}
+PULL |= dict.fromkeys(("served_at", "fetch_s", "apply_s", "pause_s"), float)
 RENEW_S = 60.0
 EXPIRY_S = 600.0
 """Ten misses: a store's clock and ours may differ by minutes."""

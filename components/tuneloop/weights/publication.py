@@ -20,7 +20,8 @@ from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
 """Below the root: ``published/NNNNNN.json``, what publishing took. For people and reports; no reader needs it."""
-RECORD = {"at": int | float, "timings": dict, "sent_bytes": int, "full_bytes": int, "density": int | float | None}
+RECORD: dict[str, Any] = {"at": float, "timings": dict[str, float], "sent_bytes": int, "full_bytes": int}
+RECORD |= {"density": float | None, "encoding": str | None}
 
 Weights = Annotated[
     str | None,
@@ -37,7 +38,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     the version stands with other weights."""
     if (root := getattr(stage.params, "weights", None)) is None:
         return
-    version = int(manifest.facts["version"])
+    version: int = manifest.facts["version"]
     ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may stand
     chain = Chain(root)
     if chain.pointed is not None and chain.pointed.version > version:
@@ -52,7 +53,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     made, ref = Artifact(stage.out_url), manifest.inputs.get("policy")
     policy = Artifact(ref) if ref else None
     base = _find_base(policy) if policy else None
-    follows = int(policy.manifest.facts["version"]) if policy and base else None
+    follows = policy.manifest.facts["version"] if policy and base else None
     about: dict[str, Any] = {"base": base, "base_version": follows, "source": manifest.digest}
     about["encoding"] = getattr(stage.params, "weight_encoding", "chain")
     about["held"] = not getattr(stage.params, "publish_weights", True)
