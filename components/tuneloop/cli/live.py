@@ -121,7 +121,8 @@ class Display:
             self.parts.append(f"{get_stage_name(node)} {seconds}")
         else:
             results = "  ".join(f"{k} {format_number(v)}" for k, v in node.outputs.items() if format_number(v))
-            self._print(f"{get_stage_name(node)}: {seconds}  {results}".rstrip())
+            how = "stopped after " if node.daemoned else ""
+            self._print(f"{get_stage_name(node)}: {how}{seconds}  {results}".rstrip())
 
     def _end_iteration(self) -> None:
         """Say which iteration ended, with its reward, the rate so far and the time left."""
