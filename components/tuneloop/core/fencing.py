@@ -99,20 +99,20 @@ def write_lease_grant(path: Path, held: Grant) -> None:
 
 
 @contextmanager
-def watch_lease(poll: float = 0.2) -> Iterator[None]:
+def watch_lease() -> Iterator[None]:
     """End this process with exit code 75 when its device lease is lost, after a SIGTERM shortly before."""
     over = threading.Event()
     if os.environ.get(VARIABLE):
-        threading.Thread(target=_watch, args=(over, poll), daemon=True, name="turn").start()
+        threading.Thread(target=_watch, args=(over,), daemon=True, name="turn").start()
     try:
         yield
     finally:
         over.set()
 
 
-def _watch(over: threading.Event, poll: float) -> None:
+def _watch(over: threading.Event) -> None:
     told = False
-    while not over.wait(poll):
+    while not over.wait(0.2):
         try:
             held = read_lease_grant()
         except (Retryable, UserError) as error:

@@ -30,13 +30,9 @@ TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datas
 """What comes with the extra ``train``."""
 
 
+@fencing.watch_lease()
 def run_component(work: Callable[[], None]) -> int:
     """Run a component as a program and return its exit code; end early if the device lease is lost."""
-    with fencing.watch_lease():
-        return _run(work)
-
-
-def _run(work: Callable[[], None]) -> int:
     try:
         fencing.read_lease_grant()  # one that was refused begins nothing
         work()

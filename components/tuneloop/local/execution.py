@@ -186,8 +186,7 @@ class Execution:
 
     # The end of the run, or of a part of it
 
-    @contextlib.contextmanager
-    def handle_signals(self) -> Iterator[None]:
+    def handle_signals(self) -> contextlib.AbstractContextManager[None]:
         """Stop the run at SIGTERM and SIGINT; a second SIGINT is Python's own."""
 
         def stop(number: int) -> None:
@@ -196,8 +195,7 @@ class Execution:
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        with forward_signals(stop):
-            yield
+        return forward_signals(stop)
 
     def pause(self, seconds: float, name: str) -> bool:
         """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""

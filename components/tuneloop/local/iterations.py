@@ -136,8 +136,7 @@ class Iterations:
             code = self._child.wait()
             return 128 - code if code < 0 else code  # as a shell says of one that signal -code ended
 
-    @contextlib.contextmanager
-    def handle_signals(self) -> Iterator[None]:
+    def handle_signals(self) -> contextlib.AbstractContextManager[None]:
         """Begin no further stage after SIGTERM or SIGINT; to be entered by the main thread.
 
         A stage of this process handles them itself; one in another is sent them.
@@ -148,8 +147,7 @@ class Iterations:
             if self._child:
                 self._child.send_signal(number)
 
-        with forward_signals(stop):
-            yield
+        return forward_signals(stop)
 
 
 class PodLength:

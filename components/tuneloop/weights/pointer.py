@@ -31,13 +31,12 @@ class Latest(BaseModel, frozen=True, extra="forbid"):
 def read_pointer(root: str | Store) -> Latest | None:
     """Read the pointer below `root` (a URL, or a Store on it); None before the first publication."""
     store = root if isinstance(root, Store) else Store(root)
-    data = store.get(KEY)
-    return None if data is None else _parse(store, data)
+    return _parse(store, store.get(KEY))
 
 
-def _parse(store: Store, data: bytes) -> Latest:
+def _parse(store: Store, data: bytes | None) -> Latest | None:
     try:
-        return Latest.model_validate_json(data)
+        return None if data is None else Latest.model_validate_json(data)
     except ValueError as error:
         raise Corrupt("weights", f"{store.url}/{KEY}", "is not a pointer; restore it from a copy") from error
 
@@ -53,7 +52,7 @@ def advance_pointer(root: str | Store, latest: Latest) -> bool:
     store = root if isinstance(root, Store) else Store(root)
     while True:
         data = store.get(KEY)
-        now = None if data is None else _parse(store, data)
+        now = _parse(store, data)
         if now == latest:
             return False
         if now is not None and now.version > latest.version:
