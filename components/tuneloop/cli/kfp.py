@@ -1,6 +1,5 @@
 """Commands for Kubeflow Pipelines: render, submit, schedule, and look at runs there."""
 
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,11 +36,8 @@ def render_pipeline(
     ] = False,
 ) -> None:
     """Print the compiled pipeline as YAML. It is what the UI takes as an upload; equal settings, equal bytes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "pipeline.yaml"
-        client.compile_to(build_kfp_pipeline(pipeline, config, sets)[0], path, manifest=manifest)
-        text = path.read_text()
-    print_or_write_text(text, output)
+    with client.compiled_package(build_kfp_pipeline(pipeline, config, sets)[0], manifest=manifest) as package:
+        print_or_write_text(Path(package).read_text(), output)
 
 
 @app.command("submit")

@@ -253,9 +253,9 @@ def _names(run: Any) -> dict[str, str]:
 
 
 @contextmanager
-def compiled_package(built: Any) -> Iterator[str]:
+def compiled_package(built: Any, *, manifest: bool = False) -> Iterator[str]:
     """Yield the path of a pipeline's compiled file, which goes with the block."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{built.name}.yaml"
-        compile_to(built, path)
+        compile_to(built, path, manifest=manifest)
         yield str(path)
