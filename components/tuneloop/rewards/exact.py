@@ -2,6 +2,8 @@
 
 from typing import Any
 
+TRUSTED = True
+
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
     """Return 1.0 for equal text, else 0.0."""

@@ -8,6 +8,7 @@ before there is a tokenizer.
 from typing import Any
 
 RANGE = (-1.0, 0.0)
+TRUSTED = True
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:

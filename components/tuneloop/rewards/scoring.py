@@ -71,13 +71,15 @@ class Outcome:
 
 
 class Reward(NamedTuple):
-    """A reward function, the closed interval it promises to stay in, and whether it judges an episode with an
-    environment only (``NEEDS_EPISODE``), so that a gold answer by itself cannot be checked with it."""
+    """A reward function, the closed interval it promises to stay in, whether it judges an episode with an environment
+    only (``NEEDS_EPISODE``), so that a gold answer by itself cannot be checked with it, and whether no completion can
+    make it hang, crash or take memory (``TRUSTED``), so that it needs no process of its own."""
 
     function: Callable[[str, str, dict[str, Any]], float | tuple[float, dict[str, float]] | None]
     low: float
     high: float
     needs_episode: bool = False
+    trusted: bool = False
 
 
 class _Verdict(NamedTuple):
@@ -111,8 +113,8 @@ def find_reward(name: str) -> Reward:
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
     home = sys.modules.get(getattr(function, "__module__", ""))
     low, high = getattr(function, "RANGE", getattr(home, "RANGE", (0.0, 1.0)))
-    episode = getattr(function, "NEEDS_EPISODE", getattr(home, "NEEDS_EPISODE", False))
-    return Reward(function, float(low), float(high), bool(episode))
+    flags = (bool(getattr(function, flag, getattr(home, flag, False))) for flag in ("NEEDS_EPISODE", "TRUSTED"))
+    return Reward(function, float(low), float(high), *flags)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -171,7 +173,10 @@ def score_all(
     specs = [parse_spec(row["reward_spec"]) for row in rows]
     rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}
     jobs = [_Job(index, name) for index, spec in enumerate(specs) for name in spec]
-    verdicts: dict[_Job, _Verdict] = {}
+    verdicts = {job: _judge(rewards[job.name], rows[job.row]) for job in jobs if rewards[job.name].trusted}
+    if progress and verdicts:
+        progress(len(verdicts))
+    jobs = [job for job in jobs if job not in verdicts]
     limits = _Limits(timeout_s, memory, punish)
     pool = [_Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])]
     try:

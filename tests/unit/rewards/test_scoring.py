@@ -138,14 +138,16 @@ def test_metadata_that_is_no_json_costs_its_own_row() -> None:
 
 
 def test_many_calls_take_few_processes_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row("42")] * 128
+    rows = [row("42", spec={"exact": 1.0, f"{BAD}:good": 1.0})] * 128
     gc.collect()  # what earlier tests left open is not to be closed in between
     open_before = len(os.listdir("/proc/self/fd"))
     children_before = children()
     fork, forked = os.fork, []
     monkeypatch.setattr(os, "fork", lambda: forked.append(0) or fork())
-    assert all(outcome.score == 1.0 for outcome in score_all(rows, timeout_s=30, workers=2))
+    assert {outcome.score for outcome in score_all(rows, timeout_s=30, workers=2)} == {1.2}
     assert len(forked) == 2, "a process a worker, not a call"
+    assert score_all([row("42")], timeout_s=30)[0].score == 1.0
+    assert len(forked) == 2, "a trusted reward needs none"
     assert len(os.listdir("/proc/self/fd")) == open_before
     assert children() == children_before
 
