@@ -13,10 +13,9 @@ from tests.mutations.changes import CHANGES, KINDS, Files, kind_of
 from tests.mutations.readers import OF_FILES, OF_RUN, OF_WEIGHTS, READERS, Answer, ask
 from tests.mutations.sample_run import SampleRun
 
-Verdict = Literal["same", "refused", "said", "absent", "forged", "misread", "accepted", "traceback", "hang"]
+Verdict = Literal["same", "refused", "said", "absent", "forged", "accepted", "traceback", "hang"]
 """The same meaning; an error of one line; a line that names what was left out; what is not there counts as not
-committed; what somebody made to fit, which only the root or a reference tells, and such that no stage of ours would
-write, at which a reader may fail; and the three that must not be."""
+committed; what somebody made to fit, which only the root or a reference tells; and the three that must not be."""
 FORGED = "all made to fit"
 OF_KIND = {
     **dict.fromkeys(("manifest",), (*OF_RUN, *OF_FILES)),
@@ -89,7 +88,7 @@ def judge(kind: str, change: str, reader: str, truth: Answer, answer: Answer, *,
     if answer.meaning == "hang":
         return "hang"
     if answer.code is None:
-        return "misread" if change == FORGED else "traceback"
+        return "traceback"
     if answer.refused:
         return "refused"
     if answer.code != 0:

@@ -133,11 +133,8 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
 
 
 def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes).
-
-    Args:
-        context: tokens of a prompt and its completion at most, if that is limited.
-    """
+    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context`: tokens of a
+    prompt and its completion at most, if that is limited."""
     if stage.role == "trainer":
         return _training_memory(stage, model, context)
     if stage.serves or (stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"):
@@ -256,10 +253,7 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
 
 def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
     """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's.
-
-    Args:
-        small: a request that stays, as far as it is below the limit.
-    """
+    `small`: a request that stays, as far as it is below the limit."""
     resources = container["resources"]
     text = f"{amount >> 20}Mi"
     if limited:

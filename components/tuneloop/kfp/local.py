@@ -16,11 +16,8 @@ from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 
 def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None:
-    """Run pipelines and components that this process calls from now on here, in subprocesses.
-
-    Args:
-        pipeline_root: a directory for handles, previews and kfp's cache; artifacts themselves lie in the store.
-    """
+    """Run pipelines and components that this process calls from now on here, in subprocesses. `pipeline_root`: a
+    directory for handles, previews and kfp's cache; artifacts themselves lie in the store."""
     for check in ("validate_not_container_component", "validate_image"):
         setattr(SubprocessTaskHandler, check, lambda handler, subject: None)
     runner = kfp_local.SubprocessRunner(use_venv=False)

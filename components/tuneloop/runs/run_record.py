@@ -174,12 +174,8 @@ class Run:
         return dict(yaml.load(data, yaml.CSafeLoader) or {})
 
     def refresh(self, *, whole: bool | None = None) -> None:
-        """Read manifests that were committed since.
-
-        Args:
-            whole: look into every iteration, not only into those that the index lacks or that are not settled; default:
-                where a store has directories.
-        """
+        """Read manifests that were committed since. `whole`: look into every iteration, not only into those that the
+        index lacks or that are not settled; default: where a store has directories."""
         store = self._index.store
         indexed = {key: mark for key, (mark, _) in self._index.held.items() if PLACE.match(key)}
         every = store.root is not None if whole is None else whole
@@ -324,11 +320,8 @@ class Run:
         return max([*self.evaluations(), *self.training_rewards()], key=lambda s: s.entry.finished, default=None)
 
     def curves(self, of: Collection[str] | None = None) -> list[Curve]:
-        """Return a curve of every quantity that the run's stages recorded.
-
-        Args:
-            of: only the points that these artifacts made, by their keys.
-        """
+        """Return a curve of every quantity that the run's stages recorded. `of`: only the points that these artifacts
+        made, by their keys."""
         found = []
         for known in (self.training_rewards(), self.evaluations()):
             if scores := [score for score in known if of is None or score.entry.key in of]:
