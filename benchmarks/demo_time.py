@@ -6,8 +6,8 @@ Same base model, demonstrations, prompts, batches, steps of SFT, learning rates 
 first batch that earns the demo's target reward, or after its 60 iterations. Each side is timed from the start of its
 first process, with all imports. Ours includes what TRL's scripts do not do: making the data and the model, evaluation
 before and after the loop, every artifact committed to disk, the export and the report. `TRL` starts with data and model
-there, generates with transformers (its vLLM modes need a GPU), and saves the model of each script once. The two take
-turns; the median of each is compared.
+there, generates with transformers (its vLLM modes need a GPU), and saves the model of the first script; the end of the
+second, after the target, is not timed. The two take turns; the median of each is compared.
 """
 
 from __future__ import annotations

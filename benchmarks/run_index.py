@@ -1,7 +1,8 @@
 """Seconds that the commands take that read a run, for runs of 1,000 and of 4,000 iterations.
 
 A run is written here as the stages leave it: a manifest for each of rollout, reward and policy update, of the size and
-with the fields of a real one, its rows of metrics, empty files for the rest, and the journal of the local executor.
+with the fields of a real one, its rows of metrics and scores, an empty vocabulary for the rest, and the
+journal of the local executor.
 Every command runs in a process of its own. The first row of a command reads a run that nobody has read before, the
 second one the same run again.
 
@@ -11,6 +12,7 @@ second one the same run again.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -23,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
 from tuneloop.core.artifacts import File, Manifest, dump_checked_json
@@ -33,6 +37,7 @@ from tuneloop.runs.records import Record
 COMMANDS = (("status",), ("report",), ("weights", "ls"))
 MODEL = ("chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 OBJECTIVE = {f"option_{i}": 0.25 * i for i in range(18)}
+VOCABULARY = b'{"model": {"vocab": {}}, "decoder": null, "added_tokens": []}'
 STAGES = {
     "rollout": ("sampler", ("rollouts.parquet",)),
     "reward": ("scorer", ("rewards.parquet",)),
@@ -70,8 +75,9 @@ def _commit(
 ) -> str:
     rows = {"step": 1, "loss": at / 7, "kl": 0.01, "entropy": 1 / (1 + at), "grad_norm": 0.5, "tokens": 756, "used": 1}
     metrics = json.dumps(rows).encode()
-    listed = {name: _describe(key.encode()) for name in files}
-    listed["metrics.jsonl"] = _describe(metrics)
+    contents = {name: _make_scores() if name.endswith(".parquet") else VOCABULARY for name in files}
+    contents["metrics.jsonl"] = metrics
+    listed = {name: _describe(data) for name, data in contents.items()}
     reward = {"mean_reward": 1 - 1 / (1 + at)} if stage in ("reward", "evaluate") else {}
     root = f"data-{xxhash.xxh3_64_hexdigest(key.encode())}"
     manifest = Manifest(
@@ -84,11 +90,18 @@ def _commit(
     )  # fmt: skip
     manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
     put = _put_file if (local := local_path(url)) else Store(url).put
-    for name in listed:
-        put(f"{local}/{key}/{root}/{name}" if local else f"{key}/{root}/{name}", metrics if "metrics" in name else b"")
+    for name, data in contents.items():
+        put(f"{local}/{key}/{root}/{name}" if local else f"{key}/{root}/{name}", data)
     told = dump_checked_json(json.loads(manifest.model_dump_json()), "manifest.json")
     put(f"{local}/{key}/manifest.json" if local else f"{key}/manifest.json", told)
     return f"{url}/{key}@{manifest.digest}"
+
+
+@functools.cache
+def _make_scores() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"score": [float(i % 2) for i in range(128)]}), sink)
+    return sink.getvalue().to_pybytes()
 
 
 def _describe(data: bytes) -> File:

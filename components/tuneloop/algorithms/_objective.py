@@ -139,8 +139,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return values, measures
 
     def token_weights(self, targets: Tensor) -> Tensor:
-        """Compute what each token of a completion counts in a mini-batch; in all they make a mean. `targets`: int64
-        ``[completions]``: target tokens of every completion of the mini-batch, on all ranks."""
+        """Compute what each token of a completion counts in a mini-batch, so that all make a mean. `targets` (int64
+        ``[completions]``) has the target tokens of every completion of the mini-batch, on all ranks."""
         ones = targets.new_ones(targets.shape).float()
         if self.loss_agg_mode == "token-mean":
             return ones / targets.sum()

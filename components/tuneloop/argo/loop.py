@@ -65,8 +65,8 @@ def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
 
 
 def call_step(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
-    """Make the task of a step in an iteration. `values`: wire → value; a wire that is not in it is an output of a task
-    beside."""
+    """Make the task of a step in an iteration. `values` has wires and their values; a wire that is not in it is an
+    output of a task beside."""
     given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
     arguments = list(given.items())
     behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
@@ -111,9 +111,9 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
 
 
 def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None) -> Any:
-    """Make the template of one iteration, which calls the next. `batch`: the template of the steps before the last, if
-    the loop is asynchronous: then the iteration is given what that makes, and makes that of the next beside its update,
-    with the policy that it starts from."""
+    """Make the template of one iteration, which calls the next. Of an asynchronous loop, `batch` is the template of the
+    steps before the last: the iteration is given what that made, and makes that of the next beside its update, with the
+    policy that it starts from."""
     number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
     rewarded = build_term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
     more, after = f"{build_same_workflow_condition(number, rewarded):=}", f"{number.as_int() + 1:=}"
@@ -295,8 +295,8 @@ def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -
 def call_loop(
     loop: Loop, templates: Templates, config: LoopPipelineConfig, boot: Output, values: Mapping[str, Output]
 ) -> None:
-    """Evaluate the policy, then loop; to be called inside the main DAG. `boot`: the checkpoint that the server boots
-    with, while the loop's policy may still be trained; unless both want the same device."""
+    """Evaluate the policy, then loop; to be called inside the main DAG. The server boots with
+    the checkpoint `boot` while the loop's policy may still be trained, unless both want the same device."""
     server, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task
     given = {**values, "endpoint": endpoint, "iteration": "1"}

@@ -253,7 +253,7 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
 
 def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
     """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's.
-    `small`: a request that stays, as far as it is below the limit."""
+    A request of `small` stays as long as it is below the limit."""
     resources = container["resources"]
     text = f"{amount >> 20}Mi"
     if limited:

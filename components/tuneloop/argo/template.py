@@ -36,8 +36,8 @@ class Workflow(hera.workflows.Workflow):
 
 
 def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
-    """Create a Workflow to enter with ``with``; it starts at the template ``main``. `cluster`: what its pods ask for: a
-    workflow whose stages share devices takes a seat on their claim."""
+    """Create a Workflow to enter with ``with``; it starts at the template ``main``. `cluster` is what its pods ask for:
+    a workflow whose stages share devices takes a seat on their claim."""
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     own = {key.replace("_", "-"): value for key, value in parameters.items()}
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}

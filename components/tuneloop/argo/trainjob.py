@@ -167,7 +167,8 @@ def build_rayservice(
     applications: Sequence[Mapping[str, Any]], name: str, cluster: Cluster, nodes: int, *, run: str = ""
 ) -> dict[str, Any]:
     """Build a RayService, whose new version is another Ray cluster that gets the requests once it is ready.
-    `applications`: of Ray Serve's configuration; the image ``ray`` has to have what their ``import_path`` imports."""
+    `applications` are those of Ray Serve's configuration; the image ``ray`` must have what their ``import_path``
+    imports."""
     spec = {
         "upgradeStrategy": {"type": "NewCluster"},
         "serveConfigV2": dump_manifest({"applications": [*applications]}),
@@ -206,8 +207,8 @@ def prepare_rayjob(
     """Render the stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
 
     What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes on
-    from them. Raises UserError at a parameter that it does not take, and where there is no URL. `arguments`: its
-    parameters by name, and ``prompts``, the URL of what it makes."""
+    from them. Raises UserError at a parameter that it does not take, and where there is no URL. `arguments`
+    has its parameters by name, and under ``prompts`` the URL of its output."""
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")

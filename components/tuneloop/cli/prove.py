@@ -5,6 +5,7 @@ import heapq
 import json
 import sys
 import time
+from math import nan
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -153,7 +154,9 @@ def list_promotions(
         return typer.echo(f"nothing was promoted in {store}")
     rows = []
     for told in chosen:
-        figures = ", ".join(f"{name} {told['figures'][name]:g} (≥ {least:g})" for name, least in told["least"].items())
+        figures = ", ".join(
+            f"{name} {told['figures'].get(name, nan):g} (≥ {least:g})" for name, least in told["least"].items()
+        )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
         rows.append((told["name"], told["run"], str(told["version"]), when, told["who"], figures, told["ref"]))
     print_table(("name", "run", "version", "when", "who", "figures", "reference"), rows, cut="reference")

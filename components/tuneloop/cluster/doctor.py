@@ -84,8 +84,8 @@ def describe_queued_stage() -> dict[str, Any]:
 
 
 def collect_checks(subject: str, found: Iterable[Check | UserError], otherwise: str = "") -> list[Check]:
-    """Collect what a check finds: problems as refusals, and what the account has no right to see. `otherwise`: what is
-    said where nothing was found; empty: nothing is."""
+    """Collect what a check finds: problems as refusals, and what the account has no right to see. Where
+    nothing was found it says `otherwise`, or nothing if that is empty."""
     with record_denied_reads() as denied:
         checks = [each if isinstance(each, Check) else _refuse(subject, each) for each in found]
     checks += [Check(subject, NOT_CHECKED, f"not checked: no right to {each}") for each in dict.fromkeys(denied)]
@@ -115,8 +115,8 @@ def check_controller(cluster: Connection) -> Iterator[Check]:
 def check_version(
     subject: str, deployment: Mapping[str, Any], least: tuple[int, ...], older: str, remedy: str
 ) -> Check:
-    """Check the release of a Deployment by the tag of its first image. `older`: the outcome of a release before
-    `least`."""
+    """Check the release of a Deployment by the tag of its first image. A release before `least` has the
+    outcome `older`."""
     image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
     place = f"{image} in namespace {deployment['metadata']['namespace']}"
     wanted = ".".join(map(str, least))

@@ -61,8 +61,8 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end. Raises UserError
     at another kind, or one that the cluster does not know or this account may not start; Retryable where the job was
     deleted while it was followed, or the API server is in trouble. Return 0 when it succeeded; else the exit code that
-    explains those of its pods, 1 where they have none. `grace`: seconds for KubeRay's own pod to submit a RayJob to its
-    Ray cluster; after that it is submitted here."""
+    explains those of its pods, 1 where they have none. KubeRay's own pod has `grace` seconds to submit a RayJob to
+    its Ray cluster; after that it is submitted here."""
     if (kind := KINDS.get(str(job.get("kind")))) is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
@@ -140,8 +140,8 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
 
 
 def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
-    """End a job: its pods get SIGTERM. `wait`: let it stand until they have ended, so that none of the same name can be
-    made before; this returns at once all the same."""
+    """End a job: its pods get SIGTERM. With `wait` it stands until they have ended, so that none of its name can be
+    made before; this call returns at once all the same."""
     policy = "Foreground" if wait else "Background"  # a Job would leave its pods
     cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
 

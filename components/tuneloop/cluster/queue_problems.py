@@ -154,8 +154,8 @@ def _largest(spec: Mapping[str, Any]) -> Amounts:
 
 
 def compute_pod_requests(template: Mapping[str, Any], beside: Iterable[Mapping[str, Any]] = ()) -> Amounts:
-    """Compute the resources that the pod of a template requests; a limit without a request counts as one. `beside`:
-    containers that Argo adds to a pod of its own, not to those of a job."""
+    """Compute the resources that the pod of a template requests; a limit without a request counts as one. `beside`
+    are the containers that Argo adds to a pod of its own, but not to those of a job."""
     if job := parse_applied_object(template):
         jobs = [each["template"]["spec"] for each in job["spec"]["replicatedJobs"]]  # Kueue admits all pods together
         pods = ((each["parallelism"], one) for each in jobs for one in each["template"]["spec"]["containers"])

@@ -48,7 +48,7 @@ Active = Mapping[str, Sequence[Owner]]
 def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
     """Reserve a claim of its group for the run of `workflow`, a new one if none has room. Raises UserError where the
     group's claims are for other devices, or the account may not change them; Retryable where the API server is in
-    trouble. `role`: whose claim, where roles sit apart."""
+    trouble. Where roles sit apart, it is the claim of `role`."""
     selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
     release_ended_runs(cluster)
     run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
@@ -77,7 +77,7 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
 
 def release_ended_runs(cluster: Connection, without: str = "") -> None:
     """Release the reservations of runs without an active workflow, and delete the claims that nobody reserves. Raises
-    as `reserve_claim`. `without`: a workflow that counts as ended."""
+    as `reserve_claim`. The workflow `without` counts as ended."""
     while True:
         there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
         active = _active(cluster, without) if there else {}
@@ -173,7 +173,7 @@ def _name(claim: Mapping[str, Any]) -> str:
 
 def choose_claim(claims: Mapping[str, Sequence[str]], run: str, limit: int) -> str | None:
     """Choose the claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first
-    by name among equals; None where another one is needed. `claims`: name → the runs that sit on it."""
+    by name among equals; None where another one is needed. `claims` has their names and the runs that sit on each."""
     if seated := [name for name, runs in claims.items() if run in runs]:
         return min(seated)
     room = [name for name, runs in claims.items() if len(runs) < limit]

@@ -121,8 +121,8 @@ def find_pipeline(name: str) -> Pipeline:
 
 
 def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> ModuleType:
-    """Load the module of another pipeline, for a pipeline that extends it. `beside`: a file (``__file__``) whose folder
-    is searched first."""
+    """Load the module of another pipeline, for a pipeline that extends it. The folder of the file `beside`
+    (``__file__``) is searched first."""
     for place in list_pipeline_folders(beside):
         if (place / f"{name}.py").is_file():
             return _load((place / f"{name}.py").resolve())

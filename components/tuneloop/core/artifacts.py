@@ -51,8 +51,12 @@ PARTS, CHECKSUM = ".parts", "checksum"
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers."""
-ENTRY_TYPES = {"version": int, "staleness": dict, "packages": dict, "processor": dict}
-"""Of the facts and the provenance that readers of every artifact look into."""
+ENTRY_TYPES: dict[str, tuple[dict[str, Any], Any]] = {
+    "results": ({}, str | int | float | None),
+    "facts": ({"version": int | None, "staleness": dict}, object),
+    "provenance": ({"packages": dict, "processor": dict}, object),
+}
+"""The types of what readers of every artifact look into, and of all other entries."""
 get_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 """Return what validates values of a type, made once."""
 _PLACE = re.compile(rf'"[^"]*@(?={DIGEST}:[0-9a-f]{{64}}")')
@@ -101,9 +105,9 @@ class Manifest(BaseModel, frozen=True):
     @classmethod
     def _fit_for_readers(cls, told: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         """Refuse a result that is no scalar, and an entry of `ENTRY_TYPES` of another type."""
+        types, other = ENTRY_TYPES[str(info.field_name)]
         for name, value in told.items():
-            scalar = not isinstance(value, list | dict)
-            if not (scalar if info.field_name == "results" else isinstance(value, ENTRY_TYPES.get(name, object))):
+            if not isinstance(value, types.get(name, other)):
                 raise ValueError(f"{info.field_name}.{name} cannot be {value!r:.40}")
         return told
 
@@ -301,7 +305,10 @@ class Draft:
                 fsync_path(each)
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
-        manifest = Manifest(root=self.attempt, files=files, place=place, **about)
+        try:
+            manifest = Manifest(root=self.attempt, files=files, place=place, **about)
+        except ValidationError as error:
+            raise UserError("artifact", self.url, f"cannot be committed: {error.errors()[0]['msg']}") from error
         manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
         fencing.check_lease()
         try:

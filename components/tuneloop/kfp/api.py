@@ -38,8 +38,8 @@ class RunApi:
         return _call("GET", f"{self._runs}/{run_id}")
 
     def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:
-        """List the runs with a name, the newest first. `part`: also those whose name contains it; else the newest
-        hundred are enough."""
+        """List the runs with a name, the newest first. With `part` also those whose name contains it; without,
+        only the newest hundred are looked at."""
         query = {"experiment_id": experiment_id, "filter": match_name(name, part=part)}
         query |= {"sort_by": "created_at desc", "page_size": "100"}
         listed: list[dict[str, Any]] = []

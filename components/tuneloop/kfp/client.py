@@ -129,7 +129,7 @@ def submit_run(
     experiment: str = EXPERIMENT,
 ) -> str:
     """Start a run, or resume the one of that name, and return its id. Raises UserError where a run of that name is
-    under way. `cache`: let KFP skip tasks that it has seen; what is committed is skipped in any case."""
+    under way. With `cache` KFP skips tasks that it has seen; what is committed is skipped in any case."""
     if active := [each for each in _named(client, run) if each.state not in DONE]:
         remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"
         raise UserError("run", run, remedy)

@@ -45,8 +45,8 @@ def check_kfp(
     cluster: Connection, built: Any = None, settings: Any = None, *, endpoint: str | None = None
 ) -> list[Check]:
     """Check whether a backend has what a pipeline needs. Raises UserError where the cluster does not answer, Retryable
-    where the API server is in trouble. `built`, `settings`: what a pipeline's ``build_kfp`` returned, and its
-    configuration; without them only what all pipelines need is looked at."""
+    where the API server is in trouble. `built` and `settings` are what a pipeline's ``build_kfp`` returned, and
+    its configuration; without them only what all pipelines need is looked at."""
     documents: list[dict[str, Any]] = []
     if built:
         with compiled_package(built) as package:  # its specification, and its platform's if it has one

@@ -16,7 +16,7 @@ from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 
 def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None:
-    """Run pipelines and components that this process calls from now on here, in subprocesses. `pipeline_root`: a
+    """Run pipelines and components that this process calls from now on here, in subprocesses. `pipeline_root` is a
     directory for handles, previews and kfp's cache; artifacts themselves lie in the store."""
     for check in ("validate_not_container_component", "validate_image"):
         setattr(SubprocessTaskHandler, check, lambda handler, subject: None)

@@ -37,8 +37,8 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     """The stage as a function to be called in a pipeline: ``step("sft", url=…, policy=…) -> task``.
 
     Its first argument is the task's name in the UI; the others are the stage's input artifacts, ``url`` (where its
-    output is committed) and the `dynamic` parameters. Raises UserError at a parameter that the stage refuses. `spec`:
-    its parameters are resolved here, once, and each of them is an argument of the task. Of several nodes it is a
+    output is committed) and the `dynamic` parameters. Raises UserError at a parameter that the stage refuses. The
+    parameters of `spec` are resolved here, once, and each is an argument of the task. A stage of several nodes is a
     JobSet, which the task's own pod launches in the namespace ``kfp.jobs``."""
     component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
     spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
@@ -61,8 +61,8 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
 
 
 def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of a task with each artifact once; `SAME` says which input is which other. `inputs`: the
-    input artifacts as the component lists them: of two that are the same, the first is passed."""
+    """Return the arguments of a task with each artifact once; `SAME` says which input is which other. `inputs` are
+    the input artifacts as the component lists them: of two that are the same, the first is passed."""
     passed: dict[str, Any] = {}
     first: dict[str, str] = {}
     same: dict[str, str] = {}
@@ -103,8 +103,8 @@ def make_step(
 def stage_component(
     component: Component, image: str, processes: int = 1, passed: Iterable[str] = (), extra: Sequence[str] = ()
 ) -> Any:
-    """The stage as a `kfp.dsl` container component. `passed`: parameters that it must have though their default is None
-    (kfp.local cannot leave out an integer)."""
+    """The stage as a `kfp.dsl` container component. It must have the parameters `passed`, though their default is
+    None (kfp.local cannot leave out an integer)."""
     signature, about = stage_signature(component, {*passed})
     _, *start, module = component.command(processes)
     command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]

@@ -88,7 +88,8 @@ def execute_workflow(
             on_node=on_node,
             on_log=on_log,
         )
-        entry = Call(start, execution.name, "", 0, parameters | dict(arguments or {}))
+        given = {name: format_value(value) for name, value in (arguments or {}).items()}
+        entry = Call(start, execution.name, "", 0, parameters | given)
         with execution.handle_signals(), repeat_in_background(execution.follow_pods, 0.2):
             return _run(execution, entry, spec.get("onExit"))
 

@@ -177,7 +177,7 @@ class Journal:
 
     def write(self, record: Node | Workflow) -> None:
         kind = "node" if isinstance(record, Node) else "workflow"
-        body = json.dumps({"kind": kind, **asdict(record)})[:-1].encode()
+        body = json.dumps({"kind": kind, **asdict(record)}, ensure_ascii=False)[:-1].encode(errors="replace")
         try:
             os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
         except OSError as error:  # no reason to end stages

@@ -33,7 +33,7 @@ LOST = (
 
 def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> "RenderableType":
     """Render the plan of a rendered workflow for a terminal. Raises UserError where its model cannot be read, or runs
-    that share a node do not fit there. `seconds`: stage → how long it worked in an iteration of a recorded run."""
+    that share a node do not fit there. `seconds` has how long each stage worked in an iteration of a recorded run."""
     colocation.check_colocation(workflow)
     from rich import box
     from rich.console import Group

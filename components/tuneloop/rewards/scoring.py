@@ -8,8 +8,9 @@ A reward is a module of the family ``rewards`` (or ``package.module:function``):
 
 None says that it cannot judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown
 is to say besides; `Escape` is for a completion whose program tried to leave its sandbox. An episode in which the policy
-tried that of its environment is an escape whatever its rewards say. Rewards run in a forked
-process that reports after every call; the parent watches the clock. Whatever a call does (raise, exit, crash the
+tried that of its environment is an escape whatever its rewards say. Rewards run in a forked process that reports after
+every call; the parent watches the clock. Only those whose module says ``TRUSTED = True``, since no completion can make
+them hang, crash or take memory, are called by the stage itself. Whatever a call does (raise, exit, crash the
 interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the process is replaced
 where it must be and the next call is judged afresh: one bad call costs its own row only.
 Modules are imported before the fork, so that a replacement starts in milliseconds.
@@ -45,6 +46,8 @@ from tuneloop.workflow.settings import PROCESS
 
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
+REPORTED = 1000
+"""Calls in the stage's own process after which it says how many there were, and looks whether it is to stop."""
 RAISED, RETURNED = "raised", "returned"
 """How the reason of an ``infra_error`` begins that is the reward's own: it would come again on the same text."""
 KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable", "escape")
@@ -113,8 +116,9 @@ def find_reward(name: str) -> Reward:
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
     home = sys.modules.get(getattr(function, "__module__", ""))
     low, high = getattr(function, "RANGE", getattr(home, "RANGE", (0.0, 1.0)))
-    flags = (bool(getattr(function, flag, getattr(home, flag, False))) for flag in ("NEEDS_EPISODE", "TRUSTED"))
-    return Reward(function, float(low), float(high), *flags)
+    episode = getattr(function, "NEEDS_EPISODE", getattr(home, "NEEDS_EPISODE", False))
+    # That it is trusted it must say itself: a wrapper of it, or another function of its module, need not be.
+    return Reward(function, float(low), float(high), bool(episode), bool(getattr(plugin, "TRUSTED", False)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -160,7 +164,7 @@ def score_all(
     Args:
         rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
             (JSON object or empty).
-        timeout_s: seconds that one call of one reward may take.
+        timeout_s: seconds that one call of one reward may take, if it is not trusted; so of `memory`.
         workers: processes; each takes every `workers`-th call.
         memory: bytes that judging may take in each, beyond what the stage itself has; None: no limit.
         punish: whether a completion that ends a reward's call gets the least that this can give, and
@@ -173,9 +177,11 @@ def score_all(
     specs = [parse_spec(row["reward_spec"]) for row in rows]
     rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}
     jobs = [_Job(index, name) for index, spec in enumerate(specs) for name in spec]
-    verdicts = {job: _judge(rewards[job.name], rows[job.row]) for job in jobs if rewards[job.name].trusted}
-    if progress and verdicts:
-        progress(len(verdicts))
+    verdicts: dict[_Job, _Verdict] = {}
+    for job in (job for job in jobs if rewards[job.name].trusted):
+        verdicts[job] = _judge(rewards[job.name], rows[job.row])
+        if progress and len(verdicts) % REPORTED == 0:
+            progress(len(verdicts))
     jobs = [job for job in jobs if job not in verdicts]
     limits = _Limits(timeout_s, memory, punish)
     pool = [_Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])]
@@ -375,6 +381,8 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
     except OSError as error:  # a file or a service that it asks
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
+        if reward.trusted and not isinstance(error, Exception):  # this is the caller's process
+            raise
         frames = traceback.extract_tb(error.__traceback__)  # the innermost line of the reward's own says where
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
         return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{at}"[:300])

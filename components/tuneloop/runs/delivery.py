@@ -43,6 +43,7 @@ class Delivery:
     proved: str = ""
 
 
+SAMPLED = {"version": int, "staleness": dict[str, float | None]}
 REFIT = {"workers": dict[str, float], "updates": dict[str, float], "seconds": float}
 NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == float | None)
 
@@ -66,10 +67,11 @@ def find_delivery(run: Run, entry: Entry) -> Delivery | None:
 
 def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
     """Do the work of `find_delivery`; `recorded` finds the publisher's record of a version."""
-    facts, took = entry.manifest.facts, entry.manifest.timings
+    facts, notes, took = entry.manifest.facts, entry.manifest.notes, entry.manifest.timings
     if "staleness" not in facts:
         return None
-    version, refitted = facts["version"], _read_note(entry, "refitted", REFIT)
+    version = _check_told(entry, facts, SAMPLED)["version"]
+    refitted = notes.get("refitted") and _check_told(entry, notes["refitted"], REFIT)
     waited = took.get("load", 0.0) + took.get("canary", 0.0)
     seen: dict[str, Any] = {"waited_s": waited, "behind": facts["staleness"].get("mean")}
     if refitted:
@@ -86,17 +88,18 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     # What replicas recorded of this version before `entry` was done; else what the one that was asked said.
     recorded_pulls = live.read_pulls(Store(run.weights_url), version)
     pulls: list[Mapping[str, Any]] = [each for each in recorded_pulls if each["served_at"] <= entry.finished]
-    if not pulls and (own := _read_note(entry, "pulled", live.PULL)) and own["version"] == version:
+    if not pulls and (own := notes.get("pulled")) and _check_told(entry, own, live.PULL) and own["version"] == version:
         pulls = [own]
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
 
-def _read_note(entry: Entry, name: str, shape: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what an attempt noted. Raises Corrupt: it is of another shape; a manifest's digest does not cover it."""
+def _check_told(entry: Entry, told: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an artifact says of its delivery. Raises Corrupt: it is of another shape."""
     try:
-        return check_shape(note, shape) if (note := entry.manifest.notes.get(name)) is not None else None
+        return check_shape(told, shape)
     except (ValueError, KeyError, TypeError) as error:
-        raise Corrupt("artifact", entry.key, f"was changed: its note {name!r} cannot be read; restore it") from error
+        remedy = "has no readable delivery; restore the artifact's manifest from a copy"
+        raise Corrupt("artifact", entry.key, remedy) from error
 
 
 def get_measurements(one: Delivery) -> dict[str, float]:

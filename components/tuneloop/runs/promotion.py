@@ -8,6 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import FiniteFloat
+from typing_extensions import TypedDict
+
 from tuneloop.core.artifacts import Artifact, dump_checked_json, load_checked_json
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Conflict, Store
@@ -18,6 +21,20 @@ from tuneloop.runs.run_record import Run
 from tuneloop.training.old_checkpoints import pin_artifact
 
 KEY = "promoted.json"
+
+
+class Promotion(TypedDict):
+    """A promotion, as it is recorded: what was named, and the evaluation whose figures reached the least."""
+
+    name: str
+    run: str
+    version: int
+    ref: str
+    least: dict[str, float]
+    figures: dict[str, float | bool]
+    evaluation: str
+    who: str
+    time: FiniteFloat
 
 
 def promote_version(run: Run, version: int, name: str, least: Mapping[str, float]) -> dict[str, Any]:
@@ -58,5 +75,5 @@ def promote_version(run: Run, version: int, name: str, least: Mapping[str, float
 def read_history(store: Store) -> tuple[list[dict[str, Any]], bytes | None]:
     """Read all promotions in a store, the oldest first; and the bytes that say so, None where nothing was promoted."""
     data = store.get(KEY)
-    told = load_checked_json(data, KEY, store.url, "restore it from a copy", {"promotions": list[dict[str, Any]]})
+    told = load_checked_json(data, KEY, store.url, "restore it from a copy", {"promotions": list[Promotion]})
     return told.get("promotions", []), data

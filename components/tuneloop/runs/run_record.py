@@ -174,8 +174,8 @@ class Run:
         return dict(yaml.load(data, yaml.CSafeLoader) or {})
 
     def refresh(self, *, whole: bool | None = None) -> None:
-        """Read manifests that were committed since. `whole`: look into every iteration, not only into those that the
-        index lacks or that are not settled; default: where a store has directories."""
+        """Read manifests that were committed since. With `whole` every iteration is looked into, else only those
+        that the index lacks or that are not settled; by default it is whole where the store has directories."""
         store = self._index.store
         indexed = {key: mark for key, (mark, _) in self._index.held.items() if PLACE.match(key)}
         every = store.root is not None if whole is None else whole
@@ -276,7 +276,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Entry]:
         """The artifacts that hold a policy version and its weights, by version."""
-        made = (e for e in self.entries if "version" in e.manifest.facts)
+        made = (e for e in self.entries if e.manifest.facts.get("version") is not None)
         held = [e for e in made if any(name.startswith("model/") for name in e.manifest.files)]
         return sorted(held, key=lambda e: (e.manifest.facts["version"], e.started))
 
@@ -320,8 +320,8 @@ class Run:
         return max([*self.evaluations(), *self.training_rewards()], key=lambda s: s.entry.finished, default=None)
 
     def curves(self, of: Collection[str] | None = None) -> list[Curve]:
-        """Return a curve of every quantity that the run's stages recorded. `of`: only the points that these artifacts
-        made, by their keys."""
+        """Return a curve of every quantity that the run's stages recorded. With `of`, only the points that the
+        artifacts of these keys made."""
         found = []
         for known in (self.training_rewards(), self.evaluations()):
             if scores := [score for score in known if of is None or score.entry.key in of]:

@@ -55,7 +55,7 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
     policy = next((p for e in made if (p := run.policy_of(e))), None)
     try:
         pieces, decoder = _read_pieces(f"{run.url}/{policy.key}@{policy.manifest.digest}") if policy else ({}, "")
-    except UserError:  # the checkpoint is gone
+    except (UserError, ValueError, KeyError, TypeError):  # the checkpoint is gone, or its tokenizer has another form
         pieces, decoder = {}, ""
     used = {number for row in rows for number in row.get("completion_ids", ())}
     return {

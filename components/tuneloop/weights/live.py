@@ -19,7 +19,7 @@ from tuneloop.core.store import Store
 
 PLACE, MEND = "live", "delete it"
 RECORDS = "served"
-PULL: dict[str, Any] = {"full": int | None, "tensors": int, "identical": int}
+PULL: dict[str, Any] = {"version": int, "full": int | None, "tensors": int, "identical": int}
 PULL |= dict.fromkeys(("served_at", "fetch_s", "apply_s", "pause_s"), float)
 RENEW_S = 60.0
 EXPIRY_S = 600.0

@@ -174,8 +174,8 @@ class Graph(Protocol):
     config: Any
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
-        """Call a stage, and return its outputs. `name`: of the task, and where its output is committed in the run;
-        without one the stage's own."""
+        """Call a stage, and return its outputs. `name` is the task's, and where its output is committed in the run;
+        without one it is the stage's own."""
 
     def loop(self, serve: Any, **values: Any) -> None:
         """Evaluate a policy, run the loop, evaluate and finish.

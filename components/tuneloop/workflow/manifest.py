@@ -204,7 +204,7 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
 
 def find_ancestors(name: str, waits: Mapping[str, Sequence[str]]) -> set[str]:
     """Return the names of all tasks that `name` waits for, also through others: itself among them, if they circle.
-    `waits`: task → those that it waits for."""
+    `waits` has each task and those that it waits for."""
     ancestors: set[str] = set()
     queue = list(waits[name])
     while queue:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,3 +183,21 @@ def test_the_drafts_of_one_attempt_lie_apart() -> None:
     delete_draft(resume.path)
     assert (output.path / "metrics.jsonl").exists()
     delete_draft(output.path)
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"facts": {"version": "4"}}, "facts.version cannot be '4'"),
+        ({"facts": {"staleness": 1}}, "facts.staleness cannot be 1"),
+        ({"provenance": {"packages": []}}, r"provenance.packages cannot be \[\]"),
+        ({"results": {"loss": (1.0, 2.0)}}, r"results.loss cannot be \(1.0, 2.0\)"),
+    ],
+)
+def test_what_no_reader_could_read_is_not_committed(tmp_path: Path, about: dict[str, Any], says: str) -> None:
+    draft = Draft(f"{tmp_path}/a")
+    with pytest.raises(UserError, match=says):
+        draft.commit(stage="test", **about)
+    assert find_manifest(f"{tmp_path}/a") is None
+    assert draft.commit(stage="test", facts={"version": None}, results={"loss": 1.0, "done": True, "how": None})
+    assert Artifact(f"{tmp_path}/a").manifest.facts == {"version": None}

@@ -81,3 +81,17 @@ def test_no_bad_byte_stands_in_the_way_of_who_looks_at_a_run(
         show_stages(list_stages(run))
     assert "interrupted" in phases and phases <= {"created", "interrupted", "failed"}
     capsys.readouterr()
+
+
+def test_what_a_line_says_is_of_its_type_and_any_text_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(tmp_path)
+    journal.write(Workflow("w", parameters={"prompt": "naïve \udcff"}))
+    for name, started in (("fine", 1), ("wrong", "soon")):
+        journal.write(Node(name, name, name, name, "Pod", started=started))  # type: ignore[arg-type]
+    journal.close()
+    state = read(tmp_path)
+    assert state.workflow.parameters == {"prompt": "naïve ?"}
+    assert [(node.id, node.started) for node in state.nodes.values()] == [("fine", 1.0)]
+    assert "1 damaged lines are skipped" in capsys.readouterr().err

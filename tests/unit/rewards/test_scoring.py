@@ -1,5 +1,6 @@
 """One bad call costs its own row only, whatever it does; good ones are weighted sums."""
 
+import functools
 import gc
 import json
 import math
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.rewards import bad
 from tests.waiting import until
 from tuneloop.core.errors import UserError
+from tuneloop.rewards import exact
 from tuneloop.rewards.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
 
 BAD = "tests.unit.rewards.bad"
@@ -214,3 +217,11 @@ def test_scores_are_the_weighted_sums_in_order(weights: list[float], completions
     for text, outcome in zip(completions, outcomes):
         assert outcome.breakdown[next(iter(spec))] == float(text.strip() == "42")
         assert outcome.score == math.fsum(spec[name] * float(outcome.breakdown[name]) for name in spec)
+
+
+def test_what_wraps_a_trusted_reward_is_not_trusted_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do anything besides, and has a process of its own."""
+    monkeypatch.setattr(bad, "wrapped", functools.wraps(exact.score)(lambda *given: exact.score(*given)), raising=False)
+    find_reward.cache_clear()
+    assert find_reward("exact").trusted and not find_reward(f"{BAD}:wrapped").trusted
+    find_reward.cache_clear()

@@ -15,6 +15,7 @@ from tests.unit.inference.crew import Crew
 from tests.unit.weights.test_publication import chain
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import make_target, refit_fleet
@@ -118,3 +119,10 @@ def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
     (entry,) = run[0].with_role("sampler")
     one = find_delivery(run[0], entry)
     assert one and set(get_measurements(one)) == set(NUMBERS) and get_measurements(one)["pause_s"] == 0.125
+
+
+@pytest.mark.parametrize("notes", [{"pulled": {"version": 1}}, {"pulled": [1]}, {"refitted": {"workers": 3}}])
+def test_a_note_of_another_shape_is_refused_by_name(run: tuple[Run, list[Artifact]], notes: dict[str, Any]) -> None:
+    """A manifest's digest does not cover its notes."""
+    with pytest.raises(Corrupt, match="iterations/1/rollout.: has no readable delivery"):
+        asked(run[0], run[1][1], **notes)

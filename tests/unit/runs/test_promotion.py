@@ -3,12 +3,13 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit import toy
 from tuneloop.cli import run_cli
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, dump_checked_json
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store
 from tuneloop.runs.promotion import promote_version, read_history
@@ -140,5 +141,15 @@ def test_a_history_that_was_changed_is_refused(run: Run) -> None:
     promote_version(run, 2, "production", {"mean_reward": 0.7})
     path = run.directory.parent / "promoted.json"
     path.write_text(path.read_text().replace('"version": 2', '"version": 4').replace('"version":2', '"version":4'))
+    with pytest.raises(Corrupt, match="was changed since it was written"):
+        read_history(Store(run.store_url))
+
+
+@pytest.mark.parametrize("change", [{"time": "now"}, {"time": float("inf")}, {"figures": None}, {"version": True}])
+def test_a_history_made_to_fit_its_checksum_is_read_by_its_types(run: Run, change: dict[str, Any]) -> None:
+    told = promote_version(run, 2, "production", {"mean_reward": 0.7})
+    assert read_history(Store(run.store_url))[0] == [told]
+    forged = dump_checked_json({"promotions": [{**told, **change}]}, "promoted.json")
+    (run.directory.parent / "promoted.json").write_bytes(forged)
     with pytest.raises(Corrupt, match="was changed since it was written"):
         read_history(Store(run.store_url))

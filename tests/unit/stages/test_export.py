@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tuneloop.core.artifacts import Artifact, Draft, hash_files
 from tuneloop.core.errors import UserError
+from tuneloop.runs.run_record import Run
 from tuneloop.stages.export import count_parameters, export
 
 
@@ -48,3 +49,14 @@ def test_parameters_are_counted_from_the_header(
     tensors = {str(i): torch.zeros(shape, dtype=torch.bfloat16) for i, shape in enumerate(shapes)}
     save_file(tensors, path)
     assert count_parameters(path) == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_a_checkpoint_without_a_version_is_exported_and_is_none_of_the_policy(tmp_path: Path) -> None:
+    """As a reward model is."""
+    draft = Draft(f"{tmp_path}/r/iterations/1/rm")
+    (draft.path / "model").mkdir()
+    (draft.path / "model" / "config.json").write_text("{}")
+    draft.commit(stage="reward_model")
+    made = export(out=f"{tmp_path}/r/export", policy=draft.url)
+    assert made.facts["version"] is None
+    assert Run.open("r", str(tmp_path)).checkpoints == []
