@@ -124,5 +124,5 @@ def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
 @pytest.mark.parametrize("notes", [{"pulled": {"version": 1}}, {"pulled": [1]}, {"refitted": {"workers": 3}}])
 def test_a_note_of_another_shape_is_refused_by_name(run: tuple[Run, list[Artifact]], notes: dict[str, Any]) -> None:
     """A manifest's digest does not cover its notes."""
-    with pytest.raises(Corrupt, match="iterations/1/rollout.: has no readable delivery"):
+    with pytest.raises(Corrupt, match=r"iterations/1/rollout.: has no readable delivery"):
         asked(run[0], run[1][1], **notes)
