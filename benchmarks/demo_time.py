@@ -67,8 +67,6 @@ def run_demo(work: Path, run: str, seed: int, options: tuple[str, ...]) -> tuple
 
 def run_trl(work: Path, seed: int) -> tuple[float, list[float]]:
     """Run both scripts on what the demo was given; the second ends at the target, so time after it is not counted."""
-    from grpo_time import __file__ as grpo
-
     model, data, out = (
         Artifact(f"{work}/demo-0/base-model").path / "model",
         Artifact(f"{work}/demo-0/data-prep").path,
@@ -83,7 +81,16 @@ def run_trl(work: Path, seed: int) -> tuple[float, list[float]]:
     )
     second = time.time()
     tuned = time.perf_counter() - began
-    command = [sys.executable, grpo, "--trl-worker", str(out), str(data / "train.parquet"), str(seed), str(ITERATIONS)]
+    grpo = Path(__file__).with_name("grpo_time.py")
+    command = [
+        sys.executable,
+        str(grpo),
+        "--trl-worker",
+        str(out),
+        str(data / "train.parquet"),
+        str(seed),
+        str(ITERATIONS),
+    ]
     said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
     record = json.loads(said.splitlines()[-1])
     rewards: list[float] = record["rewards"]

@@ -295,8 +295,8 @@ def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -
 def call_loop(
     loop: Loop, templates: Templates, config: LoopPipelineConfig, boot: Output, values: Mapping[str, Output]
 ) -> None:
-    """Evaluate the policy, then loop; to be called inside the main DAG. The server boots with
-    the checkpoint `boot` while the loop's policy may still be trained, unless both want the same device."""
+    """Evaluate the policy, then loop; to be called inside the main DAG. The server boots with the checkpoint
+    `boot` while the loop's policy may still be trained, unless both want the same device."""
     server, endpoint = call_server(templates, config, boot)
     start: Any = values["policy"].task
     given = {**values, "endpoint": endpoint, "iteration": "1"}

@@ -133,8 +133,8 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
 
 
 def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context`: tokens of a
-    prompt and its completion at most, if that is limited."""
+    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context` has the
+    most tokens of a prompt and its completion, if they are limited."""
     if stage.role == "trainer":
         return _training_memory(stage, model, context)
     if stage.serves or (stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"):

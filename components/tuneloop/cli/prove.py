@@ -154,9 +154,8 @@ def list_promotions(
         return typer.echo(f"nothing was promoted in {store}")
     rows = []
     for told in chosen:
-        figures = ", ".join(
-            f"{name} {told['figures'].get(name, nan):g} (≥ {least:g})" for name, least in told["least"].items()
-        )
+        had = told["figures"]
+        figures = ", ".join(f"{name} {had.get(name, nan):g} (≥ {least:g})" for name, least in told["least"].items())
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
         rows.append((told["name"], told["run"], str(told["version"]), when, told["who"], figures, told["ref"]))
     print_table(("name", "run", "version", "when", "who", "figures", "reference"), rows, cut="reference")

@@ -237,11 +237,14 @@ def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
     try:
         manifest = Manifest.model_validate(told) if told else Manifest.model_validate_json(data)
     except ValidationError as error:
-        why = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise Corrupt("artifact", where, f"is not a manifest ({why}); {_MEND}") from error
+        raise Corrupt("artifact", where, f"is not a manifest ({_describe(error)}); {_MEND}") from error
     if told and (digest := _compute_digest(told)) != manifest.digest:
         raise Corrupt("artifact", where, f"was changed: it states {digest}, {manifest.digest} was committed; {_MEND}")
     return manifest
+
+
+def _describe(error: ValidationError) -> str:
+    return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
 class Draft:
@@ -308,7 +311,7 @@ class Draft:
         try:
             manifest = Manifest(root=self.attempt, files=files, place=place, **about)
         except ValidationError as error:
-            raise UserError("artifact", self.url, f"cannot be committed: {error.errors()[0]['msg']}") from error
+            raise UserError("artifact", self.url, f"cannot be committed: {_describe(error)}") from error
         manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
         fencing.check_lease()
         try:

@@ -27,8 +27,7 @@ limit of attempts after the first, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
 FAILURE, FAILED = "failure.json", {"time": float, "message": str}
-"""Below an output, where the engine does not tell a run's reader why a stage failed; and what it says, of which types.
-"""
+"""Below an output, where the engine does not tell a run's reader why a stage failed; and the types of what it says."""
 
 
 class Record(BaseModel, frozen=True):

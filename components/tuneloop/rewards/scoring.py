@@ -164,7 +164,7 @@ def score_all(
     Args:
         rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
             (JSON object or empty).
-        timeout_s: seconds that one call of one reward may take, if it is not trusted; so of `memory`.
+        timeout_s: seconds that one call of a reward that is not trusted may take.
         workers: processes; each takes every `workers`-th call.
         memory: bytes that judging may take in each, beyond what the stage itself has; None: no limit.
         punish: whether a completion that ends a reward's call gets the least that this can give, and
@@ -178,10 +178,11 @@ def score_all(
     rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}
     jobs = [_Job(index, name) for index, spec in enumerate(specs) for name in spec]
     verdicts: dict[_Job, _Verdict] = {}
-    for job in (job for job in jobs if rewards[job.name].trusted):
+    trusted = [job for job in jobs if rewards[job.name].trusted]
+    for count, job in enumerate(trusted, start=1):
         verdicts[job] = _judge(rewards[job.name], rows[job.row])
-        if progress and len(verdicts) % REPORTED == 0:
-            progress(len(verdicts))
+        if progress and (count % REPORTED == 0 or count == len(trusted)):
+            progress(count)
     jobs = [job for job in jobs if job not in verdicts]
     limits = _Limits(timeout_s, memory, punish)
     pool = [_Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])]

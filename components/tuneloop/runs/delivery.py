@@ -88,7 +88,7 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     # What replicas recorded of this version before `entry` was done; else what the one that was asked said.
     recorded_pulls = live.read_pulls(Store(run.weights_url), version)
     pulls: list[Mapping[str, Any]] = [each for each in recorded_pulls if each["served_at"] <= entry.finished]
-    if not pulls and (own := notes.get("pulled")) and _check_told(entry, own, live.PULL) and own["version"] == version:
+    if not pulls and (own := notes.get("pulled")) and _check_told(entry, own, live.PULL)["version"] == version:
         pulls = [own]
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 

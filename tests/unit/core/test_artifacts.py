@@ -188,7 +188,7 @@ def test_the_drafts_of_one_attempt_lie_apart() -> None:
 @pytest.mark.parametrize(
     ("about", "says"),
     [
-        ({"facts": {"version": "4"}}, "facts.version cannot be '4'"),
+        ({"facts": {"version": "4"}}, "cannot be committed: facts.version cannot be '4'"),
         ({"facts": {"staleness": 1}}, "facts.staleness cannot be 1"),
         ({"provenance": {"packages": []}}, r"provenance.packages cannot be \[\]"),
         ({"results": {"loss": (1.0, 2.0)}}, r"results.loss cannot be \(1.0, 2.0\)"),

@@ -225,3 +225,9 @@ def test_what_wraps_a_trusted_reward_is_not_trusted_by_that(monkeypatch: pytest.
     find_reward.cache_clear()
     assert find_reward("exact").trusted and not find_reward(f"{BAD}:wrapped").trusted
     find_reward.cache_clear()
+
+
+def test_progress_of_trusted_rewards_comes_to_the_end() -> None:
+    seen: list[int] = []
+    score_all([row("42")] * 1005, timeout_s=5, progress=seen.append)
+    assert seen == [1000, 1005]
