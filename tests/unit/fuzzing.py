@@ -4,7 +4,8 @@ import copy
 import os
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,19 @@ HOSTILE: Sequence[Any] = (
     *([], {}, [[]], [None], [10**30], [0] * 5000, {"a": 1}, {"tokens": [2**40]}),
     *(float("nan"), float("inf")),
 )
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 25))
-"""Of each request; `make fuzz` has more."""
-short = settings(max_examples=EXAMPLES, derandomize=EXAMPLES < 100, deadline=None)
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
+"""For each request, as `make fuzz` has it; 0: the same 25 bodies each time."""
+
+
+def run_examples(check: Callable[[], None]) -> None:
+    """Run a test that draws its bodies (`hypothesis.given`), again and again for `SECONDS`."""
+    each = 100 if SECONDS else 25
+    check = settings(max_examples=each, derandomize=not SECONDS, deadline=None)(check)
+    end, rounds = time.monotonic() + SECONDS, 0
+    while not rounds or time.monotonic() < end:
+        check()
+        rounds += 1
+    print(f"{rounds * each} bodies or fewer")
 
 
 class Memory:

@@ -44,11 +44,8 @@ STEP = 1 << 28
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of a decoder.
-
-    Attributes:
-        linears: of each layer, what adapters can go to: name → inputs and outputs; empty where they are not known.
-    """
+    """Shape of a decoder. `linears`: of each layer, what adapters can go to: name → inputs and outputs; empty where
+    they are not known."""
 
     name: str
     parameters: int

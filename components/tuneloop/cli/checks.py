@@ -15,12 +15,9 @@ from tuneloop.core.store import Store
 
 
 def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
-    """Refuse a run that cannot succeed on this machine.
-
-    Raises:
-        UserError: the workflow does not pass the lint, or needs a cluster; the store cannot be written; a port is
-            taken; vLLM is asked for and not installed, or has no such option.
-    """
+    """Refuse a run that cannot succeed on this machine. Raises UserError: the workflow does not pass the lint, or needs
+    a cluster; the store cannot be written; a port is taken; vLLM is asked for and not installed, or has no such
+    option."""
     from tuneloop.inference.engines import vllm
     from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest

@@ -32,7 +32,8 @@ def plan_shared(
     swap: float,
     asked: str | None,
 ) -> None:
-    """Print what each plan comes to, and which is recommended.
+    """Print what each plan comes to, and which is recommended. Raises UserError: that plan does, or the runs cannot be
+    planned with.
 
     Args:
         name: of the pipeline.
@@ -41,9 +42,6 @@ def plan_shared(
         store: where they lie.
         swap: seconds that a turn's device loses when it goes to another run.
         asked: a plan that must not lose time; default: the one that the configuration says.
-
-    Raises:
-        UserError: that plan does, or the runs cannot be planned with.
     """
     given = getattr(getattr(config, "cluster", None), "share", None)
     share = given or Share(group="planned")

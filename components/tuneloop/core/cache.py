@@ -50,15 +50,12 @@ def take_file(
     directory: Path, name: str, size: int, is_whole: Callable[[Path], bool], fetch: Callable[[Path], None]
 ) -> BinaryIO | None:
     """Return the file `name` of `directory`, which nobody deletes while what is returned is open; None where even what
-    was fetched just now is not whole.
+    was fetched just now is not whole. Raises UserError: the cache cannot be written.
 
     Args:
         size: that it will have, bytes.
         is_whole: proves the bytes of a file.
         fetch: writes them to a file that is there already.
-
-    Raises:
-        UserError: the cache cannot be written.
     """
     target, partial = directory / name, directory.with_name(f"{directory.name}.partial") / name
     damaged = fetched = False

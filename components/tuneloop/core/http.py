@@ -71,14 +71,12 @@ def open_response(
     headers: Mapping[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[Response]:
-    """Send a request, and yield the answer once its status is there; leaving the block hangs up.
+    """Send a request, and yield the answer once its status is there; leaving the block hangs up. Raises Unanswered: the
+    server is lost.
 
     Args:
         timeout_s: seconds without a byte after which the server counts as lost.
         check: called again and again while this process waits; what it raises hangs up.
-
-    Raises:
-        Unanswered: the server is lost.
     """
     import httpx2  # noqa: F401 - not on the thread of the event loop: a fork meanwhile would inherit its lock
 

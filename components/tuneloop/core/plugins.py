@@ -23,14 +23,11 @@ def list_variants(family: str) -> list[str]:
 
 
 def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
-    """Load the variant `name` of `family`.
+    """Load the variant `name` of `family`. Raises UserError: nothing of that name.
 
     Args:
         name: a module of that package, else an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
         attribute: taken from a module found by its short name; None gives the module.
-
-    Raises:
-        UserError: nothing of that name.
     """
     if ":" in name:
         module, _, path = name.partition(":")

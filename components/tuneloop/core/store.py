@@ -78,14 +78,9 @@ def open_for_reading(path: Path) -> io.BufferedReader:
 
 
 class Store:
-    """Keys and bytes below one URL.
-
-    Args:
-        url: the prefix; keys are relative to it, with ``/`` between parts.
-
-    S3 takes its endpoint and keys from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``,
-    ``AWS_ACCESS_KEY_ID``, …); plain HTTP endpoints are allowed when the endpoint says ``http://``.
-    """
+    """Keys and bytes below one URL. `url`: the prefix; keys are relative to it, with ``/`` between parts. S3 takes its
+    endpoint and keys from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, …); plain HTTP
+    endpoints are allowed when the endpoint says ``http://``."""
 
     def __init__(self, url: str) -> None:
         self.url = normalize_url(url)

@@ -77,8 +77,8 @@ def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (
             signal.signal(number, before)
 
 
-def end_process(code: int) -> NoReturn:
-    """End this process with an exit code, after its threads and what is registered for its end.
+def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> NoReturn:
+    """End this process with an exit code, after its threads and what is registered for its end, and `tell` it the code.
 
     The interpreter is not taken apart. That takes half a second where torch is loaded, and threads of native libraries
     may still run then, and abort a command that has succeeded ("terminate called without an active exception").
@@ -88,6 +88,7 @@ def end_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
             stream.flush()
+    tell(code)
     os._exit(code)
 
 

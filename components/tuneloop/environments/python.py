@@ -23,14 +23,11 @@ def create_environment(
     memory_mb: Annotated[float, Field(gt=0)] = 256,
     output_kb: Annotated[float, Field(gt=0)] = 4,
 ) -> Environment:
-    """Begin an episode in which the policy may run programs.
+    """Begin an episode in which the policy may run programs. Raises UserError: programs cannot be shut in here.
 
     Args:
         seconds: what the calls of one turn may use together.
         memory_mb, output_kb: what one call may use.
-
-    Raises:
-        UserError: programs cannot be shut in here.
     """
     check_sandbox("environment", "python")
     return Python(Limits(seconds, int(memory_mb * 2**20), int(output_kb * 2**10)))

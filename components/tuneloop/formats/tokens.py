@@ -101,15 +101,13 @@ def encode_reply(
     """Encode what lies between two turns of the policy: from behind the token that ended one, to where the next begins.
 
     Plain text is itself. In a chat it is what the template puts between the end of the assistant's turn and its next:
-    the end of that message, a message of `role`, the opening of a new one. The template is tried on a conversation
-    that stands for all; the policy's own turn, of which only the ids as sampled count, is never rendered.
+    the end of that message, a message of `role`, the opening of a new one. The template is tried on a conversation that
+    stands for all; the policy's own turn, of which only the ids as sampled count, is never rendered. Raises UserError:
+    a template that cannot say this, does not end turns with one of `stops`, or rewrites the turn.
 
     Args:
         stops: ids that end a turn.
         keep_reasoning: accept a template that takes reasoning out of the turn before.
-
-    Raises:
-        UserError: a template that cannot say this, does not end turns with one of `stops`, or rewrites the turn.
     """
     if not chat:
         return encode_text(tokenizer, text)

@@ -62,11 +62,8 @@ class Caller:
 
 
 class TokenReviews:
-    """Tokens and rights of Kubernetes: who may create workflows in a namespace may have sessions there.
-
-    Args:
-        audience: that tokens must be meant for; empty: the API server's own.
-    """
+    """Tokens and rights of Kubernetes: who may create workflows in a namespace may have sessions there. `audience`:
+    that tokens must be meant for; empty: the API server's own."""
 
     def __init__(self, api: Any, audience: str) -> None:
         from kubernetes import client

@@ -46,11 +46,8 @@ class Entry:
 
 @dataclass
 class Stream:
-    """The requests of one model or sampling session, by number.
-
-    Attributes:
-        following: the number whose turn it is; None where order does not matter.
-    """
+    """The requests of one model or sampling session, by number. `following`: the number whose turn it is; None where
+    order does not matter."""
 
     following: int | None
     last: int = 0

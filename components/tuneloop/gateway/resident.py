@@ -94,14 +94,12 @@ class Resident:
     def forward_backward(
         self, data: Sequence[Datum], name: str, config: dict[str, float], forward_only: bool = False
     ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Add the gradient of a loss to what has been gathered since the last step.
+        """Add the gradient of a loss to what has been gathered since the last step. Raises UserError: the data is not
+        what the loss needs; then nothing has been added. After any other error part of it may have been, and the next
+        `optim_step` is refused.
 
         Returns:
             Log-probabilities of the target tokens, float32 ``[positions]`` of each datum; and ``loss:sum``.
-
-        Raises:
-            UserError: the data is not what the loss needs; then nothing has been added. After any other error part of
-                it may have been, and the next `optim_step` is refused.
         """
         import torch
 

@@ -145,15 +145,13 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
 
 
 def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
-    """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried.
+    """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried. Raises
+    StaleWeights: they differ still.
 
     Returns:
         ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and
         where the canary has the version before what `tell_versions_apart` does. Below a separation of `SEPARATED` the
         numbers do not tell the two apart: that it is not the one before is the engine's word then.
-
-    Raises:
-        StaleWeights: they differ still.
     """
     result = _compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):

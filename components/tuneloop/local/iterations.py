@@ -156,11 +156,8 @@ class PodLength:
     A new pod costs the time between pods, from the last commit before it to its first stage, and what its first
     iteration takes longer than the second: libraries are imported, updates replayed. Of the former the least that a pod
     of this run has measured counts: to wait for quota, a server, or who resumes the run makes no pod longer, or runs
-    that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this.
-
-    Args:
-        first: number of the iteration that the pod begins with.
-    """
+    that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this. `first`:
+    number of the iteration that the pod begins with."""
 
     def __init__(self, run: str, first: int) -> None:
         self._store = Store(run)

@@ -25,11 +25,8 @@ WARM = "TUNELOOP_WARM"
 
 
 class Process:
-    """A pod's main process, which leads a session and process group of its own.
-
-    Attributes:
-        code: its exit code then; 128 + n when signal n ended it.
-    """
+    """A pod's main process, which leads a session and process group of its own. `code`: its exit code once it has
+    `ended`; 128 + n when signal n ended it."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], name: int) -> None:
         self._send, self._name = send, name
@@ -54,11 +51,8 @@ def end_process(process: Process, grace: float) -> None:
 
 
 class ProcessServer:
-    """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`.
-
-    Attributes:
-        failure: why there is no server (any more); None while there is.
-    """
+    """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`. `failure`:
+    why there is no server (any more); None while there is."""
 
     def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
         """Start the server by `command`; a path is the socket of one that serves others too."""

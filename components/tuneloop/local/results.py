@@ -31,11 +31,7 @@ class Call:
 
 @dataclass
 class Result:
-    """What a node came to.
-
-    Attributes:
-        phase: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready.
-    """
+    """What a node came to. `phase`: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready."""
 
     phase: str
     message: str = ""

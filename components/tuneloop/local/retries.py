@@ -107,11 +107,8 @@ def _announce(result: Result, number: int, pause: float) -> str:
 
 
 class _RestartedDaemon:
-    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address.
-
-    Attributes:
-        over: set when it has ended for good; `result` says how.
-    """
+    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address. `over`: set
+    when it has ended for good; `result` says how."""
 
     def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
         self._attempts, self._daemon = attempts, daemon

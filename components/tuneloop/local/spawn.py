@@ -4,7 +4,8 @@ Run by path (``python -S -E spawn.py FD``), so that it needs the standard librar
 It has one thread, so forking is safe; it is the parent of every pod, so it sees each one's end; and it adopts their
 orphans (Linux: PR_SET_CHILD_SUBREAPER), so that when its socket closes, because the executor ended or was killed, it
 can end all that descends from it, whatever sessions those processes made for themselves. Killed itself, its children
-get SIGKILL from the kernel (PR_SET_PDEATHSIG).
+get SIGKILL from the kernel (PR_SET_PDEATHSIG). The fork of a process that holds a GB takes some 20 ms, and its end as
+long: so the child for the next request is forked ahead, and one that reports its exit code need not be waited for.
 
 Protocol, JSON lines over the socket FD: ``{"start": id, "argv": […], "env": {…}, "cwd": path, "stdout": path,
 "stderr": path}`` and ``{"signal": id, "number": n}`` in; ``{"started": id, "pid": n}`` and ``{"ended": id, "code": n}``
@@ -20,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
-        In each forked child, set up as its request says: the request. In the server: None, when the channel closed.
+        In each forked child, set up as its request says: the request, whose ``"report"`` is a socket: who sends its
+        exit code there has ended, and is killed. In the server: None, when the channel closed.
     """
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -40,25 +43,43 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a terminal's Ctrl-C is the executor's to handle
         signal.signal(number, signal.SIG_IGN)
     pids: dict[int, int] = {}  # id → pid
+    reports: dict[socket.socket, int] = {}  # where a child sends its exit code → id
+    requests: list[dict[str, Any]] = []
     buffer = b""
-    watched: list[Any] = [channel, wake]
+    spare = None
     while True:
-        ready: list[Any] = select.select(watched, [], [])[0]
+        if not spare:
+            spare = _fork([channel, *reports], (wake, woken))
+        if isinstance(spare, dict):
+            return spare
+        if requests:
+            request = requests.pop(0)
+            if "signal" in request:
+                if (pid := pids.get(request["signal"])) is not None:
+                    _quietly(os.killpg, pid, request["number"])
+                continue
+            (pids[request["start"]], report), spare = spare, None
+            reports[report] = request["start"]
+            _send(report, request)
+            _send(channel, {"started": request["start"], "pid": pids[request["start"]]})
+            continue
+        watched: list[Any] = [channel, wake, *reports]
+        ready = select.select(watched, [], [])[0]
+        for report in reports.keys() & ready:
+            name, code = reports.pop(report), _receive(report)
+            if code and name in pids:
+                _end(channel, pids, name, int(code))
+            report.close()
         if wake in ready:
             os.read(wake, 4096)
-            _reap(channel, pids)
+            if spare[0] in _reap(channel, pids):
+                spare = None
         if channel in ready:
             data = _receive(channel)
             if not data:
                 return None
             *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                if "signal" in request:
-                    if (pid := pids.get(request["signal"])) is not None:
-                        _quietly(os.killpg, pid, request["number"])
-                elif not _fork(channel, pids, request, (wake, woken)):
-                    return request
+            requests += map(json.loads, lines)
 
 
 def end_all() -> None:
@@ -94,23 +115,28 @@ def _receive(channel: socket.socket) -> bytes:
         return b""
 
 
-def _fork(channel: socket.socket, pids: dict[int, int], request: dict[str, Any], pipes: tuple[int, int]) -> bool:
-    """Fork; return True in the server, False in the child."""
+def _fork(channels: Iterable[socket.socket], pipes: tuple[int, int]) -> tuple[int, socket.socket] | dict[str, Any]:
+    """Fork a child that waits for its request. Returns in the server its pid and channel, in the child the request."""
     parent = os.getpid()
+    ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
-        pids[request["start"]] = pid
-        _send(channel, {"started": request["start"], "pid": pid})
-        return True
+        theirs.close()
+        return pid, ours
     os.setsid()
     die_with(parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    channel.close()
+    for channel in (ours, *channels):
+        channel.close()
     for descriptor in pipes:
         os.close(descriptor)
+    line = theirs.makefile("rb").readline()
+    if not line:
+        os._exit(0)  # the server has ended
+    request = {**json.loads(line), "report": theirs}
     try:
         for target, path in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
             flags = os.O_RDONLY if target == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -121,22 +147,25 @@ def _fork(channel: socket.socket, pids: dict[int, int], request: dict[str, Any],
         if not str(error.filename).startswith("/proc/"):
             raise
         os._exit(128 + signal.SIGKILL)  # whose output it was to have has ended, and this process with it
-    return False
+    return request
 
 
-def _reap(channel: socket.socket, pids: dict[int, int]) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        code = os.waitstatus_to_exitcode(status)
-        for name in [name for name, known in pids.items() if known == pid]:  # others are adopted orphans
-            _quietly(os.killpg, pid, signal.SIGKILL)  # a pod ends with its first process
-            del pids[name]
-            _send(channel, {"ended": name, "code": code if code >= 0 else 128 - code})
+def _reap(channel: socket.socket, pids: dict[int, int]) -> set[int]:
+    """Take note of every child that has ended; return their pids."""
+    reaped: set[int] = set()
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, code = found[0], os.waitstatus_to_exitcode(found[1])
+            reaped.add(pid)
+            for name in [name for name, known in pids.items() if known == pid]:  # others are adopted orphans
+                _end(channel, pids, name, code if code >= 0 else 128 - code)
+    return reaped
+
+
+def _end(channel: socket.socket, pids: dict[int, int], name: int, code: int) -> None:
+    """End a pod with its first process, whose exit code is known, and tell it."""
+    _quietly(os.killpg, pids.pop(name), signal.SIGKILL)
+    _send(channel, {"ended": name, "code": code})
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:

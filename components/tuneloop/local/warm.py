@@ -132,7 +132,7 @@ def main() -> None:
     if request is None:
         end_all()
     else:
-        _become(request["argv"], request["env"], request["cwd"])
+        _become(request["argv"], request["env"], request["cwd"], request["report"])
 
 
 def _listen(path: Path) -> socket.socket:
@@ -161,8 +161,15 @@ def _connection(listener: socket.socket) -> socket.socket:
                 pass
 
 
-def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
+def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socket.socket) -> NoReturn:
     """Go on as ``python -m module arguments``, and end."""
+
+    def tell(code: int) -> None:
+        # The next stage begins then, which may need the whole of a GPU; a driver frees its memory at the very end.
+        if not (torch := sys.modules.get("torch")) or not torch.cuda.is_initialized():
+            with contextlib.suppress(ConnectionError):
+                report.sendall(str(code & 255).encode())
+
     # The libraries' exit handlers clean up after the warm process, slowly: they are forgotten; a stage's own stay.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -190,7 +197,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> NoReturn:
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    end_process(code or 0)
+    end_process(code or 0, tell)
 
 
 @contextlib.contextmanager

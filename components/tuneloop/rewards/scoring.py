@@ -159,7 +159,8 @@ def score_all(
     punish: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
-    """Score every row by its own rewards; return one outcome a row, in order.
+    """Score every row by its own rewards; return one outcome a row, in order. Raises UserError: a reward that does not
+    exist or a malformed spec; before anything is scored.
 
     Args:
         rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
@@ -170,9 +171,6 @@ def score_all(
         punish: whether a completion that ends a reward's call gets the least that this can give, and
             ``NAME.timeout`` or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
-
-    Raises:
-        UserError: a reward that does not exist or a malformed spec; before anything is scored.
     """
     specs = [parse_spec(row["reward_spec"]) for row in rows]
     rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}

@@ -50,7 +50,8 @@ def explain_artifact(run: Run, entry: Entry) -> Iterator[tuple[str, dict[str, st
 
 
 def rescore_run(run: Run, spec: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Judge the stored rollouts by another reward, within the limits that the run's own had.
+    """Judge the stored rollouts by another reward, within the limits that the run's own had. Raises UserError: a reward
+    that does not exist; the run has no rollouts with scores.
 
     Args:
         spec: JSON object reward → weight.
@@ -58,9 +59,6 @@ def rescore_run(run: Run, spec: str) -> Iterator[tuple[int, list[dict[str, Any]]
     Yields:
         each iteration and its rows, with that score as ``rescored`` and its distance from `score` as ``change``,
         infinite where one of the two is missing.
-
-    Raises:
-        UserError: a reward that does not exist; the run has no rollouts with scores.
     """
     scored = {entry.iteration or 0: entry for entry in run.with_role("scorer")}  # a later one adds to an earlier one
     if not scored:

@@ -30,14 +30,12 @@ class Replayed:
 
 
 def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iterator[Replayed]:
-    """Compute the artifacts of an iteration again, in this process and in their order.
+    """Compute the artifacts of an iteration again, in this process and in their order. Raises UserError: there is none;
+    it is not of a stage of tuneloop's, or of one process; an input is gone.
 
     Args:
         iteration: 0: what is outside the loop.
         stage: the last part of an artifact's key, ``policy-update``; None: all.
-
-    Raises:
-        UserError: there is none; it is not of a stage of tuneloop's, or of one process; an input is gone.
     """
     chosen = [e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)]
     if not chosen:

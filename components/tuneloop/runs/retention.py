@@ -27,16 +27,13 @@ class Leftover:
 
 
 def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
-    """Find what `delete_leftovers` would delete, by key.
+    """Find what `delete_leftovers` would delete, by key. Raises UserError: `keep` is below 1.
 
     Args:
         keep: checkpoints of the loop to keep, the newest; None: all. Pinned ones stay, too, and those without which one
             that is kept cannot be trained on: the base of its adapters, and all since the trainer's state was written.
             Others keep manifest and history, so that the run still resumes and reports, but they cannot be loaded.
         idle: seconds since the last write.
-
-    Raises:
-        UserError: `keep` is below 1.
     """
     if keep is not None and keep < 1:
         raise UserError("--keep", keep, "must be at least 1: the loop goes on from the newest checkpoint")

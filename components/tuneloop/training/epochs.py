@@ -147,10 +147,10 @@ def train_epochs(
 ) -> float:
     """Train up to ``options.max_steps``, from where an earlier attempt stopped, and return the last loss.
 
-    Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step
-    and the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the
-    same to float tolerance, and the same to the byte with as many processes as before. What a step takes is prepared
-    while the one before it computes.
+    Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step and
+    the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the same
+    to float tolerance, and the same to the byte with as many processes as before. What a step takes is prepared while
+    the one before it computes. Raises Interrupted: after SIGTERM, once a resume point is committed.
 
     Args:
         stage: gets metrics, resume points, and ``timings.tokens_per_s``.
@@ -159,9 +159,6 @@ def train_epochs(
         options: say how many steps, how many examples in each, and how often to save a resume point.
         read: called on another thread.
         step: takes one optimizer step and returns its measures, `loss` first of all.
-
-    Raises:
-        Interrupted: after SIGTERM, once a resume point is committed.
     """
     max_steps, examples = options.max_steps, options.per_device_train_batch_size * options.gradient_accumulation_steps
     batch = _resume(stage, trainer, examples * trainer.ranks.world)

@@ -26,14 +26,12 @@ CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
 
 def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
     """Read the completions of a page; of the file the columns that are looked through, and the page's row groups.
+    Raises UserError: the run has no completions there.
 
     Args:
         at: an iteration, or the key of an evaluation.
         wanted: `id`, `group` or `outcome` of rows; `search`, a text in them; `place`, the one that is shown whole;
             `sort`, ``score`` or ``advantage``, from its greatest with ``-`` before it; `page`, from 1.
-
-    Raises:
-        UserError: the run has no completions there.
     """
     made = [e for e in run.with_role("scorer", "sampler") if str(e.iteration) == at]
     made = made or [e for e in run.with_role("evaluator") if e.key == at]

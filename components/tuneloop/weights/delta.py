@@ -83,15 +83,12 @@ def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.En
 
 
 class DeltaFile:
-    """A delta, opened: the payload of each changed tensor.
+    """A delta, opened: the payload of each changed tensor. Raises Corrupt: the file and the index do not agree.
 
     Args:
         path: of the safetensors file.
         expected: tensor name → checksum, as the version's index says it.
         blame: makes its errors.
-
-    Raises:
-        Corrupt: the file and the index do not agree.
     """
 
     def __init__(

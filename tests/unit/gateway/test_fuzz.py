@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from tests.making import checkpoint_artifact
-from tests.unit.fuzzing import Memory, draw_bodies, short
+from tests.unit.fuzzing import Memory, draw_bodies, run_examples
 from tests.unit.gateway.test_drain import ask, fetch, serve
 from tests.waiting import LIMIT_S
 from tuneloop.gateway.access import TokenFile
@@ -76,7 +76,6 @@ def test_a_worker_answers_every_body(worker: SimpleNamespace, name: str) -> None
         opened = {"session_id": ID, "sampling_session_seq_id": 0, "base_model": worker.base}
         assert worker.http.post("/api/v1/create_sampling_session", json=opened).status_code == 200
 
-    @short
     @given(draw_bodies(list_good_bodies(worker.base)[name]))
     def check(body: dict[str, Any]) -> None:
         answer = worker.http.post(f"/api/v1/{name}", content=json.dumps(body))
@@ -90,7 +89,7 @@ def test_a_worker_answers_every_body(worker: SimpleNamespace, name: str) -> None
         result = worker.http.post("/api/v1/retrieve_future", json={"request_id": request}).json()
         assert result.get("category") != "server", result
 
-    check()
+    run_examples(check)
 
 
 def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> None:
@@ -104,7 +103,6 @@ def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> 
     tinker = {"project_id": "local", "display_name": "x", "user_metadata": {"accelerators": "1", "patience": "3"}}
     with TestClient(build_app(made), headers=headers, raise_server_exceptions=False) as http:
 
-        @short
         @given(draw_bodies([wanted]), draw_bodies([tinker]))
         def check(body: dict[str, Any], other: dict[str, Any]) -> None:
             for path, sent in (("/v1/sessions", body), ("/api/v1/create_session", other)):
@@ -112,7 +110,7 @@ def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> 
                 assert answer.status_code in {403, 422, 429}, (answer.status_code, answer.text)
                 assert set(answer.json()) == {"error"}
 
-        check()
+        run_examples(check)
 
 
 def test_a_gateway_and_a_session_do_not_grow(tmp_path: Path) -> None:
@@ -129,7 +127,6 @@ def test_a_gateway_and_a_session_do_not_grow(tmp_path: Path) -> None:
         good = list_good_bodies(base, session)
         bodies = st.sampled_from(list(good)).flatmap(lambda name: st.tuples(st.just(name), draw_bodies(good[name])))
 
-        @short
         @given(bodies)
         def check(drawn: tuple[str, dict[str, Any]]) -> None:
             name, body = drawn
@@ -138,7 +135,7 @@ def test_a_gateway_and_a_session_do_not_grow(tmp_path: Path) -> None:
             for memory in memories.values():
                 memory.note()
 
-        check()
+        run_examples(check)
         beat = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": session})
         assert beat.status_code == 200 and gateway.process.poll() is None, "they serve as before"
         for name, memory in memories.items():

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 from hypothesis import given
 
-from tests.unit.fuzzing import Memory, draw_bodies, short
+from tests.unit.fuzzing import Memory, draw_bodies, run_examples
 from tests.unit.inference.rollout_server import BODY, serving
 from tests.waiting import LIMIT_S
 
@@ -41,7 +41,6 @@ def served() -> Iterator[tuple[httpx2.Client, Memory]]:
 def test_every_body_has_an_answer_that_is_named(served: tuple[httpx2.Client, Memory], path: str) -> None:
     http, memory = served
 
-    @short
     @given(draw_bodies(GOOD[path]))
     def check(body: dict[str, Any]) -> None:
         answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
@@ -50,4 +49,4 @@ def test_every_body_has_an_answer_that_is_named(served: tuple[httpx2.Client, Mem
         assert answer.status_code == 200 or set(lines[0]) == {"error"}, answer.text
         memory.note()
 
-    check()
+    run_examples(check)

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from hypothesis import given
 
-from tests.unit.fuzzing import Memory, draw_bodies, short
+from tests.unit.fuzzing import Memory, draw_bodies, run_examples
 from tests.unit.inference.rollout_server import ROOT
 from tests.unit.inference.test_client import reply
 from tests.unit.inference.test_client import serving as answering
@@ -283,7 +283,6 @@ def test_input_that_is_no_text_is_refused_by_its_name(server: SimpleNamespace) -
 
 
 def test_fuzz_every_body_has_an_answer_that_is_named(server: SimpleNamespace) -> None:
-    @short
     @given(draw_bodies([{**BODY, "isolation": "process"}]))
     def check(body: dict[str, Any]) -> None:
         answer = server.http.post("/run", content=json.dumps(body))
@@ -291,4 +290,4 @@ def test_fuzz_every_body_has_an_answer_that_is_named(server: SimpleNamespace) ->
         assert set(answer.json()) in ({"error"}, {"isolation", "ending"})
         server.note()
 
-    check()
+    run_examples(check)

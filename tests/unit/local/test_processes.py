@@ -1,6 +1,7 @@
 """Processes of a run: daemons, signals, and what is left when the executor is killed."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -348,6 +349,45 @@ def test_a_fork_whose_output_is_of_a_process_that_has_ended_ends_too(shared: str
         asked |= {"stdout": f"{place}/1", "stderr": f"{place}/2"}
         channel.sendall(json.dumps(asked).encode() + b"\n")
         assert [next(iter(json.loads(heard.readline()))) for _ in "ab"] == ["started", "ended"]
+
+
+def test_a_fork_has_ended_with_its_exit_code_before_its_memory_is_torn_down(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes for ever here: only a kill ends it."""
+    monkeypatch.setattr("tuneloop.local.processes.is_stage", lambda argv: True)
+    program = (
+        "import os, sys, time\nos._exit = lambda code: time.sleep(10**6)\nopen('pid', 'w').write(str(os.getpid()))\n"
+    )
+    (tmp_path / "ends.py").write_text(program + "sys.exit(256 + 7)")
+    launcher = Launcher(base_environment({WARM: shared}), warm=["stages"])
+    log = tmp_path / "log"
+    process = launcher.start(["python", "-m", "ends"], base_environment({}), tmp_path, log, log, patient=True)
+    assert process.ended.wait(LIMIT_S) and process.code == 7, log.read_text()
+    until(lambda: gone(int((tmp_path / "pid").read_text())))
+    launcher.close()
+
+
+def test_a_fork_that_is_killed_before_its_request_is_replaced(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneloop.local.processes.is_stage", lambda argv: True)
+    launcher = Launcher(base_environment({WARM: shared}), warm=["stages"])
+    _, first = begin(launcher, tmp_path, "one")
+    parent = Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1]
+
+    def find_spare() -> list[int]:
+        children = subprocess.run(["pgrep", "--parent", parent], capture_output=True, text=True).stdout.split()
+        return [int(each) for each in children if int(each) != first]
+
+    (killed,) = until(find_spare)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: find_spare() not in ([], [killed]))
+    for name in ("two", "three"):
+        (tmp_path / f"{name}.end").touch()
+        process, _ = begin(launcher, tmp_path, name)
+        assert process.ended.wait(LIMIT_S) and process.code == 0
+    launcher.close()
 
 
 def test_a_shared_warm_process_of_another_environment_is_not_used(

@@ -118,14 +118,9 @@ class EngineLoop(threading.Thread):
     ) -> Ticket:
         """Admit requests, if the version that is served then satisfies the caller.
 
-        A deterministic engine has one caller's at a time: those of another wait until these have finished.
-
-        Args:
-            how: ``prompt_logprobs`` and ``stream``, as `Vllm.submit` takes them.
-
-        Raises:
-            Refused: 409 for another version, 503 where nothing is served, 400 for bad requests.
-        """
+        A deterministic engine has one caller's at a time: those of another wait until these have finished. Raises
+        Refused: 409 for another version, 503 where nothing is served, 400 for bad requests. `how`: ``prompt_logprobs``
+        and ``stream``, as `Vllm.submit` takes them."""
         if self.engine.deterministic:
             self._drain()
         self._check(version, min_version)

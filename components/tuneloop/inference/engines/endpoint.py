@@ -58,15 +58,12 @@ class Options(BaseModel, frozen=True, extra="forbid"):
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Open the engine behind a URL.
+    """Open the engine behind a URL. Raises UserError: no URL, or not one; an unknown option.
 
     Args:
         endpoint: absolute, ``/generate`` is appended; several have commas between. None: the fleet's, or its workers'.
         args: `Options`.
         timeout_s: seconds without a byte after which a replica counts as lost.
-
-    Raises:
-        UserError: no URL, or not one; an unknown option.
     """
     options = check_engine_args(args)
     fleet = open_fleet(options.fleet) if options.fleet else None

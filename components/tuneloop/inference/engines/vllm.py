@@ -52,16 +52,14 @@ Answer = Completion | Tokens
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Open a client where there is an endpoint, else an engine in this process.
+    """Open a client where there is an endpoint, else an engine in this process. Raises UserError: an argument that
+    tuneloop sets itself; several servers that are to be deterministic.
 
     Args:
         endpoint: URL of a running `tuneloop.inference.server`; of several, with commas between.
         args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent. With
             ``enable_sleep_mode`` a server has its device by turns, see `Client`.
         timeout_s: how long a client waits for a server that says nothing.
-
-    Raises:
-        UserError: an argument that tuneloop sets itself; several servers that are to be deterministic.
     """
     sleeps, deterministic = (bool(args.get(name)) for name in ("enable_sleep_mode", DETERMINISTIC))
     if endpoint and "," in endpoint:
@@ -99,12 +97,8 @@ class Vllm:
     """`Engine` over vLLM's engine in this process.
 
     `generate` and `score` are for one caller; a server drives `begin_batch`, `submit`, `step` and `abort` from the one
-    thread that owns the engine.
-
-    Attributes:
-        determinism: where it was asked for, what decides the bits: ``device``, ``threads``, ``batch_invariant``; empty
-            before weights are loaded.
-    """
+    thread that owns the engine. `determinism`: where it was asked for, what decides the bits: ``device``, ``threads``,
+    ``batch_invariant``; empty before weights are loaded."""
 
     name = "vllm"
 
@@ -225,14 +219,12 @@ class Vllm:
         prompt_logprobs: bool = False,
         stream: bool = False,
     ) -> None:
-        """Queue one completion under a name of the caller's.
+        """Queue one completion under a name of the caller's. Raises ValueError: vLLM refuses it (too long), or an id is
+        not in the vocabulary.
 
         Args:
             prompt_logprobs: score the prompt, too; these never come from the prefix cache, but from the weights.
             stream: yield tokens as they are made.
-
-        Raises:
-            ValueError: vLLM refuses it (too long), or an id is not in the vocabulary.
         """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError

@@ -50,14 +50,12 @@ def render_graph(
     image: str | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Take the graph from the documents of a manifest, and change it.
+    """Take the graph from the documents of a manifest, and change it. Raises UserError: no graph or several; a path
+    that leads nowhere.
 
     Args:
         image: of the components that name none.
         sets: ``path=value`` below the object, values in YAML; an item of a list is found by its ``name``.
-
-    Raises:
-        UserError: no graph or several; a path that leads nowhere.
     """
     graphs = [each for each in documents if isinstance(each, Mapping) and each.get("kind") == KIND]
     if len(graphs) != 1:

@@ -42,7 +42,8 @@ def choose_attention(name: str, device: str, dtype: Dtype) -> str:
 
 
 class Policy:
-    """A language model that gives the log-probabilities of target tokens. `TrainerOptions` has the options.
+    """A language model that gives the log-probabilities of target tokens. `TrainerOptions` has the options. Raises
+    UserError: the model cannot be loaded, or there is not what an option needs.
 
     Args:
         model: a Hugging Face model directory.
@@ -56,9 +57,6 @@ class Policy:
         attention, packed: what was chosen.
         context: the longest sequence its positions reach.
         vocab_size: ids stay below it.
-
-    Raises:
-        UserError: the model cannot be loaded, or there is not what an option needs.
     """
 
     def __init__(

@@ -18,14 +18,12 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The processes that train together, and the device of this one.
+    """The processes that train together, and the device of this one. Raises UserError: no CUDA, or another number of
+    processes.
 
     Args:
         device: ``auto`` takes CUDA where there is some.
         expected: how many processes there must be; asserted by counting them, not by reading the environment.
-
-    Raises:
-        UserError: no CUDA, or another number of processes.
     """
 
     def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
