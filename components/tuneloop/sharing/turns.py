@@ -65,8 +65,8 @@ class Place(Protocol):
 
 
 class Turns:
-    """The turns of a group, for one run. `policy` and `patience`: who is served next, and the seconds after which a silent
-    one has lost its seat; the same for all of a group."""
+    """The turns of a group, for one run. `policy` and `patience`: who is served next, and the seconds after which a
+    silent one has lost its seat; the same for all of a group."""
 
     def __init__(self, place: Place, group: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> None:
         self.place, self.group, self.who, self.policy, self.patience = place, group, who, policy, patience
