@@ -1,8 +1,8 @@
 """Stages start as forks of a process that has imported their libraries once, and a vLLM server as one of another.
 
 A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork needs milliseconds. Each stage is a process
-of its own all the same: own process group, environment, working directory, log, and ``__main__``. The server's process
-imports vLLM, which no stage needs, beside the first stages; so the server has only its engine left to start.
+of its own all the same: own process group, environment, working directory and log. The server's process imports vLLM,
+which no stage needs, beside the first stages; so the server has only its engine left to start.
 
 Run as ``python -m tuneloop.local.warm stages FD``, or ``server FD``, by `tuneloop.local.processes`; it speaks the
 protocol of `tuneloop.local.spawn`. It says ``{"ready": true}`` once it has imported `LIBRARIES`, or
@@ -48,6 +48,7 @@ STAGES = (
     *("tuneloop.algorithms.grpo", "tuneloop.inference.engines._client", "tuneloop.inference.engines.vllm"),
     *("tuneloop.inference.generate", "tuneloop.training.policy_gradient", "tuneloop.rewards.exact"),
     *("tuneloop.rewards.scoring", "tuneloop.training.epochs", "tuneloop.training.fsdp.trainer"),
+    *(f"tuneloop.stages.{name}" for name in ("rollout", "reward", "policy_update", "evaluate")),
 )
 SERVER = (
     *("tuneloop.core.component", "tuneloop.inference.engines._follow", "tuneloop.inference.engines._loop"),
@@ -188,6 +189,8 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socke
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code: object = 0
     try:
+        if (stage := importlib.import_module("tuneloop.core.component").find_component(argv[2])) is not None:
+            stage.main()  # to execute a module again takes longer than all else that a small stage waits for
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
     except SystemExit as error:
         code = error.code
