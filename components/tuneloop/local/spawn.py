@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PAUSE_S = 0.05
+"""A fork slows the process that was forked before it down, as the pages of both are shared anew: it waits so long."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -46,13 +48,13 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     reports: dict[socket.socket, int] = {}  # where a child sends its exit code → id
     requests: list[dict[str, Any]] = []
     buffer = b""
-    spare = None
+    spare, quiet = None, True
     while True:
-        if not spare:
+        if not spare and (quiet or requests):
             spare = _fork([channel, *reports], (wake, woken))
         if isinstance(spare, dict):
             return spare
-        if requests:
+        if spare and requests:
             request = requests.pop(0)
             if "signal" in request:
                 if (pid := pids.get(request["signal"])) is not None:
@@ -64,7 +66,8 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
             _send(channel, {"started": request["start"], "pid": pids[request["start"]]})
             continue
         watched: list[Any] = [channel, wake, *reports]
-        ready = select.select(watched, [], [])[0]
+        ready = select.select(watched, [], [], None if spare else PAUSE_S)[0]
+        quiet = not ready
         for report in reports.keys() & ready:
             name, code = reports.pop(report), _receive(report)
             if code and name in pids:
@@ -72,7 +75,7 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
             report.close()
         if wake in ready:
             os.read(wake, 4096)
-            if spare[0] in _reap(channel, pids):
+            if (reaped := _reap(channel, pids)) and spare and spare[0] in reaped:
                 spare = None
         if channel in ready:
             data = _receive(channel)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 from tuneloop.core.processor import find_answer
-from tuneloop.core.provenance import code_digest
+from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.core.threads import end_process
 from tuneloop.inference.engines.vllm import quiet_vllm
 from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve_requests
@@ -97,7 +97,7 @@ def main() -> None:
     kind, place, *more = sys.argv[1:]
     own = place.isdigit()
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
-    code = [] if own else [sys.executable, code_digest()]  # of now: what is imported below is of no later state
+    code = [sys.executable, code_digest()]  # of now: what is imported below is of no later state
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
     # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
@@ -107,7 +107,7 @@ def main() -> None:
         with _hushed():
             for name in (*LIBRARIES[cast(Kind, kind)], *more):
                 importlib.import_module(name)
-        find_answer()  # which the forks then know
+        find_answer(), list_packages()  # which the forks then know, as they know the digest of the code
         if kind == "stages":  # it has 700 regular expressions, which the first model that is opened makes
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
         tasks = Path("/proc/self/task")
