@@ -33,12 +33,9 @@ PROBE = 16
 
 class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
-    in which versions are assembled, is never emptied, so that a restart fetches deltas only.
-
-    Attributes:
-        trouble: why the latest version is not served; empty where all is well.
-        pulled: what the last pull took: seconds, bytes, and how many tensors the engine was found to hold.
-    """
+    in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
+    version is not served; empty where it is. `pulled`: what the last pull took: seconds, bytes, and how many tensors
+    the engine was found to hold."""
 
     def __init__(
         self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None

@@ -74,7 +74,7 @@ class EngineLoop(threading.Thread):
     ) -> dict[str, float]:
         """Change to the weights of a model directory. `check` runs after the change, before a request sees the new
         weights; what it raises poisons the engine until a later change succeeds. Return seconds: ``drain``, in which
-        running requests finish; then ``change`` and ``check``, the pause, in which nothing is stepped."""
+        running requests end; then ``change`` and ``check``, the pause, in which nothing is stepped."""
         begun = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
@@ -126,7 +126,7 @@ class EngineLoop(threading.Thread):
         return ticket
 
     def pause(self, mode: Mode) -> None:
-        """Generate nothing until `resume`; running requests finish first (``wait``) or stop (``keep``), others wait."""
+        """Generate nothing until `resume`: running requests end first (``wait``) or freeze (``keep``), others wait."""
         if mode == "wait" and not self.paused:
             self._drain()
         self.paused = True

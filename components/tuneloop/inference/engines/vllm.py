@@ -50,13 +50,10 @@ Answer = Completion | Tokens
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. Raises
-    UserError: an argument that tuneloop sets itself; several servers with ``deterministic``.
-
-    Args:
-        args: vLLM's ``EngineArgs`` by name, and ``deterministic``. A server has its own and is not sent these; its
-            client heeds ``enable_sleep_mode`` and ``deterministic`` (see `Client`, also for `timeout_s`).
-    """
+    """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
+    vLLM's ``EngineArgs`` by name, and ``deterministic``: a server has its own and is not sent these, but its `Client`
+    heeds ``enable_sleep_mode`` and ``deterministic``, and `timeout_s`. Raises UserError: an argument that tuneloop sets
+    itself; several servers with ``deterministic``."""
     sleeps, deterministic = (bool(args.get(name)) for name in ("enable_sleep_mode", DETERMINISTIC))
     if endpoint and "," in endpoint:
         if deterministic:
@@ -329,8 +326,8 @@ def _describe_kernels() -> dict[str, Any]:
 
 
 def inspect_here(model: Path) -> None:
-    """Have vLLM look at a model's class in this process. Else, where no file below ``VLLM_CACHE_ROOT`` describes the
-    class, it imports itself in another process (15 s of computing) to keep CUDA uninitialized here: needless on a
+    """Have vLLM look at a model's class in this process. Else, where no file below ``VLLM_CACHE_ROOT`` describes it,
+    vLLM imports itself in a new process (15 s of computing), to keep CUDA uninitialized in this one: needless on a
     CPU."""
     from vllm import ModelRegistry
 
