@@ -4,8 +4,8 @@ In process, the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIP
 faster and uses all cores. vllm is imported only when weights are loaded here; a server's client does not need it.
 
 With the argument ``deterministic``, completions are a function of the weights, the sampling and the requests of one
-call. These make one batch, in their order, which shares no step with another call and finds nothing of an earlier one
-in the prefix cache. vLLM uses batch-invariant kernels where the device has them. See also docs/training.md.
+call, if what docs/training.md lists is equal. These requests make one batch, in their order, which shares no step with
+another call and finds nothing of it in the prefix cache. vLLM takes batch-invariant kernels where there are any.
 """
 
 import ast
@@ -327,8 +327,7 @@ def _describe_kernels() -> dict[str, Any]:
 
 def inspect_here(model: Path) -> None:
     """Have vLLM look at a model's class in this process. Else, where no file below ``VLLM_CACHE_ROOT`` describes it,
-    vLLM imports itself in a new process (15 s of computing), to keep CUDA uninitialized in this one: needless on a
-    CPU."""
+    vLLM imports itself in another process (15 s of computing) to leave CUDA uninitialized here: needless on a CPU."""
     from vllm import ModelRegistry
 
     for name in json.loads((model / "config.json").read_text()).get("architectures") or ():
