@@ -110,9 +110,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of each token before `token_weights`, float32 ``[targets]``, and measures of each, detached.
 
-        These are ``ratio``, ``clip_fraction`` (0 or 1), and by their inputs ``kl``, ``logprob_gap`` (absolute
-        difference of engine and trainer), ``importance_weight`` (the ratio before its bounds), ``rejected`` (0 or
-        1)."""
+        These are ``ratio``, ``clip_fraction`` (0 or 1), and where inputs are given ``kl``, ``logprob_gap`` (absolute
+        difference of engine and trainer), ``importance_weight`` (ratio before bounds), ``rejected`` (0 or 1)."""
         ratio = self.ratio(tokens)
         gain, outside = self.surrogate(ratio, tokens)
         values = -gain

@@ -73,8 +73,8 @@ def _groups(rewards: Tensor, groups: Tensor, valid: Tensor) -> list[Tensor]:
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Estimate KL(π, π_ref) from tokens that π sampled (Schulman); with ``x = log π - log π_ref``:
 
-    k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is ``exp(-x) - 1 +
-    x``, without bias, never negative, with another gradient (that of KL(π_ref, π))."""
+    k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is
+    ``exp(-x) - 1 + x``, without bias, never negative, with another gradient (that of KL(π_ref, π))."""
     x = logprobs - reference
     return {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: (-x).exp() - 1 + x}[estimator]()
 

@@ -11,8 +11,7 @@ from tuneloop.algorithms._terms import Tensor
 
 class Algorithm(PolicyGradient):
     """A token's return is the reward less β times the KL from this token on (OpenRLHF: ``reinforce``).
-    REINFORCE++-baseline is ``baseline="group"``, in the paper with the divergence in the loss: ``kl_in="loss",
-    kl_estimator="k2"``."""
+    REINFORCE++-baseline is ``baseline="group"``, for which the paper has ``kl_in="loss", kl_estimator="k2"``."""
 
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"

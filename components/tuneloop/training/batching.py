@@ -68,9 +68,8 @@ def count_batch_tokens(batch: Sequence[int], lengths: Sequence[int], packed: boo
 
 
 def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut documents sorted by length into rectangles, at the least cost: their areas, padding included, and
-    `FORWARD_COST` each. The best cut of the first k documents follows from the best cuts of fewer (dynamic
-    programming)."""
+    """Cut documents sorted by length into rectangles at the least cost: their areas, with padding, and a `FORWARD_COST`
+    each. The best cut of the first k follows from the best cuts of fewer (dynamic programming)."""
     # Of the first k documents: their cost, and where their last rectangle begins.
     best, begin = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
     for end in range(1, len(order) + 1):
@@ -101,8 +100,8 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
-    """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens; pinned if for a GPU.
-    Without documents the batch has one token and no target: an idle rank runs it to keep step with the others."""
+    """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens; in pinned memory for
+    a GPU. Without documents the batch has one token and no target: an idle rank runs it to keep step."""
     if not documents:
         one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
         return Batch(one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing)

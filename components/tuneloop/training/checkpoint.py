@@ -1,9 +1,9 @@
 """Checkpoints: open one to train it, write the next version.
 
 ``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training continues from:
-float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer steps so
-far and its betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds only them and their moments, and
-the frozen parameters stay in the checkpoint that ``facts.base`` names, whose digest is ``base`` in ``state.json``.
+float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer's steps
+and betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds only them and their moments, and the
+frozen parameters stay in the checkpoint that ``facts.base`` names, whose digest is ``base`` in ``state.json``.
 ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
 
 A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` is what ``state.json`` would say, with the
@@ -182,9 +182,8 @@ class ResidentTrainer:
     """The trainer that stays in memory between two updates of one process, as where a pod runs several iterations.
 
     It saves reading the state just written, and with ``state_every`` above 1 writing it; it changes no number. There is
-    at most one, as a second would take the same memory. Only an update that continues from the very checkpoint of
-    `attempt`, which this trainer wrote or whose update it has repeated, takes it. `options` are those that it was made
-    with."""
+    at most one, as a second would take the same memory. Only an update from the very checkpoint of `attempt`, which
+    this trainer wrote or whose update it repeated, takes it up. It was made with `options`."""
 
     trainer: Trainer | None = None
     attempt: str = ""

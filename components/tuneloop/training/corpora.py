@@ -33,7 +33,7 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
 def tokenize_split(
     prompts: Artifact, policy: Artifact, split: str, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (row id, document) of a split. Raises UserError: no such column, no tokenizer, a row it cannot encode."""
+    """Yield (row id, document) of a split. Raises UserError: no such column or tokenizer, or a row it cannot encode."""
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     for column in (columns := ["id", "prompt", "chat", *SIDES[split]]):
         if column not in table.schema_arrow.names:

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Write one entry of metadata: of its parent's several entries, safetensors writes another order each time."""
+    """A writer with one entry of metadata, since safetensors writes the several of its parent in a varying order."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(str(directory), save_distributed=True)

@@ -44,7 +44,7 @@ def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
 
 
 def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args.") -> Kind:
-    """Make an algorithm. Raises UserError as `find_algorithm`, or with `prefix` before an option that it refuses."""
+    """Make the algorithm `name`. Raises UserError as `find_algorithm`, or with `prefix` before an option it refuses."""
     found = find_algorithm(name, kind)
     try:
         return found(**options)
@@ -57,7 +57,7 @@ def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix:
 
 
 def validate_kind(kind: type[BaseModel]) -> AfterValidator:
-    """Return a validator that refuses shipped algorithms of another kind; others may be only where the stage runs."""
+    """Return a validator that refuses shipped algorithms of another kind; a stage may know others where it runs."""
 
     def check(name: str) -> str:
         if name in plugins.list_shipped_variants("algorithms"):

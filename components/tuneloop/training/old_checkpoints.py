@@ -39,7 +39,7 @@ def list_pinned(run: str) -> set[str]:
 
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
     """Yield the URLs of what training on from the checkpoint at `url` reads: its adapters' base, and the checkpoints
-    since the trainer's state was written (rewards are never deleted). `find` returns the manifest at a URL."""
+    since the trainer's state was written; their rewards are never deleted. `find` returns the manifest at a URL."""
     if base := made.facts.get("base"):
         yield split_ref(base)[0]
     found = made if STATE_FACT in made.facts and not find(f"{url}/{STATE}") else None
@@ -49,8 +49,7 @@ def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]
 
 
 def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
-    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the stage has that
-    parameter.
+    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, where a stage has that limit.
 
     Pinned checkpoints stay, too, with what training on from any of these needs, and the manifests and histories of all:
     a run resumes and reports as before. Stages at work read one of the newest two. A second call changes nothing."""

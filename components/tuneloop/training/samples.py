@@ -68,7 +68,7 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
 
 
 def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """Read scored rollouts. Raises UserError: none, a missing column, a version out of bounds, impossible values."""
+    """Read scored rollouts. Raises UserError: none, a missing column, a token's version out of bounds, wrong values."""
     groups: dict[str, int] = {}
     rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]

@@ -43,7 +43,7 @@ def list_versions(root: str | Store, newest: int = 0) -> list[Listed]:
 
 
 def verify_version(root: str | Store | Chain, version: int | None = None, *, base: Path | None = None) -> int:
-    """Prove that a version can be assembled; count its tensors. Raises UserError: no such one; Corrupt: it cannot."""
+    """Prove that a version can be assembled; count its tensors. Raises UserError, Corrupt as `materialize_version`."""
     chain = root if isinstance(root, Chain) else Chain(root)
     entry = chain.entry(chain.target(version))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:

@@ -1,5 +1,4 @@
-"""The versions that replicas serve: a replica that may write below the root announces its own, and
-`delete_unused_versions` keeps it::
+"""The versions that replicas serve: each replica announces its own, and `delete_unused_versions` keeps it::
 
     <root>/live/<replica>.json             {"version": 7}
     <root>/served/NNNNNN/<replica>.json    what the pull of that version took

@@ -363,7 +363,7 @@ def _read_bytes(file: BinaryIO, tensor: Tensor) -> Bytes:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock the directory while the block runs or the process lives. Raises UserError: read-only, or others' files."""
+    """Lock the directory while the block runs. Raises UserError where it cannot be written or holds files of others."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / LOCK).exists() and any(directory.iterdir()):

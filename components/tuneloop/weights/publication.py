@@ -1,7 +1,6 @@
 """What a stage that writes checkpoints does with weight versions: publish each once its checkpoint is committed.
 
-The artifact stays the truth. Publishing follows the commit and may be repeated: a stage that runs again publishes what
-a crash left out."""
+The artifact stays the truth. Publishing follows the commit and may be repeated: running a stage again completes it."""
 
 import dataclasses
 import time

@@ -203,8 +203,7 @@ class Chain:
 
 
 def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> Hex:
-    """Digest the weights of a model directory: the xxh3-128 of a line ``name digest`` for each safetensors file's
-    header, then for each tensor, both by name."""
+    """Hash lines ``name digest`` by xxh3-128: of the safetensors files' headers, then of tensors, each by name."""
     lines = [f"{name} {digest}\n" for each in (headers, checksums) for name, digest in sorted(each.items())]
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 

@@ -48,7 +48,7 @@ class Trl(LLMBackend):
     """A TRL script under torchrun; `trainer` is ``sft``, ``dpo``, ``kto`` or ``grpo``.
 
     `args` are those of the script, ModelConfig and the trainer's config, by their own names. ``dataset_name`` may be a
-    directory of Parquet files. ``reward_funcs`` are names of TRL's, or functions by dotted path; that for the rows of
+    directory of Parquet files. ``reward_funcs`` are names of TRL's, or functions by dotted path; that for rows of
     `data_prep` is ``tuneloop.training.backends.trl.score``."""
 
     trainer: str = "sft"
@@ -106,8 +106,8 @@ class Trl(LLMBackend):
 def score(
     completions: Sequence[Any], answer: Sequence[str], reward: Sequence[str], metadata: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """Score rows of ``train.parquet`` for TRL's GRPO, as the stage `reward` does. None, for what has no score, TRL
-    leaves out of baselines and loss. A completion is text, or in a chat a list of messages."""
+    """Score rows of ``train.parquet`` for TRL's GRPO, as the stage `reward` does; None where there is no score, which
+    TRL leaves out of baselines and loss. A completion is text, or in a chat a list of messages."""
     said = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     columns = zip(said, answer, reward, metadata, strict=True)
     names = ("completion", "answer", "reward_spec", "metadata")

@@ -143,8 +143,8 @@ class Policy:
     def logprobs(self, documents: Sequence[Document] | Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy of targets in one forward pass; `documents` may be collated already.
 
-        Both are float32 ``[targets]``, document by document: each target's log-probability under ``softmax(logits /
-        temperature)``, with gradient; that distribution's entropy in nats, without."""
+        Both are float32 ``[targets]``, document by document: each target's log-probability under
+        ``softmax(logits / temperature)``, with gradient; that distribution's entropy in nats, without."""
         batch = (documents if isinstance(documents, Batch) else self.collate(documents)).to(self.ranks.device)
         if self._scaled:  # something follows the output layer
             return compute_logprobs(self._logits(batch), batch.labels, temperature)
@@ -225,7 +225,7 @@ class Policy:
 
     def export(self, source: Path, target: Path, dtype: str) -> Any:
         """Write the model to `target` in Hugging Face layout, in `dtype`; called by all ranks. The caller copies other
-        files of `source`, as the tokenizer's. Return the model as written, on the CPU; None but on the first rank."""
+        files of `source`, as the tokenizer's. Return the model as written, on the CPU, or None on all other ranks."""
         kind = getattr(torch, dtype)
         if self.ranks.mesh is not None:
             state = lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()

@@ -76,9 +76,9 @@ class Trainer(Policy):
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
         """Compute what `tokens_per_s`, over all ranks, amounts to.
 
-        ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
-        where the device's peak is not known, as on a CPU; ``peak_memory_bytes``, the most of any rank; and with several
-        ranks ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank."""
+        ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None but
+        for bfloat16 on a GPU whose peak is known; ``peak_memory_bytes``, the most of any rank; and with several ranks
+        ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank."""
         everything = sum(parameter.numel() for parameter in self.model.parameters())
         flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
         found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
@@ -110,9 +110,9 @@ class Trainer(Policy):
     def sleep(self) -> None:
         """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device.
 
-        Every tensor, also a buffer, has its own way back: a state that comes back to another device than its
-        parameter's fails at the next step, or worse, trains on. Copies of CUDA tensors are pinned, for the full speed
-        of the bus. On a CPU tensors move within the host's memory: a stand-in, which frees nothing."""
+        Every tensor, buffers included, comes back to its own device: a state on another device than its parameter fails
+        at the next step, or worse, trains on. Copies of CUDA tensors are pinned, for the full speed of the bus. On a
+        CPU tensors move within the host's memory: a stand-in, which frees nothing."""
         self._be_awake("the trainer sleeps already")
         homes = self._homes = {}
 
@@ -210,8 +210,7 @@ def _address(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def measure_collectives(found: dict[str, float]) -> Iterator[None]:
-    """Set ``communication_s``, this rank's time in collectives by torch's profiler, waiting for others included, and
-    ``step_s``, that of the whole block."""
+    """Set ``communication_s``, this rank's seconds in collectives, waiting included; ``step_s``, those of the block."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls a machine without a GPU an error
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as seen:
