@@ -42,7 +42,7 @@ class Record(BaseModel, frozen=True):
 def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     """Record this attempt below `store`, or refuse it. `read_progress` names what was reached so far, such as resume
     points; another text than last time is progress. Raises Exhausted: more than `BUDGET` attempts in a row
-    (`AWAY_BUDGET` where something is away) brought no progress; UserError: the last one ran out of memory; this has no
+    (`AWAY_BUDGET` where something is away) had no progress; UserError: the last one ran out of memory; this has no
     more."""
     number = read_attempt()
     if number < 1:

@@ -49,7 +49,7 @@ def read_clock() -> float:
 
 
 def read_lease_grant() -> Grant | None:
-    """Return this process's lease grant, or None if it needs none. Raises Retryable: not readable; UserError:
+    """Return this process's lease grant; None: it needs none. Raises Retryable: it is unreadable; UserError:
     refused."""
     if not (path := os.environ.get(VARIABLE)):
         return None

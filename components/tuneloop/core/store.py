@@ -6,8 +6,8 @@ Three promises the rest of tuneloop builds on, on every scheme:
 * ``swap`` replaces a key only if it still holds the bytes the caller last saw (compare-and-swap);
 * a reader never sees half a key.
 
-Object stores give the first two by conditional requests (RFC 9110 If-None-Match, If-Match). obstore's local
-store has no conditional replace, so files take an advisory lock and an atomic rename instead."""
+Object stores give the first two by conditional requests (RFC 9110 If-None-Match, If-Match). obstore's local store has
+no conditional replace, so files take an advisory lock and an atomic rename instead."""
 
 import contextlib
 import errno
@@ -78,8 +78,7 @@ def open_for_reading(path: Path) -> io.BufferedReader:
 
 class Store:
     """Keys and bytes below one URL; keys are relative to it, with ``/`` between parts. S3 takes endpoint and
-    credentials from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, …); ``http://`` is
-    allowed."""
+    credentials from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, …); HTTP is allowed."""
 
     def __init__(self, url: str) -> None:
         self.url = normalize_url(url)
@@ -179,8 +178,7 @@ class Store:
                 staged.unlink(missing_ok=True)
 
     def copy_file(self, key: str, path: Path, size: int | None = None) -> None:
-        """Write `key` to the existing local file `path`; a known `size` saves a request. Raises Corrupt: no such
-        key."""
+        """Write `key` to the existing local file `path`; a known `size` saves a request. Raises Corrupt: no key."""
         with self._faults(key):
             try:
                 if self.root is not None:

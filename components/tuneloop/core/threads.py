@@ -88,8 +88,7 @@ def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> N
 
 class Background:
     """Work that a stage leaves until its output stands, one piece at most; no result depends on it. Whatever needs what
-    it makes, or changes what it reads, waits for it first. `beside`: on a thread, as more stages follow; else at
-    once."""
+    it makes, or changes what it reads, waits for it first. `beside`: on a thread, as stages follow; else at once."""
 
     def __init__(self) -> None:
         self.beside = False
