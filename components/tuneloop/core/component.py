@@ -111,8 +111,8 @@ class Component:
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
     def command(self, processes: int = 1, nodes: int = 1) -> list[str]:
-        """Return how a container starts the stage: ``python -m``, or torchrun for several processes; on several nodes
-        the environment tells torchrun all."""
+        """Return how a container starts the stage: ``python -m``, or torchrun for several processes. On several nodes
+        torchrun takes its settings from the environment."""
         if processes == nodes == 1:
             return ["python", "-m", self.module]
         here = ["--standalone", f"--nproc-per-node={processes}"] if nodes == 1 else []

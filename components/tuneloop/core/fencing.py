@@ -49,8 +49,7 @@ def read_clock() -> float:
 
 
 def read_lease_grant() -> Grant | None:
-    """Return this process's lease grant; None: it needs none. Raises Retryable: it is unreadable; UserError:
-    refused."""
+    """Read the lease grant of this process, if it needs one. Raises Retryable: it is unreadable; UserError: refused."""
     if not (path := os.environ.get(VARIABLE)):
         return None
     try:

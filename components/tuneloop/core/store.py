@@ -178,7 +178,7 @@ class Store:
                 staged.unlink(missing_ok=True)
 
     def copy_file(self, key: str, path: Path, size: int | None = None) -> None:
-        """Write `key` to the existing local file `path`; a known `size` saves a request. Raises Corrupt: no key."""
+        """Write `key` to the existing local file `path`; its `size` saves a request. Raises Corrupt: no such key."""
         with self._faults(key):
             try:
                 if self.root is not None:

@@ -73,8 +73,7 @@ def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: 
 
 def write_canary(model: Any, path: Path, vocab_size: int | None = None) -> None:
     """Write ``canary.json`` for `model`: ``{"ids": [...], "logprobs": [...]}``, ids below `vocab_size` (default: the
-    model's). The model must be loaded from the files that are served: neither the trainer's float32 masters, nor a
-    model cast by ``.to(dtype)``, which rounds the rotary frequencies, too (0.004 in log-probability on the tiny
-    model)."""
+    model's). The model is loaded from the files that are served: neither the trainer's float32 masters, nor a model
+    cast by ``.to(dtype)``, which rounds the rotary frequencies, too (0.004 in log-probability on the tiny model)."""
     ids = canary_ids(vocab_size or model.config.vocab_size)
     path.write_text(json.dumps({"ids": ids, "logprobs": canary_logprobs(model, ids)}))

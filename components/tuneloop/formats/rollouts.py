@@ -63,8 +63,8 @@ def make_rows(
 
 
 def open_rows(artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str) -> pq.ParquetFile:
-    """Open a Parquet file of the input `flag`, made by stage `maker`. Raises UserError: no file, a column or rows
-    lacking."""
+    """Open a Parquet file of the input `flag`, which `maker` makes. Raises UserError: no file, column missing, no
+    rows."""
     table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
     for column in columns:
         if column not in table.schema_arrow.names:
@@ -119,8 +119,8 @@ class Completion:
 
     Attributes:
         ids: with the stop token, where there is one.
-        logprobs: natural logarithms, of the sampled distribution (temperature applied; at temperature 0 of the
-        distribution at temperature 1), one for each of `ids`.
+        logprobs: natural logarithms, one for each of `ids`, of the sampled distribution (temperature applied; at
+            temperature 0 of the distribution at temperature 1).
         start_version, end_version: of the weights that made the first and the last token.
         versions: of each token, where they differ; else empty.
         prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.

@@ -21,8 +21,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Load the tokenizer of a Hugging Face model directory. Raises UserError: none can be loaded, or it has no
-    eos_token."""
+    """Load the tokenizer of a Hugging Face model directory. Raises UserError: it cannot be loaded, or has no EOS."""
     from transformers import AutoTokenizer
 
     if not any((model / name).is_file() for name in FILES):  # transformers would make an empty one up

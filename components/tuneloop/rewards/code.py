@@ -48,7 +48,7 @@ class Test:
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
     """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`. The
-    last fenced block is the program, else all of it. None without tests, with one of no form above, or with other
+    last fenced block is the program, else all of it. None without tests, with one of another form, or with other
     limits. Raises Escape where the program tried to get out; no further test is run."""
     tests = [_test(given) for given in metadata.get("tests") or []]
     if not tests or None in tests:

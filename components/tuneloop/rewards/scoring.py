@@ -8,17 +8,17 @@ A reward is a module of the family ``rewards`` (or ``package.module:function``):
 
 None says that it cannot judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown is
 to say besides; `Escape` is for a completion whose program tried to leave its sandbox. An episode in which the policy
-tried to leave its environment is an escape whatever its rewards say. Rewards run in a forked process that reports after
-every call; the parent watches the clock. The stage itself calls only those whose module says ``TRUSTED = True``: no
-completion can make them hang, crash or take memory. Whatever a call does (raise, exit, crash the interpreter, hang in C
-with signals blocked, return NaN or something outside `RANGE`), the process is replaced where it must be and the next
-call is judged afresh: one bad call costs its own row only. Modules are imported before the fork, so that a replacement
-starts in milliseconds.
+tried to leave its environment is an escape whatever its rewards say.
+
+Rewards run in a forked process that reports after every call; the parent watches the clock. The stage itself calls only
+those whose module says ``TRUSTED = True``: no completion can make them hang, crash or take memory. Whatever a call does
+(raise, exit, crash the interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the
+process is replaced where it must be and the next call is judged afresh: one bad call costs its own row only. Modules
+are imported before the fork, so that a replacement starts in milliseconds.
 
 A policy must gain nothing by how its text is judged. A call that spends all its time computing, or twice runs out of
 memory or kills its process, was ended by the completion, and that is a score: the least that the reward can give. A
-call that waits, or whose process got no processor, was hindered by its host: it has no score, but may have one next
-time."""
+call that waits, or whose process got no processor, was hindered by its host: it has no score, but may get one later."""
 
 import contextlib
 import ctypes
@@ -121,8 +121,7 @@ def find_reward(name: str) -> Reward:
 
 @functools.lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Mapping[str, float]:
-    """Parse a ``reward_spec`` (JSON object name → finite weight). Raises UserError: it is not such an object, or
-    empty."""
+    """Parse a ``reward_spec`` (JSON object name → finite weight). Raises UserError: it is none, or names no reward."""
     try:
         spec = json.loads(text)
     except (TypeError, ValueError):

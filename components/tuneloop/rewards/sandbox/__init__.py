@@ -48,8 +48,7 @@ HINDERED = 10  # times its seconds that a program may take by the clock, where i
 @dataclass(frozen=True)
 class Limits:
     """What a program may use: `seconds` of processor time, rounded up, and of the clock less what it waited for a
-    processor; `memory`, bytes of address space, of which every thread takes one part in 64, and at least 4 MiB; and
-    `output`, bytes on standard output."""
+    processor; `memory` in bytes of address space, of which a thread takes a 64th, at least 4 MiB; `output` in bytes."""
 
     seconds: float
     memory: int
@@ -111,8 +110,8 @@ def check_sandbox(field: str, value: str) -> None:
 
 def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
     """Run a program as `run_program` does, where `find_sandbox` says; a service that is lost is asked again. Raises
-    OSError: it could not be shut in, no service takes it or its token, or an answer is malformed; UserError: a service
-    is weaker than asked, or refuses the request."""
+    OSError: it cannot be shut in, no service takes it or its token, or an answer is malformed; UserError: a service is
+    weaker than asked, or refuses the request."""
     if (where := find_sandbox()) == PROCESS:
         return run_program(program, stdin, call, limits)
     url, _, isolation = where.partition("#")

@@ -53,8 +53,7 @@ def limit_resources(seconds: int, memory: int) -> None:
 
 
 def restrict_paths(readable: list[str]) -> None:
-    """Allow reading below `readable` alone (linux/landlock.h). Raises OSError: the kernel has no Landlock, or
-    refuses."""
+    """Allow reading below `readable` alone (linux/landlock.h). Raises OSError: no Landlock, or the kernel refuses."""
     abi = _call(CREATE_RULESET, None, 0, 1)
     rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # what this kernel can forbid
     attributes = struct.pack("Q", rights)
