@@ -162,8 +162,7 @@ def split_ref(ref: str) -> tuple[str, str | None]:
 
 
 class Artifact:
-    """A committed artifact, opened for reading. Raises UserError: nothing is committed there; Corrupt: what is
-    committed there is not what the reference says."""
+    """A committed artifact, opened for reading. Raises UserError: there is none; Corrupt: not that of the reference."""
 
     def __init__(self, ref: str) -> None:
         self.url, wanted = split_ref(ref)
@@ -248,8 +247,7 @@ def _describe(error: ValidationError) -> str:
 
 
 class Draft:
-    """An artifact being written: a scratch directory, then one atomic commit. `attempt`: names this attempt's data
-    directory; all ranks of one attempt pass the same."""
+    """An artifact being written: a directory, then one atomic commit. All ranks of an attempt pass one `attempt`."""
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)

@@ -41,9 +41,8 @@ class Record(BaseModel, frozen=True):
 
 def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     """Record this attempt below `store`, or refuse it. `read_progress` names what was reached so far, such as resume
-    points; another text than last time is progress. Raises Exhausted: more than `BUDGET` attempts in a row
-    (`AWAY_BUDGET` where something is away) made no progress; UserError: the last one had no less memory, and ran out of
-    it."""
+    points; a change is progress. Raises Exhausted: more than `BUDGET` attempts in a row (`AWAY_BUDGET` where something
+    is away) have made no progress; UserError: the last one ran out of memory, and this one has no more."""
     number = read_attempt()
     if number < 1:
         return

@@ -271,7 +271,6 @@ def component(
 
     Args:
         kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input has this name.
-        accelerator: whether it wants GPUs.
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns.
         after: called once the output stands, also when it stood already; must be idempotent.

@@ -24,8 +24,7 @@ def list_variants(family: str) -> list[str]:
 
 def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
     """Load the variant `name` of `family`: a module of its package, else an entry point in group ``tuneloop.<family>``,
-    or ``package.module:attr``. `attribute` is taken from a module found by its short name. Raises UserError: no such
-    name."""
+    or ``package.module:attr``. `attribute` is that of a module found by its short name. Raises UserError: unknown."""
     if ":" in name:
         module, _, path = name.partition(":")
         try:

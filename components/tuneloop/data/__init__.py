@@ -64,8 +64,7 @@ class Splits:
 
 
 class Columns(BaseModel, frozen=True, extra="forbid"):
-    """Which columns of a table hold what. Completions of pairs may be text, or as in TRL one chat message of the
-    assistant.
+    """Which columns of a table hold what. Completions of pairs may be text, or (TRL) one message of the assistant.
 
     Attributes:
         input: text that follows an instruction after an empty line, where it is not empty (Alpaca).

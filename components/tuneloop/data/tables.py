@@ -39,8 +39,8 @@ def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
 def examine_answers(
     table: pa.Table, rewards: Mapping[str, float], timeout_s: float, progress: Callable[[int], None] | None = None
 ) -> pa.Table:
-    """Return `table` with a column ``trouble``: what is wrong with a gold answer by the judgement of `rewards`, which
-    may be none; null if nothing is. `progress`: see `score_all`."""
+    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold answer by the
+    judgement of `rewards`, which may be none; null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
     found: list[str | None] = [None] * len(rows)
     if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
@@ -100,7 +100,7 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
 
 
 def write_tables(path: Path, tables: Iterable[pa.Table], schema: pa.Schema, optional: bool) -> None:
-    """Write the columns of `schema` of tables to Parquet, a row group each; without any, no file, if `optional`."""
+    """Write the columns of `schema` to Parquet, a row group a table; if `optional`, no file where there is no table."""
     tables = iter(tables)
     first = next(tables, None if optional else schema.empty_table())
     if first is None:

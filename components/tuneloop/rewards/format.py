@@ -6,8 +6,7 @@ from typing import Any
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """Return 1.0 if the pattern matches the stripped completion (dots match line ends), else 0.0; None: no pattern
-    set."""
+    """Return 1.0 if the pattern matches the stripped completion (dots match line ends), else 0.0; None without one."""
     if (pattern := metadata.get("format", {}).get("pattern")) is None:
         return None
     return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)

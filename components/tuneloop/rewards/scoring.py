@@ -63,8 +63,7 @@ class Outcome:
     Attributes:
         outcome: ``score``, or what kept it from one: ``escape``, else the first failure among its rewards.
         score: the weighted sum of its rewards; None unless `outcome` is ``score``.
-        breakdown: reward name → its value before weighting, or what went wrong with it; ``name.part`` → what a reward
-            says besides.
+        breakdown: reward → its value before weighting, or what went wrong; ``reward.part`` → what it says besides.
     """
 
     outcome: Kind
@@ -159,13 +158,12 @@ def score_all(
     exist or a malformed spec; before anything is scored.
 
     Args:
-        rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
-            (JSON object or empty).
+        rows: each with ``completion``, ``answer``, ``reward_spec`` (`parse_spec`) and ``metadata`` (JSON, or empty).
         timeout_s: seconds that one call of a reward that is not trusted may take.
         workers: processes; each takes every `workers`-th call.
         memory: bytes that judging may take in each, beyond what the stage itself has; None: no limit.
-        punish: whether a completion that ends a reward's call gets the least that this can give, and
-            ``NAME.timeout`` or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
+        punish: whether a completion that ends a reward's call gets the least that this can give, and ``NAME.timeout``
+            or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
     """
     specs = [parse_spec(row["reward_spec"]) for row in rows]

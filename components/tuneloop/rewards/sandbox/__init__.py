@@ -48,7 +48,7 @@ HINDERED = 10  # times its seconds that a program may take by the clock, where i
 @dataclass(frozen=True)
 class Limits:
     """What a program may use: `seconds` of processor time, rounded up, and of the clock less what it waited for a
-    processor; `memory` in bytes of address space, of which a thread takes a 64th, at least 4 MiB; `output` in bytes."""
+    processor; `memory`, bytes of address space (a 64th, at least 4 MiB, a thread); `output`, bytes on its stdout."""
 
     seconds: float
     memory: int
