@@ -60,8 +60,8 @@ class Retryable(RuntimeError):
 
 
 class NoKeys(Retryable):
-    """Nothing here says with which keys to ask a store, and the machine's own are not given out. A pod is tried again,
-    as its node may give them later; on a command line it is the user's `mistake`."""
+    """No keys for a store are set, and the machine's own are not given out. A pod is tried again, as its node may give
+    them later; on a command line it is the user's `mistake`."""
 
     def __init__(self, mistake: UserError) -> None:
         self.mistake = mistake

@@ -80,7 +80,7 @@ def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def try_product() -> int:
     """Multiply in a forked child, with oneDNN unlimited; return the number of the signal that ended it, or 0. A fork
-    takes milliseconds where torch is imported, and needs no thread. Raises RuntimeError: it failed by other means."""
+    takes milliseconds where torch is imported, and needs no thread. Raises RuntimeError: it failed without a signal."""
     import torch  # noqa: F401 - here, where it stays
 
     if (child := os.fork()) == 0:

@@ -53,7 +53,8 @@ def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: 
 @contextmanager
 def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
     """Call `handler` with the number of each of these signals that arrives in the block. A handler of the caller's
-    hears them, too, as it may have more stages to run. Only the main thread hears signals; others get none here."""
+    hears them, too, as it may have more stages to run. Only the main thread hears signals; on others nothing is
+    done."""
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
@@ -72,8 +73,7 @@ def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (
 
 
 def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> NoReturn:
-    """End this process with an exit code, after its threads and exit functions have ended; `tell` is called with the
-    code.
+    """End this process with an exit code, after its threads and exit functions have ended, and `tell` has got the code.
 
     The interpreter is not finalized: that takes half a second where torch is loaded, and threads of native libraries
     may still run then, and abort a command that has succeeded ("terminate called without an active exception")."""
@@ -88,7 +88,7 @@ def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> N
 
 class Background:
     """Work that a stage leaves until its output stands, one piece at most; no result depends on it. Whatever needs what
-    it makes, or changes what it reads, waits for it first. `beside`: on a thread, as stages follow; else at once."""
+    it makes, or changes what it reads, waits for it first. `beside`: run it on a thread, as more stages follow."""
 
     def __init__(self) -> None:
         self.beside = False
