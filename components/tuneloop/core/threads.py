@@ -53,8 +53,7 @@ def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: 
 @contextmanager
 def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
     """Call `handler` with the number of each of these signals that arrives in the block. A handler of the caller's
-    hears them, too, as it may have more stages to run. Only the main thread hears signals; on others nothing is
-    done."""
+    hears them, too, as it may have more stages to run. Only the main thread hears signals; on another, do nothing."""
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
