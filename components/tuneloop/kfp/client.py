@@ -1,8 +1,5 @@
-"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
-
-A run is known by its name: submitting the name again resumes it, for what it has committed ends at once. What goes
-wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
-"""
+"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API. Submitting a run's name again resumes
+it: its committed stages end at once. Errors of the client library become one line (`UserError`, `Retryable`)."""
 
 import io
 import json
@@ -76,7 +73,7 @@ def check_kfp_is_installed() -> None:
 
 @contextmanager
 def translate_api_errors(endpoint: str | None) -> Iterator[None]:
-    """Say in one line what a refusal of the API means."""
+    """Raise errors of the client library as UserError, or as Retryable where the API may answer later."""
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
 
