@@ -1,8 +1,5 @@
-"""Find in a rendered Workflow what Hera lets through and a controller would only say at run time.
-
-``argo lint --offline`` is the authority on syntax; these rules add what it does not know: what our pods must carry,
-what bounds a recursion, what a skipped task has no outputs for.
-"""
+"""Find what a controller would report of a rendered Workflow only at run time. ``argo lint --offline`` checks syntax;
+these rules add fields that our pods must have, bounds of recursions, and outputs that a skipped task lacks."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
