@@ -1,8 +1,5 @@
-"""What a pipeline says of itself once, for every engine: its stages, how one calls the other, and what is repeated.
-
-`tuneloop.argo.pipeline` draws it as a Workflow and `tuneloop.kfp.pipeline` as a KFP pipeline, each in its own terms.
-There are no branches and no loops in loops: a pipeline that needs them writes its graph for the engine itself.
-"""
+"""The definition of a pipeline for all engines: its stages, their calls and its loop, which `tuneloop.argo.pipeline`
+and `tuneloop.kfp.pipeline` draw. A pipeline with branches or nested loops writes its graph for the engine itself."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,11 +42,9 @@ class StageSpec:
 
 
 class Step:
-    """A call of a stage in a loop: input or parameter → the value it takes.
-
-    A value is one of the loop (``policy``, ``iteration``), or an output of a step before (``reward.rewards``), one of
-    its `outputs`. A step that is `optional` is left out of a pipeline that has no `StageSpec` for it.
-    """
+    """A call of a stage in a loop: `wires` maps an input or parameter to a value of the loop (``policy``,
+    ``iteration``) or an earlier step's output (``reward.rewards``). An `optional` step is left out without its
+    `StageSpec`."""
 
     def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
         self.component, self.optional, self.wires, self.name = component, optional, wires, component.template
@@ -65,15 +60,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that are repeated, one after another.
+    """Steps that are repeated, one after another: the last one trains, those before it make its batch.
 
     Attributes:
-        steps: the last one trains; those before it make the batch that it learns from.
         carry: value → the output that it takes in the next iteration.
         constants: values that stay the same.
         reward: the output that ends the loop once it reaches ``target-reward``.
-        check: how a policy is evaluated: before the loop, after it, and each so many iterations.
-        finish: what is made of the last policy, and of what it was evaluated as; of these steps some may be optional.
+        check: evaluates a policy: before the loop, after it, and every so many iterations.
+        finish: steps with the last policy and its evaluation; some of them may be optional.
     """
 
     steps: Sequence[Step]
@@ -101,8 +95,7 @@ class Loop:
                 raise UserError(field, wire, f"no value has this name; known here: {', '.join(sorted(known))}")
 
     def check_specs(self, specs: Sequence[StageSpec]) -> None:
-        """Check that the stage of every step has its parameters. Raises UserError with the name of a step whose stage
-        has no `StageSpec`."""
+        """Check that every step that is not optional has a `StageSpec`. Raises UserError at one that has none."""
         described = {spec.component.template for spec in specs}
         for step in (*self.steps, self.check, *self.finish):
             if step.name not in described and not step.optional:
@@ -174,13 +167,8 @@ class Graph(Protocol):
     config: Any
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
-        """Call a stage, and return its outputs. `name` is the task's, and where its output is committed in the run;
-        without one it is the stage's own."""
+        """Call a stage and return its outputs, committed in the run under the task's `name` (default: the stage's)."""
 
     def loop(self, serve: Any, **values: Any) -> None:
-        """Evaluate a policy, run the loop, evaluate and finish.
-
-        Args:
-            serve: the checkpoint that the rollout server boots with.
-            values: what the first iteration starts from.
-        """
+        """Evaluate a policy, run the loop, evaluate and finish. The rollout server boots with the checkpoint `serve`,
+        and the first iteration starts from `values`."""

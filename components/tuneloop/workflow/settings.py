@@ -224,10 +224,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         return self.model_copy(update={role: self.resources(role).model_copy(update=changes)})
 
     def merge_roles(self, roles: Iterable[ResourceRole], served: bool = False) -> tuple[ResourceRole, Cluster]:
-        """Return the role of a pod that runs stages of `roles` in turn, and the settings with what it asks for.
-
-        It is the first of them in the order of `ROLES`, with the GPUs of the one that has most. With `served` the
-        rollout server runs in the pod all the while, and its GPUs are added."""
+        """Return the role of a pod that runs stages of `roles` in turn (the first of them in `ROLES`), and settings
+        with the GPUs of the role with most; if `served`, those of the rollout server beside them are added."""
         known = set(roles)
         first = next(role for role in ROLES if role in known or (served and role == "sampler"))
         gpus = max(map(self.count_gpus, known)) + (self.sampler.gpus if served else 0)
