@@ -24,12 +24,12 @@ PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 
 
 def role_of(image: str) -> str:
-    """Return what a stage with this logical image is: ``trainer`` or ``sampler``."""
+    """Return the role of a stage with this logical image: ``trainer`` or ``sampler``."""
     return ROLES.get(image, TRAINER)
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """Return what stands for the claim's name in the templates of stages of a role."""
+    """Return the tag that stands for the claim's name in the templates of a role's stages."""
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 

@@ -40,13 +40,13 @@ class Colocation:
 
     @property
     def used(self) -> int | None:
-        """At most, at a time; None where a limit is not known."""
+        """Bytes used at a time, at most; None where a limit is not known."""
         if self.limit is None or self.server_limit is None:
             return None
         return self.limit + self.runs * self.server_limit + self.overhead
 
     def excess(self) -> Iterator[tuple[str, int]]:
-        """Yield what does not fit: requested or used, and how much that is."""
+        """Yield each sum that does not fit on the node, as ``request`` or ``use``, and its bytes."""
         for what, amount in (("request", self.requested), ("use", self.used)):
             if self.node is not None and amount is not None and amount > self.node:
                 yield what, amount
@@ -127,7 +127,7 @@ def parse_resource_quantity(quantity: object) -> Decimal:
 
 
 def _terms(of: Colocation) -> dict[str, str]:
-    """Return how the sums are made."""
+    """Return the terms of both sums, as text."""
     beside = f" + {format_gib(of.server_request)} server" if of.server_request else ""
     servers = f" + {of.runs} × {format_gib(of.server_limit)} server" if of.server_limit else ""
     return {

@@ -15,7 +15,7 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
 LIMITS = {"templates": 200, "tasks": 200, "parameters": 500}
-"""Of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
+"""Limits of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
 
 
 def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:

@@ -37,7 +37,7 @@ NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""Whom a pod's containers run as, none of them root."""
+"""Security context of a pod: its containers do not run as root."""
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -133,7 +133,7 @@ def place_fields(own: Resources) -> dict[str, Any]:
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
-    """Return how a pod of ours is started again: by the class of its end."""
+    """Return the fields that have a pod of ours started again, by the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
@@ -141,7 +141,7 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 
 def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
-    """Return what a small step of ours has, one that asks the API server for something as a service account."""
+    """Return the fields of a small step of ours that asks the API server for something as a service account."""
     rights = {"service_account_name": account, "automount_service_account_token": True}
     return {**rights, **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)), **retry_fields(RETRY_STEP)}
 

@@ -22,7 +22,7 @@ from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluste
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's, fitted once all of it is rendered: its pods' memory, and the steps that take seats."""
+    """Hera's Workflow, completed once all of it is rendered: its pods' memory, and the steps that take seats."""
 
     def to_dict(self) -> Any:
         """Return the Workflow as a mapping; also what its YAML is made of."""

@@ -15,9 +15,9 @@ KEPT = (
     *("display_name", "description", "experiment_id", "pipeline_spec", "pipeline_version_reference"),
     *("runtime_config", "service_account"),
 )
-"""What a run is made of; the other fields of its message say how it went."""
+"""Fields of a run's message that another run like it is started with; the others tell how the run went."""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
-"""Of a backend with several users: what its PodDefaults mount into pods."""
+"""Token file that PodDefaults mount into the pods of a backend with several users."""
 
 
 class NotThere(UserError):

@@ -30,7 +30,7 @@ SHOWN_TASKS = 12
 EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
 """What KFP's own manifests have in the executor's security context."""
 RELEASE = version("kfp")
-"""Of the SDK, which compiles the pipelines."""
+"""Release of the SDK, which compiles the pipelines."""
 SOURCE = "github.com/kubeflow/pipelines/manifests/kustomize"
 INSTALL = (
     f"kubectl apply -k '{SOURCE}/cluster-scoped-resources?ref={RELEASE}' && "

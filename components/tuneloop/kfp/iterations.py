@@ -36,11 +36,11 @@ from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
 
 CURVE_POINTS = 500
-"""At most so many iterations are drawn, evenly spread."""
+"""The most iterations that are drawn, evenly spread."""
 BOOT_S = 600.0
 """Seconds in which a server is to be ready."""
 GRACE_S = 30.0
-"""Seconds that a server has for its end."""
+"""Seconds that a server has to end."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def get_output_name(value: str) -> str:
-    """Return the output artifact that has a value of the loop as the task leaves it."""
+    """Return the name of the output artifact that holds a value of the loop after the task's last iteration."""
     return f"last_{value}"
 
 

@@ -167,7 +167,7 @@ class LoopTasks:
         self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
 
     def finish(self, trained: Mapping[str, Any]) -> None:
-        """Evaluate the last policy, and make of it what the loop is to."""
+        """Evaluate the last policy, and make the tasks of the loop's `finish` steps."""
         values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
         self.call(check, f"{check.name}-after", self.url, values)
         for step in (each for each in self.loop.finish if each.name in self.steps):
@@ -195,7 +195,7 @@ class LoopTasks:
         return {name: known[wire] for name, wire in self.loop.carry.items()}
 
     def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
-        """Make the task of a step, which commits to `name` below `url`; where the engine is, KFP's stages know."""
+        """Make the task of a step, which commits to `name` below `url`; `endpoint` is a constant of KFP's stages."""
         wired = {k: values[wire] for k, wire in step.wires.items() if wire != "endpoint"}
         shared = {k: value for k, value in self.shared.items() if k in step.component.Params.model_fields}
         return self.steps[step.name](name, url=f"{url}/{name}", **wired, **shared, **more)

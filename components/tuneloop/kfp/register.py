@@ -19,7 +19,7 @@ from tuneloop.kfp.stage import find_reason_to_skip
 FIELD = "kfp.model_registry"
 MLFLOW = "mlflow+"
 DIGITS = 12
-"""Of the model's digest, in a version's name."""
+"""Digits of the model's digest in a version's name."""
 
 
 def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
 
 
 def find_reason_to_skip(task: Task) -> str:
-    """Return why this task has nothing to do, or nothing: the loop ended before it, or has not ended in this run."""
+    """Return why this task has nothing to do, or ``""``: the loop ended before it, or has not ended in this run."""
     for handle in task.inputs.values():
         last = handle.get(REACHED)
         if last is not None and ("ref" not in handle or last < task.parameters.get("iteration", 0)):
@@ -133,7 +133,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
 
 
 def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
-    """Build what one task passes to the next about an artifact; KFP's metadata take no null."""
+    """Build an artifact's handle, which one task passes to the next, without nulls: KFP's metadata take none."""
     version = {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
     return {
         "ref": f"{url}@{manifest.digest}",

@@ -203,7 +203,7 @@ def configure_task_pod(
 
 
 def _artifacts(component: Component) -> dict[str, Any]:
-    """The stage's output artifacts: the handle first, then what the UI shows."""
+    """Return the stage's output artifacts: the handle first, then what the UI shows."""
     outputs: dict[str, Any] = {component.output: TYPES.get(component.kind, Dataset)}
     if component.kind != "metrics":
         outputs["results"] = Metrics
@@ -214,7 +214,7 @@ def _artifacts(component: Component) -> dict[str, Any]:
 
 
 def _parameter(field: FieldInfo) -> tuple[Any, Any]:
-    """The kfp type and default of a parameter; one that may be None may be left out."""
+    """Return the kfp type and default of a parameter; one that may be None may be left out."""
     kind = _kind(field.annotation)
     if field.is_required():
         return kind, REQUIRED

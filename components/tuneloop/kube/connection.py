@@ -14,7 +14,7 @@ from tuneloop.core.errors import Retryable, Unavailable, UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
-"""In an owner reference: with name and uid of a workflow, what its object shall not outlive."""
+"""Owner reference, without name and uid, to the Workflow with which an object is to be deleted."""
 NAMESPACE = "tuneloop"
 IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
@@ -81,7 +81,7 @@ def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
 
 @contextmanager
 def ignore_refusals(*statuses: int) -> Iterator[None]:
-    """End the block where the API server refuses a call in it with one of these statuses, and go on behind it."""
+    """Leave the block without an error where the API server refuses a call in it with one of these statuses."""
     try:
         yield
     except ApiRefusal as error:

@@ -42,9 +42,8 @@ class StageSpec:
 
 
 class Step:
-    """A call of a stage in a loop: `wires` maps an input or parameter to a value of the loop (``policy``,
-    ``iteration``) or an earlier step's output (``reward.rewards``). An `optional` step is left out without its
-    `StageSpec`."""
+    """A call of a stage in a loop: `wires` maps an input or parameter to a value of the loop, such as ``policy``, or to
+    an earlier step's output, such as ``reward.rewards``. An `optional` step is left out if it has no `StageSpec`."""
 
     def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
         self.component, self.optional, self.wires, self.name = component, optional, wires, component.template
@@ -103,22 +102,22 @@ class Loop:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """What an iteration starts from."""
+        """The values that an iteration starts from."""
         return ("iteration", *self.carry, *self.constants)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What an iteration starts from, and where the rollout server is."""
+        """The values that an iteration starts from, and the endpoint of the rollout server."""
         return (*self.passed, "endpoint")
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the loop ends with."""
+        """The values that the loop ends with."""
         return (*self.carry, "iteration", output_of(self.reward))
 
     @property
     def pod_outputs(self) -> tuple[str, ...]:
-        """What several iterations in one pod end with."""
+        """The values that several iterations in one pod end with."""
         return ("iteration", *self.carry, output_of(self.reward))
 
     @property
@@ -133,7 +132,7 @@ class Loop:
 
     @property
     def batch_wires(self) -> list[str]:
-        """What the last step, and the loop, need of the steps before."""
+        """The outputs of earlier steps that the last step and the loop need."""
         return [wire for wire in (*self.trainer.wires.values(), self.reward) if "." in wire]
 
     def values_of(self, steps: Sequence[Step]) -> list[str]:
@@ -162,7 +161,7 @@ class Outputs:
 
 
 class Graph(Protocol):
-    """What an engine gives a pipeline to draw itself with, and its configuration."""
+    """The methods by which a pipeline draws itself for an engine, and its configuration."""
 
     config: Any
 

@@ -1,4 +1,4 @@
-"""What a rendered template says of its stage: the flags are those that its container will get."""
+"""Read the stage of a rendered template: its flags are those that its container will get."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ class Stage:
 
     @property
     def role(self) -> Role | None:
-        """What the stage is in a loop."""
+        """The stage's role in a loop."""
         return self.component.role if self.component else None
 
     @property
