@@ -1,8 +1,6 @@
-"""Graphs of a local run: templates, DAGs, recursion; the names by which tags find what goes into them and comes out.
-
-The semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task
-runs on a thread of its own; what bounds the work is how many pods may run at a time.
-"""
+"""Graphs of a local run: templates, DAGs, recursion; the names by which tags find their inputs and outputs. The
+semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task has a
+thread of its own; the work is bounded by the number of pods that may run at a time."""
 
 import threading
 from collections.abc import Mapping, Sequence

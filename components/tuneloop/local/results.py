@@ -14,13 +14,8 @@ Scope = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a template.
-
-    Attributes:
-        name: the node's path, ``grpo.loop.next``.
-        parent: id of the node it belongs to.
-        depth: templates entered above it.
-    """
+    """One use of a template: `name` is the node's path, ``grpo.loop.next``, `parent` the id of the node that it belongs
+    to, and `depth` the number of templates entered above it."""
 
     template: str
     name: str

@@ -107,8 +107,7 @@ def _announce(result: Result, number: int, pause: float) -> str:
 
 
 class _RestartedDaemon:
-    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address. `over`: set
-    when it has ended for good; `result` says how."""
+    """A daemon that is restarted, at the same address, when it ends by itself; `over` is set when it stays ended."""
 
     def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
         self._attempts, self._daemon = attempts, daemon
