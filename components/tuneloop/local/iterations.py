@@ -53,9 +53,8 @@ class Iterations:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, values: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-        """Run the pod's iterations, within `handle_signals`, from `values`, with the number of the first as
-        ``iteration``. Returns the exit code and, where it is 0, the last iteration's number, what it hands on, and its
-        mean reward."""
+        """Run the pod's iterations within `handle_signals`. `values` are what the first starts from, ``iteration`` its
+        number. Returns the exit code and, if it is 0, the last one's number, what it hands on, and its mean reward."""
         outputs: dict[str, str] = {}
         code, first = 0, int(values["iteration"])
         BACKGROUND.beside = True

@@ -46,9 +46,8 @@ class Document(BaseModel, frozen=True):
         return self.holder is None and not self.waiting
 
     def order(self) -> tuple[Seat, ...]:
-        """List those who wait, in the order in which they will be served. fifo: who asked first. lrs: whose run had its
-        last turn least recently; a new run counts as served when it asked: newcomers pass nobody, and nobody
-        starves."""
+        """List those who wait in the order of service. fifo: who asked first. lrs: whose run had its last turn least
+        recently; a new run counts as served when it asked. Each passes another at most once, so nobody starves."""
         if self.policy == "fifo":
             return self.waiting
         return tuple(sorted(self.waiting, key=lambda seat: self.served.get(seat.who, self.number)))

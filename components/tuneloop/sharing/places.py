@@ -7,8 +7,7 @@ The Lease is deleted with the last seat, and by Kubernetes' garbage collector wi
 own it; who was served before is forgotten then.
 
 The numbers of turns go on all the same: a new Lease counts from its ``resourceVersion``. That grows with every write to
-any Lease (promised by Kubernetes since 1.35, KEP-5504; true of etcd before), and a turn is one write, so it is above
-all numbers of earlier Leases."""
+any Lease (promised since Kubernetes 1.35, KEP-5504; true of etcd before), by one at least, and a turn is one write."""
 
 import math
 import os

@@ -5,9 +5,8 @@
 The file, which `tuneloop.core.fencing` reads in the stage's container, is there once the turn has come: the pod's
 startup probe asks for it, so that container starts then. The turn is given back when the stage releases it, at the
 latest on SIGTERM, which Kubernetes sends to a sidecar when all other containers have ended. A restarted sidecar goes on
-with the turn that the file names; where that was lost, it only waits for its own end: the stage sees the loss as well,
-and ends. Where the group refuses the run, the file says so: the stage starts, and ends with exit code 2 and that
-line."""
+with the turn that the file names; where that was lost, it waits for its end, as the stage sees the loss, too, and ends.
+Where the group refuses the run, the file says so: the stage starts, and ends with exit code 2 and the same line."""
 
 import argparse
 import signal

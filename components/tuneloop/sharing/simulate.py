@@ -88,8 +88,7 @@ class Schedule:
 
 
 def simulate_runs(runs: Mapping[str, Sequence[Task]], rules: Rules | None = None) -> Schedule:
-    """Simulate `runs` (name → tasks), which begin at 0 s. Tasks that ask at the same time queue by run, then by
-    index."""
+    """Simulate `runs` (name → tasks) from 0 s on. Tasks that ask at the same time queue in the order of `runs`."""
     simulation = _Simulation(list(runs), [list(tasks) for tasks in runs.values()], rules or Rules())
     return Schedule(tuple(sorted(simulation.spans(), key=lambda span: span.began)))
 
