@@ -1,6 +1,6 @@
 """Keep a Deployment of rollout servers at as many replicas as `tuneloop.cluster.autoscaling_rule` decides. Their load
-is read from ``/metrics``, under vLLM's names, at the pods' addresses, which are reachable in the cluster or on a node
-alone. The Deployment is changed by its subresource `scale`."""
+is read from ``/metrics``, under vLLM's names, at the pods' addresses, which only the cluster and its nodes reach. The
+Deployment is changed by its subresource `scale`."""
 
 import re
 import time
@@ -19,7 +19,7 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:
-    """Scale the Deployment behind a Service of its name once, as `rule` decides, also by the iterations of `run`;
+    """Scale once the Deployment behind a Service of its name, as `rule` decides, also by the iterations of `run`;
     return what was changed. Raises UserError where there is no such Deployment or Service, a pod counts no requests, or
     the account may not; Unavailable or Unreachable where the API server, or a ready pod, does not answer."""
     cluster = connect_to_cluster(fleet.namespace, fleet.context)

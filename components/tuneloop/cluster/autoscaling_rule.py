@@ -46,9 +46,9 @@ class AutoscalingRule:
         """Decide on replicas at `now` (Unix seconds).
 
         Args:
-            replicas, ready: that are asked for; of these, those that answer.
+            replicas, ready: replicas that are asked for; of these, those that answer.
             requests: completions that run or wait at them.
-            clients: who may ask: without a replica nobody counts what they wait for.
+            clients: pods that may send requests; without a replica, nothing counts the requests that they wait for.
             last: the newest iteration of the run that they sample for.
         """
         if last and last.sampling and last.idle and last.began >= self._changed:  # these replicas sampled all of it

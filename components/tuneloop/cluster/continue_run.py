@@ -1,4 +1,4 @@
-"""Start the next workflow of a long loop, whose run can so have any length in workflows of bounded size.
+"""Start the next workflow of a long loop, so that a run of any length consists of workflows of bounded size.
 
     python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51 …
 

@@ -76,8 +76,7 @@ def describe_queued_stage() -> dict[str, Any]:
 
 
 def collect_checks(subject: str, found: Iterable[Check | UserError], otherwise: str = "") -> list[Check]:
-    """Collect what a check finds: problems as refusals, and what the account has no right to see. Where nothing
-    was found it says `otherwise`, or nothing if that is empty."""
+    """Collect what a check finds: problems as refusals, and what the account may not see; if nothing, `otherwise`."""
     with record_denied_reads() as denied:
         checks = [each if isinstance(each, Check) else _refuse(subject, each) for each in found]
     checks += [Check(subject, NOT_CHECKED, f"not checked: no right to {each}") for each in dict.fromkeys(denied)]

@@ -2,10 +2,10 @@
 
     python -m tuneloop.cluster.launch job.yaml --namespace tuneloop
 
-A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (its conditions do not reach
-into that list of conditions), Kubeflow Pipelines for every kind of job. A job that exists under the name is followed,
-so that an evicted launcher goes on where it was. One that has failed is replaced, which resumes the run; one that is
-being deleted is waited for. SIGTERM ends the job, whose pods commit their resume points, and the launcher with 75."""
+A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (Argo's conditions do not
+reach into its list of conditions), Kubeflow Pipelines for every job. A job that exists under the name is followed, so
+that an evicted launcher goes on where it was. One that has failed is replaced, which resumes the run; one that is being
+deleted is waited for. SIGTERM ends the job, whose pods commit their resume points, and the launcher with 75."""
 
 import argparse
 import queue
@@ -119,7 +119,7 @@ def submit_entrypoint(job: Object) -> str:
 
 
 def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
-    """Create `job`, if none stands under its name; whether it did."""
+    """Create `job` unless one of its name exists; return whether it was created."""
     try:
         cluster.create(*kind.api, job)
         return True

@@ -114,7 +114,7 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Check the devices of a claim: one for an unknown class is taken, and its pods wait for ever."""
+    """Check the devices of a claim: the cluster accepts one for an unknown class, and its pods wait for ever."""
     yield from find_placement_errors(workflow)
     try:
         check_colocation(workflow)
@@ -149,7 +149,7 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
 
 
 def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
-    """List where turns go claim by claim all claims of the group: which one the run will reserve is not known yet."""
+    """List the groups of a run's leases: where each claim has one, all claims, as the run's own is not known yet."""
     if "{{" not in flags.group:
         return [flags.group]
     share = share_of(workflow)

@@ -7,9 +7,8 @@ Where each pod has a claim of its own, seats are on the ResourceClaimTemplate th
 the claims: the annotation `SEATS` lists the runs, the owner references their active workflows; when all of these are
 deleted, Kubernetes deletes the claim. Every change is a compare-and-swap by ``resourceVersion``, and a claim's name can
 be created once, so that any number of steps may do this at a time. A seat is a run's, not a workflow's: the next
-workflow of a long run has it as soon as it exists. Each step also releases the seats of runs that could not (of a
-workflow that was terminated or deleted), and deletes claims without seats. The exit handler ``end-graph`` ends the
-Dynamo graph of a run, however the run ended."""
+workflow of a long run has it as soon as it exists. Each step also releases seats of terminated or deleted workflows,
+and deletes claims without seats. The exit handler ``end-graph`` ends the Dynamo graph of a run, however that ended."""
 
 import argparse
 import itertools
@@ -43,8 +42,7 @@ Active = Mapping[str, Sequence[Owner]]
 
 def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
     """Reserve a claim of the group, or of its `role`, for the run of `workflow`; make one if none has room. Raises
-    UserError where the claims are for other devices or may not be changed, Retryable where the API server is in
-    trouble."""
+    UserError where claims are for other devices or may not be changed, Retryable if the API server is in trouble."""
     selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
     release_ended_runs(cluster)
     run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
@@ -82,7 +80,7 @@ def release_ended_runs(cluster: Connection, without: str = "") -> None:
 
 
 def end_graphs(cluster: Connection, run: str, without: str = "") -> None:
-    """End the Dynamo graphs of a run, or make its newest active workflow their owner, if there is one but `without`."""
+    """Delete a run's Dynamo graphs, or have an active workflow but `without` own them. Raises as `reserve_claim`."""
     active = _active(cluster, without).get(run)
     for graph in list_graphs(cluster, run):
         if active:

@@ -1,4 +1,4 @@
-"""Run a pipeline again when its data has changed: the clock starts a look, the digest of the prompts a run.
+"""Run a pipeline again when its data has changed: looked at by the clock, started by the digest of its prompts.
 
 `schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only looks: it makes the prompts anew,
 keeps none of them, and compares, by this module as its last step. A run is named ``<name>-<first 8 digits of the
@@ -109,7 +109,7 @@ def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
-    """Return the object of the schedule; None where there is none. Refuse somebody else's."""
+    """Return the object of the schedule; None where there is none. Raises UserError at one that no schedule made."""
     found = cluster.find(*KINDS[kind], name)
     if found is not None and labels_of(found).get(LABEL) != name:
         remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"

@@ -185,7 +185,7 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
 
 def delete_forgotten_pods(cluster: Connection) -> None:
     """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them. Pods
-    that the account may not delete stay, as do those of a workflow with another delay than ours. Failures are notes."""
+    that the account may not delete stay, as do those of a workflow with another delay than ours. Print failures."""
     selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # those that it keeps are labelled
     workflows: dict[str, list[str]] = {}
     try:
@@ -205,8 +205,7 @@ def delete_forgotten_pods(cluster: Connection) -> None:
 
 
 def wait_for_run(cluster: Connection, run: str) -> int:
-    """Wait for the newest workflow of a run to end, also while the API server is unavailable. Return 0 when it
-    succeeded; else 2, 3 or 75 if a stage ended so, 1 otherwise."""
+    """Wait until the newest workflow of a run ends, also while the API server is away; return its `exit_code`."""
     newest = find_workflows(cluster, run)[-1]
     while get_workflow_phase(newest) not in DONE:
         time.sleep(2.0)
@@ -215,7 +214,7 @@ def wait_for_run(cluster: Connection, run: str) -> int:
 
 
 def exit_code(workflow: Mapping[str, Any]) -> int:
-    """Return what `tuneloop submit --wait` returns for a workflow that has ended."""
+    """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage ended so; else 1."""
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
     return choose_exit_code({n.exit_code for n in read_nodes(workflow).values() if n.phase in ("Failed", "Error")})

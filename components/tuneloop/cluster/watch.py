@@ -194,8 +194,8 @@ def _workloads(cluster: Connection) -> dict[str, str]:
 def read_logs(
     cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (stage, line) of what the pods of a run that still exist have written; with `since`, the pods of this
-    workflow of the run and of later ones. Raises UserError where there is no such run, or no pod of `stage`."""
+    """Yield (stage, line) of the logs of a run's pods, unless they are deleted; with `since`, a workflow of the run,
+    only of its pods and of later ones. Raises UserError where there is no such run, or no pod of `stage`."""
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     read: dict[str, threading.Thread] = {}
     found = find_workflows(cluster, run)

@@ -65,7 +65,7 @@ def _attempt(execution: Execution, template: Mapping[str, Any], node: Node, call
 
 
 def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, result: Result) -> Result:
-    """Return `result`, unless a server's end brought it about: then what failed is the server, and nothing else."""
+    """Return `result`, or ``Omitted`` where a server's end brought it about: what failed is then the server alone."""
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
         return result
@@ -104,7 +104,7 @@ class Graph:
                 thread.join()
 
     def _scope_behind(self, results: Mapping[str, Result]) -> Scope:
-        """Return the tags of who comes behind the tasks that have these results."""
+        """Return the tags that tasks after those with these results can use."""
         scope = dict(self.scope)
         for name, result in results.items():
             scope |= result_scope(name, result)
@@ -192,7 +192,7 @@ def _thread(work: Any, *args: Any) -> threading.Thread:
 
 
 def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
-    """Return what a ``depends`` may ask of the tasks `names`."""
+    """Return the names that a ``depends`` condition can use for the tasks `names`."""
     scope: Scope = {}
     for name in names:
         result = results[name]

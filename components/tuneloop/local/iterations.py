@@ -139,8 +139,8 @@ class PodLength:
 
     A new pod costs the time between pods, from the last commit before it to its first stage, and the time by which its
     first iteration is longer than the second: libraries are imported, updates replayed. The time between pods is the
-    least that a pod of this run has measured: a wait for quota, a server or a resume makes no pod longer, or runs that
-    wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this."""
+    least that a pod of this run has measured: a wait for quota, a server or a resume makes no pod longer. Otherwise
+    runs that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this."""
 
     def __init__(self, run: str, first: int) -> None:
         self._store = Store(run)

@@ -1,4 +1,4 @@
-"""What goes into a template, and what it comes to."""
+"""The call of a template, and its result."""
 
 import threading
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Call:
 
 @dataclass
 class Result:
-    """What a node came to. `phase`: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready."""
+    """The result of a node. `phase`: one of `tuneloop.local.journal.DONE`; ``Running`` for a daemon that is ready."""
 
     phase: str
     message: str = ""
@@ -46,7 +46,7 @@ class Result:
 
 
 class Daemon(Protocol):
-    """What runs on behind a node that is ready."""
+    """A process that goes on after its node is ready; `result` says how it ended, once `over` is set."""
 
     over: threading.Event
     result: Result

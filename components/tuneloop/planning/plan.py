@@ -1,6 +1,6 @@
-"""What a rendered workflow will do before it does it: graph, pods, accelerators, steps, tokens, memory. All is read
-from the workflow (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`). Counts are upper bounds where
-the graph decides while it runs (``when``, loops that may stop early), and say so."""
+"""What a rendered workflow will do: graph, pods, accelerators, steps, tokens, memory. Everything is read from the
+workflow (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`). Counts are upper bounds where the graph
+decides while it runs (``when``, loops that may stop early), and say so."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

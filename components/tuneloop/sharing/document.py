@@ -1,4 +1,4 @@
-"""What a group of runs knows of its turns: one small document, and how it changes. No clock, no place."""
+"""The document of a group of runs that says whose turn it is, and how it changes; without clock or storage."""
 
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -26,7 +26,7 @@ class Seat(BaseModel, frozen=True):
 
 
 class Document(BaseModel, frozen=True):
-    """What a group knows; each function returns a new one. The first to come sets `policy` and `patience` (seconds).
+    """The state of a group; each function returns a new one. The first to come sets `policy` and `patience` (seconds).
 
     Attributes:
         number: of the turn that was taken last; the holder's fencing token, which never goes back.

@@ -89,7 +89,7 @@ def release_leases(cluster: Connection, run: str) -> None:
 
 
 def parse_lease(lease: dict[str, Any]) -> Document:
-    """Parse a Lease's document; before its first turn, its number is the resourceVersion. Raises Corrupt at others."""
+    """Parse a Lease's document; before a first turn its number is the resourceVersion. Raises Corrupt at a bad one."""
     try:
         found = Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
         first = int(lease["metadata"]["resourceVersion"])

@@ -26,7 +26,7 @@ NOTABLE = 0.02
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan comes to. `accelerators` are held all the time; `together`: both roles use the same devices."""
+    """The result of a plan. `accelerators` are held all the time; `together`: both roles use the same devices."""
 
     name: str
     runs: int

@@ -64,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What came of it: `spans` in the order in which they began."""
+    """The result of a simulation: `spans` in the order in which they began."""
 
     spans: tuple[Span, ...]
 
@@ -125,7 +125,7 @@ class _Simulation:
             yield from self.serve(now)
 
     def serve(self, now: float) -> Iterable[Span]:
-        """Give every turn that is free to whom it is due."""
+        """Give every free turn to the next who waits for it."""
         for turn, document in self.turns.items():
             if document.holder is None and document.waiting:
                 ticket = document.order()[0].ticket

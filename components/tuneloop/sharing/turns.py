@@ -37,7 +37,7 @@ log = logging.getLogger("tuneloop.turns")
 
 
 class Silence:
-    """Who is silent, by the clock of who looks."""
+    """Finds the seats that are silent, by the clock of the observer."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}
@@ -64,8 +64,7 @@ class Place(Protocol):
 
 
 class Turns:
-    """The turns of a group, for one run. `policy` and `patience`: who is served next, and the seconds after which a
-    silent one has lost its seat; the same for all of a group."""
+    """A group's turns, for one run, with the group's `policy` and `patience`: seconds until a silent seat is lost."""
 
     def __init__(self, place: Place, group: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> None:
         self.place, self.group, self.who, self.policy, self.patience = place, group, who, policy, patience
