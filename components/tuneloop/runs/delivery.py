@@ -16,8 +16,8 @@ from tuneloop.weights.publication import read_publication, read_publications
 @dataclass(frozen=True)
 class Delivery:
     """The delivery of one version; `way` is ``pulled``, ``refitted``, or ``published`` where nobody has asked for it
-    yet. None is what is unknown, or not on this way; `…_s` are seconds. `replicas` are known to have served it; `behind`
-    is the mean staleness of its tokens, in versions; `proved` is ``n/m``, of m tensors n read back identical."""
+    yet. Fields that are unknown, or not of this way, are None. `replicas` are known to have served it; `behind` is the
+    mean staleness of the tokens asked of it, in versions; `proved` is ``n/m``: of m tensors n read back identical."""
 
     version: int
     way: str
