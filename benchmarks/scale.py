@@ -187,6 +187,7 @@ def simulate_runs(cluster: Connection, count: int, given: argparse.Namespace, ma
         computing = any(not attempt.code for attempt in list(executor.attempts.values()))
         if not computing and not due and idle > given.stall and result.samples[-1][1]:
             stuck = count - len(executor.phases)
+            tell_stuck(api, executor)
             break
         if passed > given.limit:
             break
@@ -199,6 +200,21 @@ def simulate_runs(cluster: Connection, count: int, given: argparse.Namespace, ma
     api.stopped = True
     executor.pool.shutdown(wait=False)
     return result
+
+
+def tell_stuck(api: Api, executor: Executor) -> None:
+    """Print of each run that stands still what its workflow waits for, and the address of its server."""
+    for workflow in json.loads(api.send("GET", api.path(ARGO, "workflows")).read())["items"]:
+        run = workflow["metadata"]["labels"].get(RUN_LABEL, "")
+        if run in executor.runs and run not in executor.phases:
+            server = executor.servers.get(run, {}).get("status", {}).get("podIP")
+            print(f"  {run}: its server is {server or 'not there'}")
+            for node in workflow.get("status", {}).get("nodes", {}).values():
+                if node["type"] in ("Pod", "Retry") and node["phase"] in ("Pending", "Running", "Failed", "Error"):
+                    told = [
+                        each["value"] for each in node.get("inputs", {}).get("parameters", ()) if "http" in str(each)
+                    ]
+                    print(f"    {node['displayName']}: {node['phase']}, {node.get('message', '')[:150]} {told}")
 
 
 def fill_rows(result: Result, executor: Executor, seconds: float, stuck: int, given: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ def run_examples(check: Callable[[], None]) -> None:
     while not rounds or time.monotonic() < end:
         check()
         rounds += 1
-    print(f"{rounds * each} bodies or fewer")
+    print(f"{rounds * each} bodies at most")
 
 
 class Memory:

@@ -32,8 +32,8 @@ def plan_shared(
     swap: float,
     asked: str | None,
 ) -> None:
-    """Print what each plan comes to, and which is recommended. Raises UserError: that plan does, or the runs cannot be
-    planned with.
+    """Print what each plan comes to, and which is recommended. Raises UserError: the plan `asked` loses time, or the
+    runs cannot be planned with.
 
     Args:
         name: of the pipeline.

@@ -297,7 +297,7 @@ class Draft:
         else:
             files = hash_files(self.path, sync=True)
             for folder in [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]:
-                fsync_path(folder)  # names, before the manifest's
+                fsync_path(folder)  # the files' names, before the manifest is created
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
         try:

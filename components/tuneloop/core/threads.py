@@ -71,8 +71,8 @@ def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (
             signal.signal(number, before)
 
 
-def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> NoReturn:
-    """End this process with an exit code, after its threads and exit functions have ended, and `tell` has got the code.
+def end_process(code: int, report: Callable[[int], None] = lambda code: None) -> NoReturn:
+    """End this process with an exit code, after its threads and exit functions, and then `report` with the code.
 
     The interpreter is not finalized: that takes half a second where torch is loaded, and threads of native libraries
     may still run then, and abort a command that has succeeded ("terminate called without an active exception")."""
@@ -81,7 +81,7 @@ def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> N
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
             stream.flush()
-    tell(code)
+    report(code)
     os._exit(code)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
-from tuneloop.core.provenance import code_digest
+from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.local import spawn
 from tuneloop.local.warm import Kind, is_compatible, is_server, is_stage
 
@@ -127,7 +127,7 @@ class ProcessServer:
         elif "ready" in message:
             if not is_compatible(message.get("env", self.env), self.env):
                 self.failure = f"that of {WARM} was started with other variables that take effect at import"
-            elif "code" in message and message["code"] != [sys.executable, code_digest()]:
+            elif "code" in message and message["code"] != [sys.executable, code_digest(), list_packages()]:
                 self.failure = f"that of {WARM} has other code, or another Python; start it again"
             self.settled.set()
         elif "failed" in message:

@@ -27,7 +27,8 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAUSE_S = 0.05
-"""A fork slows the process that was forked before it down, as the pages of both are shared anew: it waits so long."""
+"""Seconds without an event after which a child is forked for the next request: right after a start, the fork was seen
+to slow down the process that has just started (8 ms)."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -35,8 +36,9 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
-        In each forked child, set up as its request says: the request, whose ``"report"`` is a socket: who sends its
-        exit code there has ended, and is killed. In the server: None, when the channel closed.
+        In each forked child, set up as its request says: the request, with a socket as ``"report"``. A child that sends
+        its exit code there counts as ended, and its process group is killed. In the server: None, when the channel
+        closed.
     """
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -50,20 +52,24 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     buffer = b""
     spare, quiet = None, True
     while True:
+        if requests and "signal" in requests[0]:
+            request = requests.pop(0)
+            if request["signal"] in pids:
+                _quietly(os.killpg, pids[request["signal"]], request["number"])
+            continue
         if not spare and (quiet or requests):
             spare = _fork([channel, *reports], (wake, woken))
         if isinstance(spare, dict):
             return spare
         if spare and requests:
-            request = requests.pop(0)
-            if "signal" in request:
-                if (pid := pids.get(request["signal"])) is not None:
-                    _quietly(os.killpg, pid, request["number"])
+            (pid, report), spare = spare, None
+            try:
+                report.sendall(json.dumps(request := requests[0]).encode() + b"\n")
+            except OSError:  # it was killed while it waited
                 continue
-            (pids[request["start"]], report), spare = spare, None
-            reports[report] = request["start"]
-            _send(report, request)
-            _send(channel, {"started": request["start"], "pid": pids[request["start"]]})
+            pids[request["start"]], reports[report] = pid, request["start"]
+            _send(channel, {"started": request["start"], "pid": pid})
+            del requests[0]
             continue
         watched: list[Any] = [channel, wake, *reports]
         ready = select.select(watched, [], [], None if spare else PAUSE_S)[0]
@@ -118,11 +124,17 @@ def _receive(channel: socket.socket) -> bytes:
         return b""
 
 
-def _fork(channels: Iterable[socket.socket], pipes: tuple[int, int]) -> tuple[int, socket.socket] | dict[str, Any]:
-    """Fork a child that waits for its request. Returns in the server its pid and channel, in the child the request."""
+def _fork(
+    channels: Iterable[socket.socket], pipes: tuple[int, int]
+) -> tuple[int, socket.socket] | dict[str, Any] | None:
+    """Fork a child that waits for its request. Returns in the server its pid and channel, or None where no process can
+    be made now; in the child the request."""
     parent = os.getpid()
     ours, theirs = socket.socketpair()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # there are too many processes, or too little memory: it is tried again
+        return None
     if pid:
         theirs.close()
         return pid, ours
@@ -137,7 +149,7 @@ def _fork(channels: Iterable[socket.socket], pipes: tuple[int, int]) -> tuple[in
     for descriptor in pipes:
         os.close(descriptor)
     line = theirs.makefile("rb").readline()
-    if not line:
+    if not line.endswith(b"\n"):
         os._exit(0)  # the server has ended
     request = {**json.loads(line), "report": theirs}
     try:

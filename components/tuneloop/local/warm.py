@@ -97,7 +97,8 @@ def main() -> None:
     kind, place, *more = sys.argv[1:]
     own = place.isdigit()
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
-    code = [sys.executable, code_digest()]  # of now: what is imported below is of no later state
+    # Before the imports: where a file changes meanwhile, others have other digests, and start a process of their own.
+    code = [sys.executable, code_digest(), list_packages()]
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
     die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
     # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
@@ -107,7 +108,7 @@ def main() -> None:
         with _hushed():
             for name in (*LIBRARIES[cast(Kind, kind)], *more):
                 importlib.import_module(name)
-        find_answer(), list_packages()  # which the forks then know, as they know the digest of the code
+        find_answer()  # which the forks then know, as they know the digests of the code
         if kind == "stages":  # it has 700 regular expressions, which the first model that is opened makes
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
         tasks = Path("/proc/self/task")
@@ -165,12 +166,13 @@ def _connection(listener: socket.socket) -> socket.socket:
 def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socket.socket) -> NoReturn:
     """Go on as ``python -m module arguments``, and end."""
 
-    def tell(code: int) -> None:
+    def report_code(code: int) -> None:
         # The next stage begins then, which may need the whole of a GPU; a driver frees its memory at the very end.
         if not (torch := sys.modules.get("torch")) or not torch.cuda.is_initialized():
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 report.sendall(str(code & 255).encode())
 
+    os.register_at_fork(after_in_child=report.close)  # only this process tells how it ended
     # The libraries' exit handlers clean up after the warm process, slowly: they are forgotten; a stage's own stay.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -200,7 +202,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socke
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    end_process(code or 0, tell)
+    end_process(code or 0, report_code)
 
 
 @contextlib.contextmanager

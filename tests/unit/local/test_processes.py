@@ -390,6 +390,36 @@ def test_a_fork_that_is_killed_before_its_request_is_replaced(
     launcher.close()
 
 
+def test_a_fork_that_fails_is_tried_again_and_ends_no_other() -> None:
+    program = """
+        import os, sys
+        from tuneloop.local import spawn
+        calls, fork = [], os.fork
+        def fail():
+            calls.append(None)
+            if len(calls) in (2, 3):
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return fork()
+        os.fork = fail
+        spawn.main()
+    """
+    ours, theirs = socket.socketpair()
+    words = [sys.executable, "-c", textwrap.dedent(program), str(theirs.fileno())]
+    child = subprocess.Popen(words, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    heard = ours.makefile()
+    about = {"env": {}, "cwd": "/", "stdout": os.devnull, "stderr": os.devnull}
+    for name, words in enumerate((["sleep", "1000"], ["sh", "-c", "exit 3"])):
+        ours.sendall(json.dumps({"start": name, "argv": words, **about}).encode() + b"\n")
+    told = [json.loads(heard.readline()) for _ in range(3)]
+    assert [next(iter(each)) for each in told] == ["started", "started", "ended"]
+    assert told[2] == {"ended": 1, "code": 3}
+    ours.sendall(json.dumps({"signal": 0, "number": 15}).encode() + b"\n")
+    assert json.loads(heard.readline()) == {"ended": 0, "code": 143}
+    ours.shutdown(socket.SHUT_WR)
+    assert child.communicate(timeout=LIMIT_S)[1] == ""
+
+
 def test_a_shared_warm_process_of_another_environment_is_not_used(
     tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,23 +12,18 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
-from tuneloop.core.threads import BACKGROUND
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
-
-EMPTIED: dict[str, Any] = {}
-"""The model closed last, without its weights, for the next stage: refilling it takes a fifth of opening one."""
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
@@ -67,12 +62,15 @@ class Transformers:
         self.context, self.version, self.digest = 0, -1, ""
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
         if self.digest == policy.manifest.digest and not force:
             return
-        self.close()
-        directory = policy.part("model")
-        self._key = repr([(directory / "config.json").read_bytes(), self.dtype, self.attention])
-        model = _refill(EMPTIED.pop(self._key, None), directory) or _open(directory, self.dtype, self.attention)
+        self.version, self.digest = -1, ""
+        disable_progress_bar()
+        about = {"dtype": self.dtype, "attn_implementation": self.attention}
+        model = AutoModelForCausalLM.from_pretrained(policy.part("model"), **about)
         self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:
@@ -105,11 +103,7 @@ class Transformers:
 
     def close(self) -> None:
         self.version, self.digest = -1, ""
-        model, key = self.__dict__.pop("model", None), self.__dict__.pop("_key", "")
-        if key and BACKGROUND.beside:
-            _empty(model)
-            EMPTIED.clear()
-            EMPTIED[key] = model
+        self.__dict__.pop("model", None)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
         """Yield indices of requests of similar length (little padding), at most `max_num_seqs` completions together."""
@@ -186,37 +180,6 @@ class Transformers:
             **{name: value for name, value in optional.items() if name in self.accepts},
         )
         return out.logits[:, -1].float()
-
-
-def _open(directory: Path, dtype: str, attention: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
-
-
-def _empty(model: Any) -> None:
-    """Drop a model's parameters; what was computed when it was opened stays."""
-    from torch.nn import Parameter
-
-    for module in model.modules():
-        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(module, name, Parameter(value.detach().to("meta"), value.requires_grad))  # which decides bits, too
-
-
-def _refill(model: Any, directory: Path) -> Any:
-    """Give an emptied model its weights, as opening does; None where that takes more than reading them."""
-    from safetensors.torch import load_file
-
-    if model is None or getattr(model, "_weight_conversions", True) or getattr(model, "_keep_in_fp32_modules", None):
-        return None
-    state = {
-        name: value.to(model.dtype) for f in directory.glob("*.safetensors") for name, value in load_file(f).items()
-    }
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    return None if any(each.is_meta for each in model.parameters()) else model
 
 
 def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:
