@@ -142,17 +142,11 @@ def hash_file(path: Path) -> File:
     return File(size=size, digest=fast.hexdigest(), sha256=strong.hexdigest())
 
 
-def hash_files(directory: Path, *, sync: bool = False) -> dict[str, File]:
-    """Compute size and digests of every file below `directory`, of several at a time; `sync`: make them durable."""
-
-    def work(path: Path) -> File:
-        if sync:
-            fsync_path(path)
-        return hash_file(path)
-
+def hash_files(directory: Path) -> dict[str, File]:
+    """Compute size and digests of every file below `directory`, of several at a time."""
     paths = sorted(p for p in directory.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:
-        return {str(path.relative_to(directory)): file for path, file in zip(paths, pool.map(work, paths))}
+        return {str(path.relative_to(directory)): file for path, file in zip(paths, pool.map(hash_file, paths))}
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
@@ -295,9 +289,10 @@ class Draft:
             theirs = {name: File(**about) for listing in listings for name, about in listing.items()}
             files = theirs | self._upload(store)
         else:
-            files = hash_files(self.path, sync=True)
-            for folder in [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]:
-                fsync_path(folder)  # the files' names, before the manifest is created
+            files = hash_files(self.path)
+            folders = [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]
+            for each in [*(self.path / name for name in files), *folders]:  # bytes and names, before the manifest's
+                fsync_path(each)
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
         try:

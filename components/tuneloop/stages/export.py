@@ -11,8 +11,11 @@ from tuneloop.weights.layout import read_header
 
 @component("model", image="base", results={"parameters": int})
 def export(stage: Stage, policy: Input) -> Results:
-    """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it. Raises
-    UserError: `policy` is not a checkpoint."""
+    """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
+
+    Raises:
+        UserError: `policy` is not a checkpoint.
+    """
     if "model/config.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "holds no model/config.json; give it a checkpoint")
     model = policy.part("model")
