@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
+from tuneloop.core.server_token import VARIABLE
 from tuneloop.gateway.access import translate_refusals
 from tuneloop.gateway.sessions import Phase, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
@@ -31,6 +32,7 @@ class Jobs:
         from kubernetes import client
 
         self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
+        self.apps = client.AppsV1Api(api)
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         """Begin a session."""
@@ -57,6 +59,13 @@ class Jobs:
             if self.get(namespace, name) is not None:
                 raise refused
 
+    def scale_sampler(self, namespace: str, replicas: int) -> None:
+        """Give the sampler of a namespace so many replicas."""
+        if sampler := read_settings(self.config).sampler:
+            with translate_refusals(namespace):
+                wanted = {"spec": {"replicas": replicas}}
+                self.apps.patch_namespaced_deployment_scale(sampler.deployment, namespace, wanted, **TIMEOUT)
+
     def drain(self) -> None:
         """End the sessions that end with this process, once they did what they accepted: none, as Jobs live on."""
 
@@ -69,7 +78,8 @@ class Jobs:
         return sorted(sessions, key=lambda session: (session.created, session.name))
 
     def _job(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> dict[str, Any]:
-        pod = read_settings(self.config).worker
+        settings = read_settings(self.config)
+        pod, sampler = settings.worker, settings.sampler
         labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": "session", LABEL: name}
         queue = {QUEUE_LABEL: pod.queue} if pod.queue and wanted.accelerators else {}
         devices = {pod.accelerator: str(wanted.accelerators)} if wanted.accelerators else {}
@@ -77,6 +87,8 @@ class Jobs:
         command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
+        command += ["--sampler", f"http://{sampler.deployment}:{PORT}"] if sampler else []
+        token = {"secretName": sampler.deployment if sampler else "tuneloop-sampler", "optional": True}
         container = {
             "name": "worker",
             "image": pod.image,
@@ -85,6 +97,7 @@ class Jobs:
             "env": [
                 {"name": KEY, "value": secrets.token_urlsafe(32)},
                 {"name": "TUNELOOP_IMAGE", "value": pod.image},
+                {"name": VARIABLE, "value": "/sampler/token"},
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             ],
             "envFrom": [{kind: {"name": STORE, "optional": True}} for kind in ("configMapRef", "secretRef")],
@@ -95,7 +108,7 @@ class Jobs:
                 "limits": {"memory": pod.memory, **devices},
             },
             "securityContext": RESTRICTED,
-            "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
+            "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}, {"name": "token", "mountPath": "/sampler"}],
         }
         return {
             "metadata": {
@@ -116,7 +129,7 @@ class Jobs:
                         "terminationGracePeriodSeconds": pod.grace,
                         "securityContext": NOBODY,
                         "containers": [container],
-                        "volumes": [{"name": "scratch", "emptyDir": {}}],
+                        "volumes": [{"name": "scratch", "emptyDir": {}}, {"name": "token", "secret": token}],
                     },
                 },
             },

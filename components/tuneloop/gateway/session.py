@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import posixpath
 import re
 import traceback
@@ -17,12 +18,13 @@ from urllib.parse import unquote, urlparse
 from tuneloop.core.artifacts import Artifact, dump_canonical_json, find_manifest
 from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive_seed
-from tuneloop.core.store import local_path, normalize_url
+from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Entry, Ledger
 from tuneloop.gateway.resident import Resident, Sampler, Snapshot
+from tuneloop.gateway.sampler import SharedSampler
 from tuneloop.gateway.sessions import Meter, check_quota
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.refusals import Refused
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 SCHEME = "tinker://"
 DRAINED = "drained"
 SNAPSHOTS = 2
-"""So many versions without a name stay in memory for their sampling sessions."""
+"""So many versions without a name stay for their sampling sessions, in memory or the store."""
+UNNAMED = "snapshots"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -42,9 +45,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class Session:
     """The models and sampling sessions of one session. Requests are taken from any thread, and done by the one that
     calls `do`. Its checkpoints lie below the URL `artifacts`, those of the namespace's other sessions beside it;
-    `ranks` opens the device when it is first needed."""
+    `ranks` opens the device when it is first needed. `sampler` is the URL of the server to sample from; where it is
+    empty, this process samples."""
 
-    def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]") -> None:
+    def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = "") -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
         self.models: dict[str, Resident] = {}
         self.names: dict[str, str] = {}
@@ -53,7 +57,8 @@ class Session:
         self._unnamed: list[str] = []
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
-        self._sampler = functools.cache(Sampler)
+        self.shared = bool(sampler)
+        self._sampler = functools.cache(functools.partial(SharedSampler, sampler) if sampler else Sampler)
 
     def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
@@ -145,10 +150,17 @@ class Session:
 
         def work() -> dict[str, Any]:
             sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
-            self.samplers[sampling] = self._model(request.model_id).snapshot()
+            model, name = self._model(request.model_id), request.model_id.rpartition(":")[2]
+            if self.shared:  # which reads weights from the store
+                url = f"{self.artifacts}/train-{name}/{UNNAMED}/{os.urandom(8).hex()}"
+                self.samplers[sampling] = Snapshot(model.save(url, with_state=False, session=self.id), model.version)
+            else:
+                self.samplers[sampling] = model.snapshot()
             self._unnamed.append(sampling)
             while len(self._unnamed) > SNAPSHOTS:
-                self.samplers[self._unnamed.pop(0)] = None
+                old, self.samplers[self._unnamed[0]] = self.samplers[self._unnamed.pop(0)], None
+                if self.shared and old:
+                    Store(old.base.url).delete("")
             self.ledger.open(sampling)
             return {"sampling_session_id": sampling, "path": None, "type": "save_weights_for_sampler"}
 

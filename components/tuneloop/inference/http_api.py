@@ -43,6 +43,7 @@ class GenerateBody(BaseModel):
     sampling: Sampling = Sampling()
     version: Version | None = None
     min_version: Version | None = None
+    digest: str | None = None
     prompt_logprobs: bool = False
     stream: bool = False
 
@@ -182,7 +183,7 @@ class HttpApi:
 
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
-        versions = body.version, body.min_version
+        versions = body.version, body.min_version, body.digest
         admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, **how)
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:

@@ -112,7 +112,13 @@ class Client:
             while left := [i for i in requests if i not in results][:size]:
                 waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
                 made, before = (dict[int, list[Completion]](), len(results)) if self.deterministic else (results, 0)
-                body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version, **more}
+                body = {
+                    "requests": waiting,
+                    "sampling": asdict(sampling),
+                    "version": self.version,
+                    "digest": self.digest,
+                }
+                body |= more
                 with self._open("POST", "/generate", body) as response:
                     for line in response.lines():
                         if line.strip():  # an empty one only says that the server is alive
