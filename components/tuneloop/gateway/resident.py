@@ -165,7 +165,8 @@ class Resident:
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")
-        self.saved = self.version if with_state else self.saved
+        if with_state:
+            self.saved = self.version
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tuneloop.core.errors import Retryable
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.gateway.resident import Snapshot
-from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.generate import prove_weights
 from tuneloop.inference.refusals import Refused
@@ -45,9 +45,12 @@ class SharedSampler:
         """Do nothing: this process has no weights."""
 
     def _load(self, snapshot: Snapshot) -> None:
-        self._client.prove = lambda engine: prove_weights(engine, snapshot.base, TOLERANCE) and None
+        def prove(engine: Engine) -> None:
+            prove_weights(engine, snapshot.base, TOLERANCE)
+
+        self._client.prove = prove  # where the server is lost, or had other weights in between
         self._client.load(snapshot.base)
-        self._client.prove(self._client)
+        prove(self._client)
 
 
 class SamplerUse:

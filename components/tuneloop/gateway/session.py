@@ -58,7 +58,7 @@ class Session:
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
         self.shared = bool(sampler)
-        self._sampler = functools.cache(functools.partial(SharedSampler, sampler) if sampler else Sampler)
+        self._sampler = functools.cache(lambda: SharedSampler(sampler) if sampler else Sampler())
 
     def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
@@ -134,7 +134,10 @@ class Session:
             url = self._url(path)
             if find_manifest(url) is not None:
                 raise UserError("path", request.path, "is taken; choose another name")
-            facts = {"session": self.id, **({"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {})}
+            facts: dict[str, Any] = {
+                "session": self.id,
+                **({"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {}),
+            }
             self._model(request.model_id).save(url, **facts)
             return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
 

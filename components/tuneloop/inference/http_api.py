@@ -183,8 +183,8 @@ class HttpApi:
 
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
-        versions = body.version, body.min_version, body.digest
-        admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, **how)
+        versions = body.version, body.min_version
+        admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, body.digest, **how)
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
             while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:

@@ -104,8 +104,8 @@ class EngineLoop(threading.Thread):
         sampling: Sampling,
         version: int | None,
         min_version: int | None,
-        digest: str | None,
         emit: Callable[[int, Any], None],
+        digest: str | None = None,
         **how: bool,
     ) -> Ticket:
         """Admit requests; a deterministic engine first finishes earlier ones. `how`: ``prompt_logprobs`` and ``stream``

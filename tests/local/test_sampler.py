@@ -1,0 +1,103 @@
+"""Two sessions of a gateway on this machine sample from one vLLM server, which is there while somebody samples."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.making import checkpoint_artifact
+from tests.unit.gateway.test_drain import DATUM, ask, fetch, serve
+from tests.waiting import until
+from tuneloop.core.artifacts import Artifact
+from tuneloop.formats.rollouts import Request
+from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines.transformers import Transformers
+
+pytestmark = [pytest.mark.local, pytest.mark.slow]
+
+CONFIG = """
+worker: {idle: 3600}
+sampler: {idle: 10, engine_args: {max_model_len: 256, enforce_eager: true}}
+"""
+PROMPT = [5, 6, 7, 8]
+
+
+class Trained:
+    """A session with a model of its own."""
+
+    def __init__(self, gateway: SimpleNamespace, key: str, base: str) -> None:
+        self.gateway = gateway
+        self.id = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": key}).json()["id"]
+        self.model, self.number = f"{self.id}:train:0", 0
+        self.result("create_model", session_id=self.id, base_model=base)
+
+    def result(self, what: str, **body: Any) -> Any:
+        answer = fetch(self.gateway, ask(self.gateway, what, **body)).json()
+        assert "error" not in answer, answer
+        return answer
+
+    def numbered(self, what: str, **body: Any) -> Any:
+        self.number += 1
+        return self.result(what, model_id=self.model, seq_id=self.number, **body)
+
+    def train(self, rate: float) -> None:
+        given = {"data": [DATUM], "loss_fn": "cross_entropy"}
+        self.numbered("forward_backward", forward_backward_input=given)
+        self.numbered("optim_step", adam_params={"learning_rate": rate})
+
+    def sampler(self, number: int) -> str:
+        about = {"path": None, "sampling_session_seq_id": number}
+        return str(self.numbered("save_weights_for_sampler", **about)["sampling_session_id"])
+
+    def sample(self, sampler: str, number: int) -> tuple[list[int], list[float]]:
+        params = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "stop": [0]}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}
+        about = {"sampling_session_id": sampler, "seq_id": number, "num_samples": 1}
+        (made,) = self.result("asample", prompt=prompt, sampling_params=params, **about)["sequences"]
+        return made["tokens"], made["logprobs"]
+
+
+def score(checkpoint: Artifact, ids: list[int]) -> list[float]:
+    engine = Transformers()
+    engine.load(checkpoint)
+    return engine.score([*PROMPT, *ids])[len(PROMPT) - 1 :]
+
+
+def test_sessions_share_a_sampler_that_is_started_when_needed_and_given_back(tmp_path: Path) -> None:
+    base = checkpoint_artifact(tmp_path / "base", version=3).ref
+    (config := tmp_path / "gateway.yaml").write_text(CONFIG)
+    log = tmp_path / "gateway-logs" / "sampler.log"
+    with serve(tmp_path, "--config", str(config)) as gateway:
+        one, two = (Trained(gateway, key, base) for key in "ab")
+        one.train(0.01)
+        two.train(0.05)  # as many steps, so the versions have one number and two digests
+        assert not log.exists(), "nobody has sampled"
+        samplers = [each.sampler(1) for each in (one, two)]
+        for number in (1, 2):  # by turns: each has its own weights loaded again
+            made = [each.sample(sampler, number) for each, sampler in zip((one, two), samplers)]
+            for each, (ids, logprobs) in zip((one, two), made):
+                (url,) = tmp_path.glob(f"store/sessions/local/{each.id.partition('.')[2]}/train-0/snapshots/*")
+                wanted = score(Artifact(str(url)), ids)
+                assert logprobs == pytest.approx(wanted, abs=2e-3)
+        assert made[0][1] != made[1][1]
+        assert Request and Sampling
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        servers = [pid for pid in pids if "tuneloop.inference.server" in _command(pid) and str(tmp_path) in _cwd(pid)]
+        assert len(servers) == 1
+        until(lambda: not _command(servers[0]))
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def _cwd(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return ""
