@@ -155,7 +155,9 @@ class Resident:
         stage.notes.update(device=self.ranks.device.type)
         try:
             dtype = base.manifest.facts.get("save_dtype", "float32")
-            checkpoint.write_checkpoint(stage, self.trainer, base, dtype, self.version, with_state)
+            checkpoint.write_checkpoint(
+                stage, self.trainer, base, dtype, self.version, "files" if with_state else "none"
+            )
         except BaseException:
             delete_draft(draft.path)
             raise

@@ -127,7 +127,7 @@ class SamplerServer(BaseModel, frozen=True, extra="forbid"):
     """The vLLM server from which all sessions of a namespace sample: a Deployment of manifests/components/sampler."""
 
     deployment: str = Field("tuneloop-sampler", description="in the session's namespace, with a Service of its name")
-    idle: int = Field(600, ge=1, description="seconds without a request after which it has no replica")
+    idle: int = Field(600, ge=60, description="seconds without a request after which it has no replica")
     engine_args: dict[str, Any] = Field({}, description="of vLLM, with --local; else the Deployment has them")
 
 
