@@ -1,13 +1,12 @@
-"""Two sessions of a gateway on this machine sample from one vLLM server, which is there while somebody samples."""
+"""Two sessions of a gateway on this machine sample from one vLLM server, which is started when the first one samples."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.making import checkpoint_artifact
+from tests.policies import commit_policy
 from tests.unit.gateway.test_drain import DATUM, ask, fetch, serve
 from tests.waiting import until
 from tuneloop.core.artifacts import Artifact
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 CONFIG = """
 worker: {idle: 3600}
-sampler: {idle: 60, engine_args: {max_model_len: 256, enforce_eager: true}}
+sampler: {idle: 60, engine_args: {enforce_eager: true}}
 """
 PROMPT = [5, 6, 7, 8]
 
@@ -63,8 +62,8 @@ def score(checkpoint: Artifact, ids: list[int]) -> list[float]:
     return engine.score([*PROMPT, *ids])[len(PROMPT) - 1 :]
 
 
-def test_sessions_share_a_sampler_that_is_started_when_needed_and_given_back(tmp_path: Path) -> None:
-    base = checkpoint_artifact(tmp_path / "base", version=3).ref
+def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_gateway(tmp_path: Path) -> None:
+    base = commit_policy(tmp_path / "base", 3).ref
     (config := tmp_path / "gateway.yaml").write_text(CONFIG)
     log = tmp_path / "gateway-logs" / "sampler.log"
     with serve(tmp_path, "--config", str(config)) as gateway:
@@ -80,21 +79,18 @@ def test_sessions_share_a_sampler_that_is_started_when_needed_and_given_back(tmp
                 wanted = score(Artifact(str(url)), ids)
                 assert logprobs == pytest.approx(wanted, abs=2e-3)
         assert made[0][1] != made[1][1]
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        servers = [pid for pid in pids if "tuneloop.inference.server" in _command(pid) and str(tmp_path) in _cwd(pid)]
-        assert len(servers) == 1
-        until(lambda: not _command(servers[0]))
+        address = f"--port\0{_find_port(tmp_path)}\0"
+        (server,) = (path for path in Path("/proc").glob("[0-9]*/cmdline") if address in _read(path))
+        gateway.process.terminate()
+    until(lambda: not _read(server))
 
 
-def _command(pid: int) -> str:
+def _find_port(home: Path) -> str:
+    return (home / "gateway-logs" / "sampler.log").read_text().partition("http://127.0.0.1:")[2].split()[0]
+
+
+def _read(path: Path) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def _cwd(pid: int) -> str:
-    try:
-        return os.readlink(f"/proc/{pid}/cwd")
+        return path.read_text()
     except OSError:
         return ""
