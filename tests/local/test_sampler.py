@@ -1,4 +1,4 @@
-"""Two sessions of a gateway on this machine sample from one vLLM server, which is started when the first one samples."""
+"""Two sessions of a gateway on this machine sample from one vLLM server, which starts when the first one samples."""
 
 from pathlib import Path
 from types import SimpleNamespace
