@@ -83,6 +83,7 @@ def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_
         (server,) = (path for path in Path("/proc").glob("[0-9]*/cmdline") if address in _read(path))
         gateway.process.terminate()
     until(lambda: not _read(server))
+    assert not list(tmp_path.glob("store/sessions/local/*/train-0/snapshots/*"))
 
 
 def _find_port(home: Path) -> str:

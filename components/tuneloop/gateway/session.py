@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from tuneloop.core.artifacts import Artifact, dump_canonical_json, find_manifest
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.formats.rollouts import Request
@@ -134,17 +134,15 @@ class Session:
             url = self._url(path)
             if find_manifest(url) is not None:
                 raise UserError("path", request.path, "is taken; choose another name")
-            facts: dict[str, Any] = {
-                "session": self.id,
-                **({"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {}),
-            }
+            facts: dict[str, Any] = {"session": self.id}
+            facts |= {"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {}
             self._model(request.model_id).save(url, **facts)
             return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def save_weights_for_sampler(self, request: messages.SaveWeights) -> str:
-        """Queue a request for weights to sample from: a named checkpoint, else in memory, where the newest stay."""
+        """Queue a request for weights to sample from: a named checkpoint, else a snapshot, of which the newest stay."""
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
         if request.kind != "snapshot":
@@ -160,10 +158,7 @@ class Session:
             else:
                 self.samplers[sampling] = model.snapshot()
             self._unnamed.append(sampling)
-            while len(self._unnamed) > SNAPSHOTS:
-                old, self.samplers[self._unnamed[0]] = self.samplers[self._unnamed.pop(0)], None
-                if self.shared and old:
-                    Store(old.base.url).delete("")
+            self._drop_snapshots(SNAPSHOTS)
             self.ledger.open(sampling)
             return {"sampling_session_id": sampling, "path": None, "type": "save_weights_for_sampler"}
 
@@ -237,7 +232,8 @@ class Session:
                 self.ledger.finish(entry, result)
 
     def save_models(self) -> Future[Any]:
-        """Queue before all else that models which took steps are saved; what is still queued then is refused."""
+        """Queue before all else that models which took steps are saved; what is still queued then is refused, and
+        snapshots without a name are dropped."""
 
         def work(entries: list[Entry]) -> list[None]:
             for name, model in self.models.items():
@@ -248,10 +244,22 @@ class Session:
             while left := self.ledger.take(0):
                 for entry in left:
                     self.ledger.finish(entry, error=Refused(404, "not done: its session ends; continue what it saved"))
+            self._drop_snapshots(0)
             return [None] * len(entries)
 
         self.ledger.put_first([entry := Entry("", work)])
         return entry.future
+
+    def _drop_snapshots(self, kept: int) -> None:
+        """Drop weights without a name but the `kept` newest."""
+        while len(self._unnamed) > kept:
+            sampling = self._unnamed.pop(0)
+            old, self.samplers[sampling] = self.samplers[sampling], None
+            if self.shared and old:
+                try:
+                    Store(old.base.url).delete("")
+                except (OSError, Retryable, UserError) as error:
+                    log.warning("%s stays in the store: %s", old.base.url, error)
 
     def _save_drained(self, name: str, model: Resident) -> None:
         """Save a model whose steps are not saved yet as ``weights/drained``, or the first free of ``drained-2``, …"""
