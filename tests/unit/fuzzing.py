@@ -35,7 +35,7 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
 
 def run_examples(check: Callable[[], None]) -> None:
     """Run a test that draws its bodies (`hypothesis.given`), again and again for `SECONDS`."""
-    each = 100 if SECONDS else 25
+    each = 10 if SECONDS else 25
     check = settings(max_examples=each, derandomize=not SECONDS, deadline=None)(check)
     end, rounds = time.monotonic() + SECONDS, 0
     while not rounds or time.monotonic() < end:

@@ -36,6 +36,7 @@ class Display:
         self.run = run
         self.total = next((int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p), None)
         self.scorers = {name for name, role in read_loop(workflow).items() if role == "scorer"}
+        self.servers = {each["name"] for each in workflow["spec"].get("templates", ()) if each.get("daemon")}
         self.begun = time.time()
         self.running: dict[str, Node] = {}
         self.told: dict[str, str] = {}
@@ -74,9 +75,10 @@ class Display:
             self.running[node.id] = node
             self.waiting.pop(node.parent, None)
             iteration = iteration_of(node)
-            if iteration > self.iteration or not iteration:  # an update may begin after the next batch's rollout
+            # An update may begin after the next batch's rollout, and a server be started anew within an iteration.
+            if iteration > self.iteration or not (iteration or node.template in self.servers):
                 self._end_iteration()
-                self.iteration = iteration
+                self.iteration = max(self.iteration, iteration)
                 if iteration and self.first is None:
                     self.first = (iteration, time.time())
         else:
@@ -135,7 +137,6 @@ class Display:
             text += f"  at most {format_duration(left)} left" if left else ""
             self._print(f"{text}  ({', '.join(self.parts)})")
         self.parts = []
-        self.iteration = 0
 
     def _print(self, line: str) -> None:
         if self.live:

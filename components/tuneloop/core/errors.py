@@ -95,7 +95,7 @@ def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
     """Print one line on standard error, and return its exit code, `code`. A line that explains a failure is also the
     pod's termination message, which Argo puts into the node's message; `replace`: also where there is one already."""
     line = shorten_text(" ".join(line.split()), 2000)
-    print(line, file=sys.stderr, flush=True)
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print, too
     if code:
         write_termination_message(line, replace)
     return code

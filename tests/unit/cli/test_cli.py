@@ -663,8 +663,9 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
     parameters = [{"name": "iterations", "value": "4"}]
     judge = {"name": "reward", "container": {"command": ["python", "-m", "tuneloop.stages.reward"]}}
     loop = {"name": "loop", "dag": {"tasks": [{"template": "reward"}, {"template": "loop"}]}}
-    run = run_record.Run("r", str(tmp_path))
-    with Display(run, {"spec": {"arguments": {"parameters": parameters}, "templates": [judge, loop]}}) as display:
+    server = {"name": "serve", "daemon": True, "container": {}}
+    spec = {"arguments": {"parameters": parameters}, "templates": [judge, loop, server]}
+    with Display(run_record.Run("r", str(tmp_path)), {"spec": spec}) as display:
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
                 earlier = f"s/r/iterations/{iteration - 1}/policy-update@sha256:00"
@@ -675,6 +676,7 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
                 now += 5
                 ended = {**about, "finished": now, "outputs": outputs}
                 display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Succeeded", **ended))
+                display.node(Node(f"s-{name}", "serve", "serve", "serve", "Pod", "Running", started=now))  # died before
         display.log(
             Node("i", "i", "iterations", "iterations", "Pod"), "iteration 3/4  reward 0.350  0.5 s  (reward 0.5 s)"
         )

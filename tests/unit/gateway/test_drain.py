@@ -60,7 +60,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespac
 
 
 def ask(gateway: SimpleNamespace, what: str, **body: object) -> str:
-    answer = gateway.http.post(f"/api/v1/{what}", json=body)
+    while " is starting" in (answer := gateway.http.post(f"/api/v1/{what}", json=body)).text:
+        assert answer.status_code == 503, answer.text
     assert answer.status_code == 200, answer.text
     return str(answer.json()["request_id"])
 
