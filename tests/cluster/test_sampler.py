@@ -81,6 +81,4 @@ def test_sessions_share_a_pod_that_is_there_while_somebody_samples(
         pod = yaml.safe_load(kubectl("-n", "tuneloop", "get", *find("pods"), "-o", "yaml"))
         assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tuneloop-samplers"
         assert pod["metadata"]["labels"]["kueue.x-k8s.io/managed"] == "true"
-        for sampler in samplers:
-            sampler.holder.close() if hasattr(sampler, "holder") and hasattr(sampler.holder, "close") else None
         until(lambda: find("pods") == [] == find("resourceclaims"), LIMIT_S)
