@@ -99,7 +99,9 @@ def serve_gateway(home: Path, components: Sequence[str] = (), **settings: Any) -
     data = {"STORE": STORE, "gateway.yaml": yaml.safe_dump(config)}
     patch = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tuneloop-gateway", "namespace": "tuneloop"}}
     kustomization = {
-        "components": [os.path.relpath(each, home) for each in (ROOT / "manifests/components/gateway", *components)],
+        "components": [
+            os.path.relpath(ROOT / "manifests/components" / each, home) for each in ("gateway", *components)
+        ],
         "images": [{"name": f"tuneloop/{name}", "newTag": TAG} for name in ("gateway", "rollout")],
         "patches": [{"patch": yaml.safe_dump({**patch, "data": data})}],
     }

@@ -8,7 +8,7 @@ import pytest
 
 from tests.policies import commit_policy
 from tests.unit.gateway.test_drain import DATUM, ask, fetch, serve
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact
 from tuneloop.inference.engines.transformers import Transformers
 
@@ -82,6 +82,7 @@ def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_
         address = f"--port\0{_find_port(tmp_path)}\0"
         (server,) = (path for path in Path("/proc").glob("[0-9]*/cmdline") if address in _read(path))
         gateway.process.terminate()
+        gateway.process.wait(LIMIT_S)
     until(lambda: not _read(server))
     assert not list(tmp_path.glob("store/sessions/local/*/train-0/snapshots/*"))
 
