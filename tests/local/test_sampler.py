@@ -1,5 +1,6 @@
 """Two sessions of a gateway on this machine sample from one vLLM server, which starts when the first one samples."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,13 @@ def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_
                 wanted = score(Artifact(str(url)), ids)
                 assert logprobs == pytest.approx(wanted, abs=2e-3)
         assert made[0][1] != made[1][1]
+        with ThreadPoolExecutor(2) as pool:  # at the same time: neither is starved, nor sees the other's weights
+            again = list(
+                pool.map(lambda each: [each[0].sample(each[1], n) for n in (3, 4, 5)], zip((one, two), samplers))
+            )
+        for each, first in zip(again, made):
+            for ids, logprobs in each:
+                assert ids == first[0] and logprobs == pytest.approx(first[1], abs=2e-3)
         address = f"--port\0{_find_port(tmp_path)}\0"
         (server,) = (path for path in Path("/proc").glob("[0-9]*/cmdline") if address in _read(path))
         gateway.process.terminate()

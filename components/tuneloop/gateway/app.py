@@ -161,12 +161,14 @@ class Gateway:
         429, no tokens left; 503, no answer."""
         id = named.partition(":")[0]
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
-        if self.sampler and ":sample:" in named:
-            await asyncio.to_thread(self.sampler.note, namespace)
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))
         more = path.endswith(("/forward_backward", "/asample"))  # the worker says how many
         check_quota(f"namespace {namespace!r}", "tokens_per_day", used, more, most)
+        if self.sampler and path.endswith("/asample"):
+            await asyncio.to_thread(self.sampler.start, namespace)
+        elif self.sampler and ":sample:" in named:
+            self.sampler.renew(namespace)
         kept = {TOKENS: f"{most - used + own}", **{n: headers[n] for n in ("content-type", "accept") if n in headers}}
         try:
             answer = await self.http.request(

@@ -32,7 +32,7 @@ class Jobs:
         from kubernetes import client
 
         self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
-        self.apps = client.AppsV1Api(api)
+        self.apps, self.sampler = client.AppsV1Api(api), read_settings(config).sampler
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         """Begin a session."""
@@ -61,10 +61,10 @@ class Jobs:
 
     def scale_sampler(self, namespace: str, replicas: int) -> None:
         """Give the sampler of a namespace so many replicas."""
-        if sampler := read_settings(self.config).sampler:
+        if self.sampler:
             with translate_refusals(namespace):
                 wanted = {"spec": {"replicas": replicas}}
-                self.apps.patch_namespaced_deployment_scale(sampler.deployment, namespace, wanted, **TIMEOUT)
+                self.apps.patch_namespaced_deployment_scale(self.sampler.deployment, namespace, wanted, **TIMEOUT)
 
     def drain(self) -> None:
         """End the sessions that end with this process, once they did what they accepted: none, as Jobs live on."""
@@ -78,8 +78,7 @@ class Jobs:
         return sorted(sessions, key=lambda session: (session.created, session.name))
 
     def _job(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> dict[str, Any]:
-        settings = read_settings(self.config)
-        pod, sampler = settings.worker, settings.sampler
+        pod = read_settings(self.config).worker
         labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": "session", LABEL: name}
         queue = {QUEUE_LABEL: pod.queue} if pod.queue and wanted.accelerators else {}
         devices = {pod.accelerator: str(wanted.accelerators)} if wanted.accelerators else {}
@@ -87,9 +86,7 @@ class Jobs:
         command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
-        command += ["--sampler", f"http://{sampler.deployment}:{PORT}"] if sampler else []
-        token = {"secretName": sampler.deployment if sampler else "tuneloop-sampler", "optional": True}
-        container = {
+        container: dict[str, Any] = {
             "name": "worker",
             "image": pod.image,
             "imagePullPolicy": "IfNotPresent",
@@ -97,7 +94,6 @@ class Jobs:
             "env": [
                 {"name": KEY, "value": secrets.token_urlsafe(32)},
                 {"name": "TUNELOOP_IMAGE", "value": pod.image},
-                {"name": VARIABLE, "value": "/sampler/token"},
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             ],
             "envFrom": [{kind: {"name": STORE, "optional": True}} for kind in ("configMapRef", "secretRef")],
@@ -108,8 +104,14 @@ class Jobs:
                 "limits": {"memory": pod.memory, **devices},
             },
             "securityContext": RESTRICTED,
-            "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}, {"name": "token", "mountPath": "/sampler"}],
+            "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
         }
+        volumes: list[dict[str, Any]] = [{"name": "scratch", "emptyDir": {}}]
+        if self.sampler:
+            command += ["--sampler", f"http://{self.sampler.deployment}:{PORT}"]
+            container["env"].append({"name": VARIABLE, "value": "/sampler/token"})
+            container["volumeMounts"].append({"name": "sampler-token", "mountPath": "/sampler", "readOnly": True})
+            volumes.append({"name": "sampler-token", "secret": {"secretName": self.sampler.deployment}})
         return {
             "metadata": {
                 "name": name,
@@ -129,7 +131,7 @@ class Jobs:
                         "terminationGracePeriodSeconds": pod.grace,
                         "securityContext": NOBODY,
                         "containers": [container],
-                        "volumes": [{"name": "scratch", "emptyDir": {}}, {"name": "token", "secret": token}],
+                        "volumes": volumes,
                     },
                 },
             },

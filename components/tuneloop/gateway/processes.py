@@ -51,9 +51,10 @@ class Processes:
         self.sampler: Process | None = None
         if settings.sampler:
             create_token_file(self.token)
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                self.port = free.getsockname()[1]
+            self.address = socket.socket()  # bound as long as this process lives, so that nobody else gets the port
+            self.address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.address.bind(("127.0.0.1", 0))
+            self.port = self.address.getsockname()[1]
             self.starter = ProcessServer([sys.executable, "-S", "-E", spawn.__file__], os.environ, ready=True)
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
@@ -75,7 +76,7 @@ class Processes:
             command += ["--sampler", f"http://127.0.0.1:{self.port}"] if self.settings.sampler else []
             process = subprocess.Popen(
                 command,
-                env={**os.environ, KEY: key, VARIABLE: str(self.token)},
+                env={**os.environ, KEY: key, **({VARIABLE: str(self.token)} if self.settings.sampler else {})},
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -8,6 +8,7 @@ import logging
 import os
 import posixpath
 import re
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ DRAINED = "drained"
 SNAPSHOTS = 2
 """So many versions without a name stay for their sampling sessions, in memory or the store."""
 UNNAMED = "snapshots"
+NOT_DONE = "not done: its session ends; continue what it saved"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -58,7 +60,8 @@ class Session:
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
         self.shared = bool(sampler)
-        self._sampler = functools.cache(lambda: SharedSampler(sampler) if sampler else Sampler())
+        self._saving = threading.Event()
+        self._sampler = functools.cache(lambda: SharedSampler(sampler, self._check_saving) if sampler else Sampler())
 
     def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
@@ -222,8 +225,9 @@ class Session:
             results = entries[0].work(list(entries))
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would keep tensors for as long as the result is kept
-            if len(entries) == 1:
-                self.ledger.finish(entries[0], error=error)
+            if len(entries) == 1 or isinstance(error, Retryable):  # each by itself would wait as long
+                for entry in entries:
+                    self.ledger.finish(entry, error=error)
                 return
             for entry in entries:
                 self.do([entry])
@@ -243,12 +247,17 @@ class Session:
                     log.error("%s could not be saved (%s: %s)", name, type(error).__name__, error)
             while left := self.ledger.take(0):
                 for entry in left:
-                    self.ledger.finish(entry, error=Refused(404, "not done: its session ends; continue what it saved"))
+                    self.ledger.finish(entry, error=Refused(404, NOT_DONE))
             self._drop_snapshots(0)
             return [None] * len(entries)
 
         self.ledger.put_first([entry := Entry("", work)])
+        self._saving.set()
         return entry.future
+
+    def _check_saving(self) -> None:
+        if self._saving.is_set():
+            raise Refused(404, NOT_DONE)
 
     def _drop_snapshots(self, kept: int) -> None:
         """Drop weights without a name but the `kept` newest."""

@@ -137,7 +137,9 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     default: Quota = Quota()
     namespaces: dict[str, Quota] = {}
     worker: WorkerPod = WorkerPod()
-    sampler: SamplerServer | None = Field(None, description="none: each session samples in its own process")
+    sampler: SamplerServer | None = Field(
+        None, description="read when the gateway starts; none: each session samples in its own process"
+    )
 
     def quota(self, namespace: str) -> Quota:
         return self.namespaces.get(namespace, self.default)

@@ -202,7 +202,9 @@ class EngineLoop(threading.Thread):
             demand = f"version {version}" if version is not None else f"version {min_version} or later"
             raise Refused(409, f"serves version {served}, {demand} was asked for; load it first")
         if digest not in (None, self.engine.digest):
-            raise Refused(409, f"serves version {served} of another checkpoint than {digest}; load that one first")
+            raise Refused(
+                409, f"serves version {served} of {self.engine.digest}, {digest} was asked for; load it first"
+            )
 
     def _step(self) -> None:
         """Drop what was cancelled, run one step of the engine, hand out what it finished."""
