@@ -1,12 +1,15 @@
 """The gateway in a cluster: callers with Kubernetes tokens, sessions as Jobs, and a gateway that dies meanwhile."""
 
 import concurrent.futures
+import contextlib
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -81,10 +84,9 @@ class Retrying(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-@pytest.fixture(scope="module")
-def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """The component of manifests/, with a quota of `LIMIT` and small pods."""
-    home = tmp_path_factory.mktemp("gateway")
+@contextlib.contextmanager
+def serve_gateway(home: Path, components: Sequence[str] = (), **settings: Any) -> Iterator[SimpleNamespace]:
+    """The component of manifests/ and others, with a quota of `LIMIT` and small pods."""
     worker = {
         "image": f"tuneloop/rollout:{TAG}",
         "cpu": "10m",
@@ -93,12 +95,14 @@ def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> It
         "queue": "",
         "idle": 900,
     }
-    config = {"namespaces": {"tuneloop": {"sessions": LIMIT}}, "default": {"sessions": 0}, "worker": worker}
+    config = {"namespaces": {"tuneloop": {"sessions": LIMIT}}, "default": {"sessions": 0}, "worker": worker} | settings
     data = {"STORE": STORE, "gateway.yaml": yaml.safe_dump(config)}
     patch = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tuneloop-gateway", "namespace": "tuneloop"}}
     kustomization = {
-        "components": [os.path.relpath(ROOT / "manifests/components/gateway", home)],
-        "images": [{"name": "tuneloop/gateway", "newTag": TAG}],
+        "components": [
+            os.path.relpath(ROOT / "manifests/components" / each, home) for each in ("gateway", *components)
+        ],
+        "images": [{"name": f"tuneloop/{name}", "newTag": TAG} for name in ("gateway", "rollout")],
         "patches": [{"patch": yaml.safe_dump({**patch, "data": data})}],
     }
     (home / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
@@ -122,6 +126,12 @@ def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> It
         kubectl("-n", "tuneloop", "delete", "jobs", "-l", LABEL)
         apply(made, "delete")
         apply(ACCOUNTS, "delete")
+
+
+@pytest.fixture(scope="module")
+def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    with serve_gateway(tmp_path_factory.mktemp("gateway")) as served:
+        yield served
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
 from tuneloop.gateway.jobs import Jobs
 from tuneloop.gateway.processes import Processes
+from tuneloop.gateway.sampler import SamplerUse
 from tuneloop.gateway.sessions import ALIVE, LABEL, Meter, Session, Wanted, check_quota, read_settings
 from tuneloop.gateway.worker import HEADER, SESSION, TOKENS, VERSION
 from tuneloop.inference.refusals import Refused, create_app
@@ -73,6 +74,8 @@ class Gateway:
         self.held, self.closing = 0, False
         self.bytes, self.tokens = Meter(), Meter()  # by caller, and by session
         self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
+        sampler = self.settings.sampler
+        self.sampler = sampler and SamplerUse(backend.scale_sampler, self.settings.namespaces, sampler.idle)
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
 
@@ -153,13 +156,19 @@ class Gateway:
                 raise Refused(503, f"session {id} is {session.phase}: {session.reason}; try again")
             await asyncio.sleep(LOOK)
 
-    async def forward(self, caller: Caller, id: str, method: str, path: str, headers: Any, body: bytes) -> Any:
-        """Forward a request to a session's worker. Raises Refused as `reach`; 429, no tokens left; 503, no answer."""
+    async def forward(self, caller: Caller, named: str, method: str, path: str, headers: Any, body: bytes) -> Any:
+        """Forward a request to the worker of the session that one of `ABOUT` has `named`. Raises Refused as `reach`;
+        429, no tokens left; 503, no answer."""
+        id = named.partition(":")[0]
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))
         more = path.endswith(("/forward_backward", "/asample"))  # the worker says how many
         check_quota(f"namespace {namespace!r}", "tokens_per_day", used, more, most)
+        if self.sampler and path.endswith("/asample"):
+            await asyncio.to_thread(self.sampler.start, namespace)
+        elif self.sampler and ":sample:" in named:
+            self.sampler.renew(namespace)
         kept = {TOKENS: f"{most - used + own}", **{n: headers[n] for n in ("content-type", "accept") if n in headers}}
         try:
             answer = await self.http.request(
@@ -308,8 +317,7 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
         return await passed(request, caller, named, body)
 
     async def passed(request: Request, caller: Caller, named: str, body: bytes) -> Response:
-        id = named.partition(":")[0]
-        answer = await gateway.forward(caller, id, request.method, request.url.path, request.headers, body)
+        answer = await gateway.forward(caller, named, request.method, request.url.path, request.headers, body)
         headers = {name: answer.headers[name] for name in (VERSION,) if name in answer.headers}
         return Response(answer.content, answer.status_code, headers, answer.headers.get("content-type"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
+from tuneloop.core.server_token import VARIABLE
 from tuneloop.gateway.access import translate_refusals
 from tuneloop.gateway.sessions import Phase, Session, Wanted, read_settings
 from tuneloop.gateway.worker import KEY
@@ -31,6 +32,7 @@ class Jobs:
         from kubernetes import client
 
         self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
+        self.apps, self.sampler = client.AppsV1Api(api), read_settings(config).sampler
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         """Begin a session."""
@@ -57,6 +59,13 @@ class Jobs:
             if self.get(namespace, name) is not None:
                 raise refused
 
+    def scale_sampler(self, namespace: str, replicas: int) -> None:
+        """Give the sampler of a namespace so many replicas."""
+        if self.sampler:
+            with translate_refusals(namespace):
+                wanted = {"spec": {"replicas": replicas}}
+                self.apps.patch_namespaced_deployment_scale(self.sampler.deployment, namespace, wanted, **TIMEOUT)
+
     def drain(self) -> None:
         """End the sessions that end with this process, once they did what they accepted: none, as Jobs live on."""
 
@@ -77,7 +86,7 @@ class Jobs:
         command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
-        container = {
+        container: dict[str, Any] = {
             "name": "worker",
             "image": pod.image,
             "imagePullPolicy": "IfNotPresent",
@@ -97,6 +106,12 @@ class Jobs:
             "securityContext": RESTRICTED,
             "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
         }
+        volumes: list[dict[str, Any]] = [{"name": "scratch", "emptyDir": {}}]
+        if self.sampler:
+            command += ["--sampler", f"http://{self.sampler.deployment}:{PORT}"]
+            container["env"].append({"name": VARIABLE, "value": "/sampler/token"})
+            container["volumeMounts"].append({"name": "sampler-token", "mountPath": "/sampler", "readOnly": True})
+            volumes.append({"name": "sampler-token", "secret": {"secretName": self.sampler.deployment}})
         return {
             "metadata": {
                 "name": name,
@@ -116,7 +131,7 @@ class Jobs:
                         "terminationGracePeriodSeconds": pod.grace,
                         "securityContext": NOBODY,
                         "containers": [container],
-                        "volumes": [{"name": "scratch", "emptyDir": {}}],
+                        "volumes": volumes,
                     },
                 },
             },

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import json
 import math
 import os
 import secrets
@@ -15,9 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.gateway.sessions import Session, Settings, Wanted
 from tuneloop.gateway.worker import KEY
 from tuneloop.inference.refusals import Refused
+from tuneloop.local import spawn
+from tuneloop.local.processes import Process, ProcessServer, base_environment, end_process
 
 GRACE = 10.0
 KEPT = 3600.0
@@ -43,6 +47,15 @@ class Processes:
         self.children: dict[str, Child] = {}
         self.closing = False
         logs.mkdir(parents=True, exist_ok=True)
+        self.token = logs / "sampler-token"
+        self.sampler: Process | None = None
+        if settings.sampler:
+            create_token_file(self.token)
+            self.address = socket.socket()  # bound as long as this process lives, so that nobody else gets the port
+            self.address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.address.bind(("127.0.0.1", 0))
+            self.port = self.address.getsockname()[1]
+            self.starter = ProcessServer([sys.executable, "-S", "-E", spawn.__file__], os.environ, ready=True)
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         if self.closing:
@@ -60,9 +73,10 @@ class Processes:
             command += ["--parent", str(os.getpid())]  # which may be killed before the worker can ask who it is
             command += ["--idle", str(self.settings.worker.idle), "--grace", str(self.settings.worker.grace)]
             command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # where `tuneloop run` has them, too
+            command += ["--sampler", f"http://127.0.0.1:{self.port}"] if self.settings.sampler else []
             process = subprocess.Popen(
                 command,
-                env={**os.environ, KEY: key},
+                env={**os.environ, KEY: key, **({VARIABLE: str(self.token)} if self.settings.sampler else {})},
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -93,6 +107,17 @@ class Processes:
         bounded = (child.process, float(self.settings.worker.grace))
         threading.Thread(target=_wait_or_kill, args=bounded, daemon=True).start()
 
+    def scale_sampler(self, namespace: str, replicas: int) -> None:
+        """Start the server that all sessions share, or end it."""
+        runs = self.sampler is not None and not self.sampler.ended.is_set()
+        if self.sampler and runs and not replicas:
+            end_process(self.sampler, GRACE)
+        elif replicas and not runs and self.settings.sampler and not self.closing:
+            command = [sys.executable, "-m", "tuneloop.inference.server", "--port", str(self.port), "--engine-args"]
+            command.append(json.dumps(self.settings.sampler.engine_args))
+            env, log = base_environment({VARIABLE: str(self.token)}), self.logs / "sampler.log"
+            self.sampler = self.starter.start(command, env, self.logs, log, log)
+
     def close(self, number: int = signal.SIGINT, grace_s: float = GRACE) -> None:
         """End all sessions; no new one is begun."""
         self.closing, processes = True, [child.process for child in list(self.children.values())]
@@ -101,6 +126,8 @@ class Processes:
         deadline = time.monotonic() + grace_s
         for process in processes:
             _wait_or_kill(process, max(0.0, deadline - time.monotonic()))
+        if self.settings.sampler:  # until then sessions may sample
+            self.starter.close()
 
     def drain(self) -> None:
         """End each session once what it accepted is done and fetched, and its models are saved."""

@@ -142,10 +142,11 @@ class Resident:
         state = {name: value.detach().to("cpu", copy=True) for name, value in self.trainer.whole_state().items()}
         return Snapshot(self.trainer.base, self.version, state)
 
-    def save(self, url: str, **facts: Any) -> Artifact:
-        """Commit a checkpoint from which `load` goes on bit for bit. Raises UserError where there are gradients that no
-        step has used yet, which a checkpoint does not hold, or `url` is taken."""
-        if self.gradients:
+    def save(self, url: str, *, with_state: bool = True, **facts: Any) -> Artifact:
+        """Commit a checkpoint from which `load` goes on bit for bit; without its state, the weights to sample from.
+        Raises UserError where there are gradients that no step has used yet, which the state does not hold, or `url` is
+        taken."""
+        if self.gradients and with_state:
             raise UserError("save_state", self.version, "gradients wait for optim_step; take the step first")
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base
         draft = Draft(url)
@@ -154,7 +155,9 @@ class Resident:
         stage.notes.update(device=self.ranks.device.type)
         try:
             dtype = base.manifest.facts.get("save_dtype", "float32")
-            checkpoint.write_checkpoint(stage, self.trainer, base, dtype, self.version)
+            checkpoint.write_checkpoint(
+                stage, self.trainer, base, dtype, self.version, "files" if with_state else "none"
+            )
         except BaseException:
             delete_draft(draft.path)
             raise
@@ -164,7 +167,8 @@ class Resident:
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")
-        self.saved = self.version
+        if with_state:
+            self.saved = self.version
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:

@@ -5,8 +5,10 @@ import functools
 import hashlib
 import itertools
 import logging
+import os
 import posixpath
 import re
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from tuneloop.core.artifacts import Artifact, dump_canonical_json, find_manifest
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.seeds import derive_seed
-from tuneloop.core.store import local_path, normalize_url
+from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.ledger import Entry, Ledger
 from tuneloop.gateway.resident import Resident, Sampler, Snapshot
+from tuneloop.gateway.sampler import SharedSampler
 from tuneloop.gateway.sessions import Meter, check_quota
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.refusals import Refused
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
 SCHEME = "tinker://"
 DRAINED = "drained"
 SNAPSHOTS = 2
-"""So many versions without a name stay in memory for their sampling sessions."""
+"""So many versions without a name stay for their sampling sessions, in memory or the store."""
+UNNAMED = "snapshots"
+NOT_DONE = "not done: its session ends; continue what it saved"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -42,9 +47,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class Session:
     """The models and sampling sessions of one session. Requests are taken from any thread, and done by the one that
     calls `do`. Its checkpoints lie below the URL `artifacts`, those of the namespace's other sessions beside it;
-    `ranks` opens the device when it is first needed."""
+    `ranks` opens the device when it is first needed. `sampler` is the URL of the server to sample from; where it is
+    empty, this process samples."""
 
-    def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]") -> None:
+    def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = "") -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
         self.models: dict[str, Resident] = {}
         self.names: dict[str, str] = {}
@@ -53,7 +59,9 @@ class Session:
         self._unnamed: list[str] = []
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
-        self._sampler = functools.cache(Sampler)
+        self.shared = bool(sampler)
+        self._saving = threading.Event()
+        self._sampler = functools.cache(lambda: SharedSampler(sampler, self._check_saving) if sampler else Sampler())
 
     def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
@@ -129,14 +137,15 @@ class Session:
             url = self._url(path)
             if find_manifest(url) is not None:
                 raise UserError("path", request.path, "is taken; choose another name")
-            facts = {"session": self.id, **({"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {})}
+            facts: dict[str, Any] = {"session": self.id}
+            facts |= {"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {}
             self._model(request.model_id).save(url, **facts)
             return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def save_weights_for_sampler(self, request: messages.SaveWeights) -> str:
-        """Queue a request for weights to sample from: a named checkpoint, else in memory, where the newest stay."""
+        """Queue a request for weights to sample from: a named checkpoint, else a snapshot, of which the newest stay."""
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
         if request.kind != "snapshot":
@@ -145,10 +154,14 @@ class Session:
 
         def work() -> dict[str, Any]:
             sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
-            self.samplers[sampling] = self._model(request.model_id).snapshot()
+            model, name = self._model(request.model_id), request.model_id.rpartition(":")[2]
+            if self.shared:  # which reads weights from the store
+                url = f"{self.artifacts}/train-{name}/{UNNAMED}/{os.urandom(8).hex()}"
+                self.samplers[sampling] = Snapshot(model.save(url, with_state=False, session=self.id), model.version)
+            else:
+                self.samplers[sampling] = model.snapshot()
             self._unnamed.append(sampling)
-            while len(self._unnamed) > SNAPSHOTS:
-                self.samplers[self._unnamed.pop(0)] = None
+            self._drop_snapshots(SNAPSHOTS)
             self.ledger.open(sampling)
             return {"sampling_session_id": sampling, "path": None, "type": "save_weights_for_sampler"}
 
@@ -212,8 +225,9 @@ class Session:
             results = entries[0].work(list(entries))
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would keep tensors for as long as the result is kept
-            if len(entries) == 1:
-                self.ledger.finish(entries[0], error=error)
+            if len(entries) == 1 or isinstance(error, Retryable):  # each by itself would wait as long
+                for entry in entries:
+                    self.ledger.finish(entry, error=error)
                 return
             for entry in entries:
                 self.do([entry])
@@ -222,7 +236,8 @@ class Session:
                 self.ledger.finish(entry, result)
 
     def save_models(self) -> Future[Any]:
-        """Queue before all else that models which took steps are saved; what is still queued then is refused."""
+        """Queue before all else that models which took steps are saved; what is still queued then is refused, and
+        snapshots without a name are dropped."""
 
         def work(entries: list[Entry]) -> list[None]:
             for name, model in self.models.items():
@@ -232,11 +247,28 @@ class Session:
                     log.error("%s could not be saved (%s: %s)", name, type(error).__name__, error)
             while left := self.ledger.take(0):
                 for entry in left:
-                    self.ledger.finish(entry, error=Refused(404, "not done: its session ends; continue what it saved"))
+                    self.ledger.finish(entry, error=Refused(404, NOT_DONE))
+            self._drop_snapshots(0)
             return [None] * len(entries)
 
         self.ledger.put_first([entry := Entry("", work)])
+        self._saving.set()
         return entry.future
+
+    def _check_saving(self) -> None:
+        if self._saving.is_set():
+            raise Refused(404, NOT_DONE)
+
+    def _drop_snapshots(self, kept: int) -> None:
+        """Drop weights without a name but the `kept` newest."""
+        while len(self._unnamed) > kept:
+            sampling = self._unnamed.pop(0)
+            old, self.samplers[sampling] = self.samplers[sampling], None
+            if self.shared and old:
+                try:
+                    Store(old.base.url).delete("")
+                except (OSError, Retryable, UserError) as error:
+                    log.warning("%s stays in the store: %s", old.base.url, error)
 
     def _save_drained(self, name: str, model: Resident) -> None:
         """Save a model whose steps are not saved yet as ``weights/drained``, or the first free of ``drained-2``, …"""

@@ -123,12 +123,23 @@ class WorkerPod(BaseModel, frozen=True, extra="forbid"):
     grace: int = Field(120, ge=20, description="seconds that it has for what it accepted, once its pod is to end")
 
 
+class SamplerServer(BaseModel, frozen=True, extra="forbid"):
+    """The vLLM server from which all sessions of a namespace sample: a Deployment of manifests/components/sampler."""
+
+    deployment: str = Field("tuneloop-sampler", description="in the session's namespace, with a Service of its name")
+    idle: int = Field(600, ge=60, description="seconds without a request after which it has no replica")
+    engine_args: dict[str, Any] = Field({}, description="of vLLM, with --local; else the Deployment has them")
+
+
 class Settings(BaseModel, frozen=True, extra="forbid"):
     """The gateway's own, from one file that is read anew at each creation."""
 
     default: Quota = Quota()
     namespaces: dict[str, Quota] = {}
     worker: WorkerPod = WorkerPod()
+    sampler: SamplerServer | None = Field(
+        None, description="read when the gateway starts; none: each session samples in its own process"
+    )
 
     def quota(self, namespace: str) -> Quota:
         return self.namespaces.get(namespace, self.default)

@@ -278,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.turns:
         os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
         turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
-    worker = Worker(Session(options.session, options.artifacts, lambda: _ranks(options.device)), key, turns)
+    session = Session(options.session, options.artifacts, lambda: _ranks(options.device), options.sampler)
+    worker = Worker(session, key, turns)
     return _serve(worker, options)
 
 
@@ -352,6 +353,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
     parser.add_argument("--artifacts", required=True, metavar="URL", help="the session's name space of artifacts")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument(
+        "--sampler", default="", metavar="URL", help="of the server to sample from (default: the worker samples itself)"
+    )
     parser.add_argument("--idle", type=float, default=3600.0, help="seconds without a request; then it ends")
     text = "seconds that what was accepted has after SIGTERM; after SIGINT it ends at once"
     parser.add_argument("--grace", type=float, default=120.0, help=text)

@@ -4,6 +4,8 @@ but ``/health`` and ``/metrics`` need the run's token, where there is one (`tune
 import asyncio
 import contextlib
 import json
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -43,6 +45,7 @@ class GenerateBody(BaseModel):
     sampling: Sampling = Sampling()
     version: Version | None = None
     min_version: Version | None = None
+    digest: str | None = None
     prompt_logprobs: bool = False
     stream: bool = False
 
@@ -52,6 +55,8 @@ class HttpApi:
 
     def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
         self.loop, self.follower, self.attempts = loop, follower, attempts
+        self.loading, self.used, self.kept_until = threading.Lock(), threading.Event(), 0.0
+        self.kept: tuple[int, str] | None = None
 
     def app(self) -> FastAPI:
         app = create_app(400)
@@ -105,8 +110,10 @@ class HttpApi:
         ref: Annotated[str, Body()],
         version: Annotated[Version | None, Body()] = None,
         force: Annotated[bool, Body()] = False,
+        keep_s: Annotated[float, Body(ge=0, le=60)] = 0.0,
     ) -> dict[str, Any]:
-        """Fetch and verify beside what is running, then apply."""
+        """Fetch and verify beside what is running, then apply, and let no other load take its place for `keep_s`
+        seconds or until it has generated, so that callers who load by turns all get to generate."""
         if self.follower:
             digest = split_ref(ref)[1]
             if version is None or digest is None:
@@ -115,8 +122,14 @@ class HttpApi:
         else:
             policy = _fetch(ref)
             engine, wanted = self.loop.engine, (policy.manifest.facts["version"], policy.manifest.digest)
-            if force or (engine.version, engine.digest) != wanted:
-                change_policy(self.loop, policy).result()
+            with self.loading:
+                if force or (engine.version, engine.digest) != wanted:
+                    if wanted != self.kept:
+                        self.used.wait(max(0.0, self.kept_until - time.monotonic()))
+                    change_policy(self.loop, policy).result()
+                    self.used.clear()
+                    self.kept, self.kept_until = wanted, time.monotonic() + keep_s
+                return self.served()
         return self.served()
 
     async def generate(self, body: GenerateBody) -> StreamingResponse:
@@ -129,6 +142,8 @@ class HttpApi:
                 here.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
+        if not body.prompt_logprobs:  # which prove weights
+            self.used.set()
         return StreamingResponse(self._stream(ticket, events, body), media_type="application/x-ndjson")
 
     def verify(self) -> dict[str, Any]:
@@ -183,7 +198,7 @@ class HttpApi:
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
         versions = body.version, body.min_version
-        admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, **how)
+        admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, body.digest, **how)
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
             while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:

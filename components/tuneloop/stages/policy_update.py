@@ -120,7 +120,7 @@ def policy_update(
     about |= {"algorithm": algorithm, "algorithm_args": algorithm_args}
     trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
     checkpoint.release_device(stage, trainer)
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, with_state=False)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, state_as="facts")
     due = iteration % options.state_every == 0
     stage.notes["state"] = "due" if due else "not due"
     if due:

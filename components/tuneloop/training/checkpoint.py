@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tuneloop.core import fencing
 from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, find_manifest, split_ref
@@ -138,13 +138,19 @@ def release_device(stage: Stage, trainer: Trainer) -> None:
 
 
 def write_checkpoint(
-    stage: Stage, trainer: Trainer, policy: Artifact, dtype: str, version: int | None = None, with_state: bool = True
+    stage: Stage,
+    trainer: Trainer,
+    policy: Artifact,
+    dtype: str,
+    version: int | None = None,
+    state_as: Literal["files", "facts", "none"] = "files",
 ) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
 
     Files beside the weights, such as the tokenizer, are those of `policy`, the checkpoint that was trained. `version`
-    is by default the one after `policy`'s. Without `with_state` there is no ``trainer/``: the facts then have what it
-    takes to repeat the update and to prove the result."""
+    is by default the one after `policy`'s. The optimizer's state is written as ``trainer/``; or the facts have what it
+    takes to repeat the update and to prove the result; or there is none, and the checkpoint can be sampled from only.
+    """
     source = model_dir(policy)
     version = int(policy.manifest.facts["version"]) + 1 if version is None else version
     with stage.timed("save"):
@@ -157,10 +163,10 @@ def write_checkpoint(
         if trainer.lora:
             state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
             stage.facts["base"] = trainer.base.ref
-        if not with_state:
+        if state_as == "facts":
             stage.facts[STATE_FACT] = {**state, "digest": trainer.compute_state_digest()}
             stage.notes[SINCE] = trainer.since
-        else:
+        elif state_as == "files":
             trainer.save(stage.out / "trainer")
             if stage.leader:
                 (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))

@@ -63,6 +63,7 @@ class Client:
         fail_fast: give up on a lost server at once; other replicas take its requests.
         pulled: where the server follows published versions, what the last pull took.
         determinism: `Vllm.determinism` of a deterministic server.
+        keep_s: seconds for which the server keeps what `load` loads, unless it has generated with it before.
     """
 
     name = "vllm"
@@ -84,7 +85,7 @@ class Client:
         self.context, self.version, self.digest = 0, -1, ""
         self.pulled: dict[str, Any] = {}
         self.deterministic, self.determinism = deterministic, dict[str, Any]()
-        self.fail_fast = False
+        self.fail_fast, self.keep_s = False, 0.0
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
@@ -112,7 +113,8 @@ class Client:
             while left := [i for i in requests if i not in results][:size]:
                 waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
                 made, before = (dict[int, list[Completion]](), len(results)) if self.deterministic else (results, 0)
-                body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version, **more}
+                body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version} | more
+                body["digest"] = self.digest
                 with self._open("POST", "/generate", body) as response:
                     for line in response.lines():
                         if line.strip():  # an empty one only says that the server is alive
@@ -212,7 +214,8 @@ class Client:
         served = self._json("GET", "/version")
         wanted = policy.manifest.facts["version"], policy.manifest.digest
         if force or (served["version"], served["digest"]) != wanted:
-            request = {"ref": policy.ref, "version": policy.manifest.facts["version"], "force": force}
+            request = {"ref": policy.ref, "version": wanted[0], "force": force}
+            request |= {"keep_s": self.keep_s} if self.keep_s else {}
             served = self._json("POST", "/load", request)
         self.context, self.version, self.digest = served["context"], served["version"], served["digest"]
         self.pulled = served.get("pulled") or {}

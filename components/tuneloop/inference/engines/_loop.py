@@ -105,13 +105,14 @@ class EngineLoop(threading.Thread):
         version: int | None,
         min_version: int | None,
         emit: Callable[[int, Any], None],
+        digest: str | None = None,
         **how: bool,
     ) -> Ticket:
         """Admit requests; a deterministic engine first finishes earlier ones. `how`: ``prompt_logprobs`` and ``stream``
         of `Vllm.submit`. Raises Refused: 409 for another version, 503 where none is served, 400 for bad requests."""
         if self.engine.deterministic:
             self._drain()
-        self._check(version, min_version)
+        self._check(version, min_version, digest)
         self.engine.begin_batch()
         ticket = Ticket(next(self._numbers), emit)
         try:
@@ -193,13 +194,17 @@ class EngineLoop(threading.Thread):
         while self._tickets:
             self._step()
 
-    def _check(self, version: int | None, min_version: int | None) -> None:
+    def _check(self, version: int | None, min_version: int | None, digest: str | None) -> None:
         served = self.engine.version
         if self.trouble:
             raise Refused(503, self.trouble)
         if version not in (None, served) or (min_version is not None and served < min_version):
             demand = f"version {version}" if version is not None else f"version {min_version} or later"
             raise Refused(409, f"serves version {served}, {demand} was asked for; load it first")
+        if digest not in (None, self.engine.digest):
+            raise Refused(
+                409, f"serves version {served} of {self.engine.digest}, {digest} was asked for; load it first"
+            )
 
     def _step(self) -> None:
         """Drop what was cancelled, run one step of the engine, hand out what it finished."""

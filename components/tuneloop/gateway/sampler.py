@@ -1,0 +1,117 @@
+"""The vLLM server that the sessions of a namespace share: it is started when one of them first samples, has the weights
+that the request at hand needs, each proved by its canary, and is scaled to zero when none has sampled for a while."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tuneloop.core.errors import UserError
+from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.gateway.resident import Snapshot
+from tuneloop.inference.engines import Engine, Sampling
+from tuneloop.inference.engines._client import Client
+from tuneloop.inference.generate import prove_weights
+from tuneloop.inference.refusals import Refused
+
+START_S = 900.0
+"""Seconds that a request waits for the server (for quota, a node, its image), and for it to load weights."""
+KEEP_S = 10.0
+"""Seconds for which the server keeps weights that were loaded, unless they have been sampled from before."""
+TOLERANCE = 0.05
+"""Nats by which its log-probabilities of the canary may differ from the trainer's."""
+LOOK_S = 10.0
+"""Seconds between two attempts to start it while it is used, and at most between two looks at whether it is used."""
+log = logging.getLogger("tuneloop.gateway")
+Result = TypeVar("Result")
+
+
+class SharedSampler:
+    """Samples as `resident.Sampler` does, from snapshots that are checkpoints, at the server `url`.
+
+    The server refuses a request where another session has loaded other weights since; the client then loads the
+    snapshot's again, and proves them. `check` is called while a request waits for the server, and ends it by raising.
+    """
+
+    def __init__(self, url: str, check: Callable[[], None]) -> None:
+        self._client = Client(url, START_S, patience_s=START_S)
+        self._client.check, self._client.keep_s = check, KEEP_S
+
+    def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        return self._ask(snapshot, lambda: self._client.generate(requests, sampling, lambda _: None))
+
+    def score(self, snapshot: Snapshot, ids: Sequence[int]) -> list[float]:
+        return self._ask(snapshot, lambda: self._client.score(ids))
+
+    def drop(self) -> None:
+        """Do nothing: this process has no weights."""
+
+    def _ask(self, snapshot: Snapshot, request: Callable[[], Result]) -> Result:
+        def prove(engine: Engine) -> None:
+            prove_weights(engine, snapshot.base, TOLERANCE)
+
+        self._client.prove = prove  # where the server is lost, or has other weights by then
+        try:
+            self._client.load(snapshot.base)
+            prove(self._client)
+            return request()
+        except UserError as error:
+            raise Refused(400, f"the sampler that sessions share cannot sample {snapshot.base.url}: {error}") from error
+
+
+@dataclass
+class _Use:
+    """A namespace's use of its sampler: when it was last used, and what came of the last attempt to start it."""
+
+    used: float = field(default_factory=time.monotonic)
+    up: bool = True
+    tried: float = -LOOK_S
+    failure: Exception | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class SamplerUse:
+    """When the namespaces last used their samplers. `scale` is given a namespace, and the replicas that its sampler is
+    to have: 1 once it is used, 0 after `idle_s` seconds."""
+
+    def __init__(self, scale: Callable[[str, int], None], namespaces: Iterable[str], idle_s: float) -> None:
+        self._scale, self._idle_s = scale, idle_s
+        self._uses = {namespace: _Use() for namespace in namespaces}  # a gateway before this one may have started them
+        threading.Thread(target=self._watch, name="sampler", daemon=True).start()
+
+    def start(self, namespace: str) -> None:
+        """Note that the sampler of a namespace is used, and start it unless it runs. Raises as `scale`, and for
+        `LOOK_S` what it raised before."""
+        use = self._uses.setdefault(namespace, _Use())
+        with use.lock:
+            use.used, use.up = (now := time.monotonic()), True
+            if now - use.tried >= LOOK_S:
+                use.tried, use.failure = now, None
+                try:
+                    self._scale(namespace, 1)
+                except Exception as error:
+                    use.failure = error
+            if use.failure:
+                raise use.failure
+
+    def renew(self, namespace: str) -> None:
+        """Note that somebody waits for what the sampler of a namespace makes."""
+        self._uses.setdefault(namespace, _Use()).used = time.monotonic()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(LOOK_S, self._idle_s / 4))
+            for namespace, use in list(self._uses.items()):
+                with use.lock:
+                    if use.up and time.monotonic() - use.used > self._idle_s:
+                        self._stop(namespace, use)
+
+    def _stop(self, namespace: str, use: _Use) -> None:
+        try:
+            self._scale(namespace, 0)
+            use.tried, use.up = -LOOK_S, False
+        except Exception as error:
+            log.warning("the sampler of %s could not be scaled to 0: %s", namespace, error)
+            use.used = time.monotonic()
