@@ -43,6 +43,7 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
     for spec in specs:
         if loop and spec.component is repeated[0] and config.engine.name == "vllm":
             about = {"several": config.engine.replicas > 1, **config.published(RUN)}
+            about["asleep"] = config.engine.asleep.requests if config.engine.asleep else {}
             made["serve"] = server_template(config.engine.port, config.engine.options, config.cluster, **about)
         if not (per_pod and spec.component in repeated) and spec.component.template not in made:
             made[spec.component.template] = template_of(spec, config, loop)
