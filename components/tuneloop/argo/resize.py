@@ -6,7 +6,7 @@ is of a group, which it compares by a hash that it wrote down before; so a queue
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.pod_fields import TOKEN_SOURCES
@@ -14,9 +14,6 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
 from tuneloop.kube.resize import ACCOUNT_FILES, CONTAINER
 from tuneloop.workflow.settings import QUEUE_LABEL
-
-if TYPE_CHECKING:
-    from hera.workflows import Container
 
 ACCOUNT = "tuneloop-resize"
 FLAG = "--asleep"
@@ -26,21 +23,19 @@ OF_ONE = {"kueue.x-k8s.io/pod-group-total-count": "1", "kueue.x-k8s.io/retriable
 IN_PLACE = [{"resourceName": name, "restartPolicy": "NotRequired"} for name in ("cpu", "memory")]
 
 
-def resize_while_asleep(made: "Container", asleep: Mapping[str, str]) -> None:
+def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
     """Have the server `made` request `asleep` while it sleeps."""
     from hera.workflows import ProjectedVolume, models
 
-    volumes: Any = made.volumes or []
     patch = json.loads(made.pod_spec_patch or "{}")
     patch.setdefault("containers", []).append({"name": CONTAINER, "resizePolicy": IN_PLACE})
     made.pod_spec_patch = json.dumps(patch, separators=(",", ":"))
-    made.args = [*(made.args or []), FLAG, encode_value(dict(asleep))]
+    made.args += [FLAG, encode_value(dict(asleep))]
     made.service_account_name = ACCOUNT
     sources = [models.VolumeProjection.model_validate(each) for each in TOKEN_SOURCES]
-    made.volumes = [*volumes, ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources)]
-    if QUEUE_LABEL in (made.labels or {}):
-        made.labels = {**(made.labels or {}), GROUP: "serve-{{workflow.uid}}-{{retries}}"}
-        made.annotations = {**(made.annotations or {}), **OF_ONE}
+    made.volumes = [*made.volumes, ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources)]
+    if QUEUE_LABEL in made.labels:
+        made.labels, made.annotations = {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"}, OF_ONE
 
 
 def read_asleep(template: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from tuneloop.argo.claim_steps import connect_seats, seat_templates
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.memory_estimate import set_pod_memory
-from tuneloop.argo.resize import check_asleep, resize_while_asleep
+from tuneloop.argo.resize import check_asleep
 from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
@@ -121,17 +121,10 @@ def stage_template(
 
 
 def server_template(
-    port: int,
-    engine_args: Mapping[str, Any],
-    cluster: Cluster,
-    *,
-    weights: str | None = None,
-    several: bool = False,
-    asleep: Mapping[str, str] = {},
+    port: int, engine_args: Mapping[str, Any], cluster: Cluster, *, weights: str | None = None, several: bool = False
 ) -> Container:
     """Build the vLLM server as a daemon of the graph that starts it. It follows the versions published at the URL
-    `weights`; without one it boots from `policy` and loads what it is told to. If `several`, each has a `replica`.
-    While it sleeps, its pod requests `asleep`."""
+    `weights`; without one it boots from `policy` and loads what it is told to. If `several`, each has a `replica`."""
     names = [*([] if weights else ["policy"]), *(["replica"] if several else [])]
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
     # `tuneloop run` reads the field as 127.0.0.1.
@@ -154,6 +147,4 @@ def server_template(
         **pod_fields.retried_pod_fields("rollout", "sampler", cluster, RETRY_SERVER, [address]),
     )
     pod_fields.mount_token(made)
-    if asleep:
-        resize_while_asleep(made, asleep)
     return made

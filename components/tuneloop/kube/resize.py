@@ -5,7 +5,6 @@ Without Kubernetes' client library, which images that sample do not have. The to
 import base64
 import http.client
 import json
-import math
 import os
 import queue
 import ssl
@@ -18,19 +17,18 @@ from typing import Any
 
 from tuneloop.core.errors import Unavailable, print_diagnostic
 from tuneloop.core.http import is_transient
-from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message, retry_until_available
+from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
 
 ACCOUNT_FILES = "/run/tuneloop/account"
 """Where a pod that resizes itself has its token and the certificate of its API server; on one machine there is none."""
 CONTAINER = "main"
-PAUSE_S, LOOKS = 1.0, 30
-"""Seconds between two looks at whether the kubelet has resized the pod; so many looks."""
+PAUSE_S = 0.25
+"""Seconds until the first look at whether the kubelet has resized the pod; each pause is twice the one before, to 5."""
 
 
 class PodResizer(threading.Thread):
     """Has this pod request what `asleep` says while its server sleeps, and what it was made with while that is awake.
-    `change_phase` returns at once. What is refused is said once: the pod keeps what it requests, and the server goes
-    on, as its limits never change."""
+    `change_phase` returns at once. What is refused is said once, and the server goes on: its limits never change."""
 
     def __init__(self, asleep: Mapping[str, str]) -> None:
         super().__init__(name="resize", daemon=True)
@@ -46,15 +44,11 @@ class PodResizer(threading.Thread):
 
     def run(self) -> None:
         if not (self._files / "token").exists():
-            self._say(f"what it requests stays the same while it sleeps: there is no token at {self._files}")
-            return
-        awake: dict[str, str] = {}
-        now = False
+            return self._say(f"what it requests stays the same while it sleeps: there is no token at {self._files}")
+        awake, now = dict[str, str](), False
         while True:
             asleep = self._phases.get()
-            while not self._phases.empty():  # only the newest counts
-                asleep = self._phases.get()
-            if asleep == now:
+            if asleep == now or not self._phases.empty():  # only the newest counts
                 continue
             try:
                 if not awake:
@@ -66,37 +60,33 @@ class PodResizer(threading.Thread):
                 self._say(f"its pod keeps what it requests: {refusal}; it serves all the same")
 
     def _resize(self, requests: Mapping[str, str], when: str) -> None:
-        begun, wanted = time.monotonic(), ", ".join(f"{name} {amount}" for name, amount in requests.items())
-        pod = self._patch(requests)
-        for _ in range(LOOKS):
-            states = pod["status"].get("containerStatuses", ())
-            if _read_requests(states) == _read_requests(pod["spec"]["containers"]):
-                print_diagnostic(f"serve: its pod requests {wanted} {when}, after {time.monotonic() - begun:.1f} s", 0)
-                return
+        begun, wanted = (
+            time.monotonic(),
+            ", ".join(f"{name} {amount}" for name, amount in requests.items()) + f" {when}",
+        )
+        pod, pause = self._patch(requests), PAUSE_S
+        while _read_requests(pod["status"]["containerStatuses"]) != _read_requests(pod["spec"]["containers"]):
             for each in pod["status"].get("conditions", ()):
                 if each["type"] == "PodResizePending":  # the kubelet goes on trying if it is Deferred
                     why = f"{each.get('reason')}: {each.get('message')}"
-                    return self._say(f"its pod cannot request {wanted} {when} ({why}); it serves all the same")
+                    return self._say(f"its pod cannot request {wanted} ({why}); it serves all the same")
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
             if not self._phases.empty():
                 return
-            time.sleep(PAUSE_S)
             pod = self._patch({})
-        self._say(f"the kubelet has not given its pod {wanted} {when} within {LOOKS * PAUSE_S:g} s")
+        print_diagnostic(f"serve: its pod requests {wanted}, after {time.monotonic() - begun:.1f} s", 0)
 
     def _patch(self, requests: Mapping[str, str]) -> dict[str, Any]:
-        """Change requests of this pod's container and return the pod, as it also is for none. Raises ApiRefusal."""
-        body = {"spec": {"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]}}
-
-        def ask() -> dict[str, Any]:
+        """Change requests of this pod's container, and return the pod, also for none. Raises ApiRefusal."""
+        while True:
             try:
-                return self._send(body)
+                return self._send({"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]})
             except Unavailable as trouble:
                 self._say(f"its pod keeps what it requests for now: {trouble}; it asks again")
-                raise
+                time.sleep(20 * PAUSE_S)
 
-        return retry_until_available(ask, patience=math.inf)
-
-    def _send(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         token = (self._files / "token").read_text()  # the kubelet renews it
         of = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["kubernetes.io"]
         path = f"/api/v1/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
@@ -105,7 +95,7 @@ class PodResizer(threading.Thread):
         trusted = ssl.create_default_context(cafile=self._files / "ca.crt")
         connection = http.client.HTTPSConnection(host, port, timeout=30, context=trusted)
         try:
-            connection.request("PATCH", path, json.dumps(body), headers)
+            connection.request("PATCH", path, json.dumps({"spec": spec}), headers)
             answer = connection.getresponse()
             text = answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -113,8 +103,7 @@ class PodResizer(threading.Thread):
         finally:
             connection.close()
         if answer.status == 200:
-            pod: dict[str, Any] = json.loads(text)
-            return pod
+            return json.loads(text)  # type: ignore[no-any-return]
         message = read_api_message(Namespace(body=text, reason=answer.reason))
         if is_transient(answer.status) or answer.status == 409:
             raise Unavailable(f"cluster: {host}: {message}")
