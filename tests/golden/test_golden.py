@@ -33,6 +33,7 @@ FORMS = {
         "--set",
         "loop.iterations_per_pod=0",
     ],
+    "-asleep": ["--set", "engine.colocate=true", "--set", "engine.asleep={cpu: 100m, memory: 1Gi}"],
     "-shared": [
         *("--set", "cluster.share.group=demo", "--set", "cluster.share.device_class=gpu.example.com"),
         *("--set", "cluster.share.roles=apart", "--set", "cluster.share.request=512Mi"),
@@ -47,7 +48,7 @@ def test_rendered_yaml(
 ) -> None:
     if form and "loop" not in find_pipeline(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-replicas", "-servers", "-stages", "-shared") and pipeline.stem != "grpo":
+    if form in ("-asynchronous", "-replicas", "-servers", "-stages", "-asleep", "-shared") and pipeline.stem != "grpo":
         pytest.skip("the loop is grpo's")
     assert run_cli(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.claims import claim_tag
-from tuneloop.argo.pod_fields import RESTRICTED
+from tuneloop.argo.pod_fields import RESTRICTED, TOKEN_SOURCES
 from tuneloop.core import fencing
 from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster, Share
@@ -40,12 +40,7 @@ def take_turns(made: "Container", cluster: Cluster, role: str) -> None:
     own = models.UserContainer.model_validate(build_lease_sidecar(share, role, cluster.images.format(image="base")))
     made.init_containers = [*(made.init_containers or []), own]
     # The account's token, which only the sidecar mounts.
-    sources = [
-        {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
-        {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
-        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
-    ]
-    token = models.Volume.model_validate({"name": TOKEN, "projected": {"sources": sources}})
+    token = models.Volume.model_validate({"name": TOKEN, "projected": {"sources": TOKEN_SOURCES}})
     made.volumes = [*volumes, EmptyDirVolume(name=NAME, mount_path=PLACE), token]
     made.env = [*env, models.EnvVar(name=fencing.VARIABLE, value=FILE)]
     made.service_account_name = ACCOUNT

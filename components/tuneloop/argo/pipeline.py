@@ -6,6 +6,7 @@ from typing import Any
 from hera.workflows import DAG, Workflow
 
 from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop, iterations_template
+from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
 from tuneloop.config.pipeline import PipelineConfig
@@ -44,6 +45,8 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
         if loop and spec.component is repeated[0] and config.engine.name == "vllm":
             about = {"several": config.engine.replicas > 1, **config.published(RUN)}
             made["serve"] = server_template(config.engine.port, config.engine.options, config.cluster, **about)
+            if config.engine.asleep:
+                resize_while_asleep(made["serve"], config.engine.asleep.requests)
         if not (per_pod and spec.component in repeated) and spec.component.template not in made:
             made[spec.component.template] = template_of(spec, config, loop)
         if loop and spec.component is repeated[-1]:

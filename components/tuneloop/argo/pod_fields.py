@@ -39,6 +39,12 @@ NOBODY = {
 }
 """Security context of a pod: its containers do not run as root."""
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+TOKEN_SOURCES: list[dict[str, Any]] = [
+    {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
+    {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+    {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+]
+"""Files of a projected volume with the token of a pod's account."""
 
 
 def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from tuneloop.argo.claim_steps import connect_seats, seat_templates
 from tuneloop.argo.jobset import jobset_steps
 from tuneloop.argo.lease_sidecar import take_turns
 from tuneloop.argo.memory_estimate import set_pod_memory
+from tuneloop.argo.resize import check_asleep
 from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
@@ -29,6 +30,7 @@ class Workflow(hera.workflows.Workflow):
         made = super().to_dict()
         connect_seats(made)
         set_pod_memory(made)
+        check_asleep(made)
         return made
 
 

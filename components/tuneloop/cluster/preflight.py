@@ -10,6 +10,7 @@ from typing import Any
 from tuneloop.argo.claims import find_placement_errors, share_of
 from tuneloop.argo.colocation import check_colocation
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
+from tuneloop.argo.resize import read_asleep
 from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, find_object, is_absent
 from tuneloop.cluster.queue_problems import find_queue_problems
 from tuneloop.cluster.reservations import API, KINDS, list_claims
@@ -158,6 +159,14 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
     return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
 
+def _resizes(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+    if any(map(read_asleep, workflow["spec"].get("templates", ()))):
+        known = {each.name for each in cluster.core.get_api_resources(_request_timeout=30).resources}
+        if "pods/resize" not in known:
+            remedy = "has no pods/resize, which needs Kubernetes 1.33 or newer: leave it out"
+            yield UserError("engine.asleep", cluster.context, remedy)
+
+
 def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     """Check the images that name no registry: they are on a node, or nothing can pull them. Registries are not asked:
     the nodes' way to them, and their credentials, are the cluster's own."""
@@ -232,5 +241,6 @@ CHECKS: Mapping[str, Find] = {
     "queue": find_queue_problems,
     "devices": _devices,
     "turns": _turns,
+    "resizes": _resizes,
     "store": _store,
 }

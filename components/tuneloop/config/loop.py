@@ -12,6 +12,18 @@ from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.weights.codec import Encoding
 from tuneloop.workflow.pod_loop import PerPod
+from tuneloop.workflow.settings import MEMORY
+
+
+class Asleep(BaseModel, frozen=True, extra="forbid"):
+    """What the rollout server's pod requests while the server sleeps; what is left out stays as it is."""
+
+    cpu: str = Field("", pattern=r"^(\d+(\.\d+)?m?)?$", description="CPU (100m), at most cluster.sampler.cpu")
+    memory: str = Field("", pattern=rf"^({MEMORY})?$", description="memory (1Gi), at most what it requests awake")
+
+    @property
+    def requests(self) -> dict[str, str]:
+        return {name: amount for name, amount in self.model_dump().items() if amount}
 
 
 class EngineConfig(BaseModel, frozen=True, extra="forbid"):
@@ -42,6 +54,11 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     colocate: bool = Field(
         False, description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling"
     )
+    asleep: Asleep | None = Field(
+        None,
+        description="on a cluster, what the server's pod requests while it sleeps: its pod is resized in place, within "
+        "what it was admitted with (manifests/components/resize); on one machine it does nothing",
+    )
     rollout_endpoint_url: str | None = Field(
         None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
     )
@@ -70,6 +87,8 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("colocate is of the run's own server, which loads checkpoints: set name vllm, unset pull")
         if self.replicas > 1 and (self.name != "vllm" or self.colocate):
             raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
+        if self.asleep and (self.name != "vllm" or self.replicas > 1 or not self.options.get("enable_sleep_mode")):
+            raise ValueError("asleep is of one vLLM server that sleeps: set colocate, or enable_sleep_mode in args")
         if self.deterministic and self.name != "vllm":
             raise ValueError("deterministic is of the run's own vLLM (transformers is so anyway): set name vllm")
         if self.replicas > 1 and self.options.get("deterministic"):

@@ -42,6 +42,7 @@ from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused
+from tuneloop.kube.resize import PodResizer
 
 UVICORN: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
 UVICORN |= {"log_level": "error", "access_log": False}  # a stranger's request fills no log
@@ -87,6 +88,10 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
         policy.part("model")  # proved before seconds go into starting vLLM
+    if options.asleep:
+        resizer = PodResizer(options.asleep)
+        resizer.start()
+        loop.change_phase = resizer.change_phase
     loop.start()
     if policy:
         change_policy(loop, policy).result()
@@ -190,6 +195,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
     json_object = TypeAdapter(dict[str, Any]).validate_json
+    text = "what its pod requests while it sleeps, a JSON object; outside of a pod it does nothing (default: the same)"
+    parser.add_argument("--asleep", type=json_object, default={}, help=text)
     parser.add_argument("--engine-args", type=json_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)
 

@@ -17,6 +17,7 @@ from tuneloop.formats.rollouts import Completion
 from tuneloop.inference import guard, refusals, server
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.kube import resize
 
 ROOT = Path(__file__).parents[3]
 BODY: Mapping[str, Any] = {"requests": [{"id": "a", "prompt_ids": [1, 2], "seeds": [7]}]}
@@ -42,6 +43,10 @@ class Digits(Vllm):
             self.running.pop(key, None)
 
     def flush(self) -> None: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self) -> None: ...
 
     def step(self) -> Iterator[tuple[str, Completion]]:
         time.sleep(0.001)
@@ -84,5 +89,7 @@ if __name__ == "__main__":
     guard.HEADERS_S = float(os.environ.get("HEADERS_S", guard.HEADERS_S))
     refusals.REFUSAL_S = float(os.environ.get("REFUSAL_S", refusals.REFUSAL_S))
     guard.STRANGERS = int(os.environ.get("STRANGERS", guard.STRANGERS))
+    resize.ACCOUNT_FILES = os.environ.get("ACCOUNT_FILES", resize.ACCOUNT_FILES)
+    resize.PAUSE_S = 0.05
     server.Vllm = Digits  # type: ignore[misc]
     os._exit(server.main(sys.argv[1:]))

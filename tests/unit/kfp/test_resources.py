@@ -144,6 +144,9 @@ def test_gpus_that_no_server_computes_on_are_refused(sets: list[str], says: str)
 def test_a_task_of_kubeflow_has_one_server(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine.replicas: 2: is built for Argo and for one machine"):
         compiled("grpo", ["engine.replicas=2"], tmp_path / "made.yaml")
+    sets = ["engine.args={enable_sleep_mode: true}", "engine.asleep={cpu: 100m}"]
+    with pytest.raises(UserError, match=r"engine.asleep: .*: is built for Argo and for one machine"):
+        compiled("grpo", sets, tmp_path / "made.yaml")
 
 
 def test_a_server_on_as_many_gpus_as_it_computes_on() -> None:

@@ -44,12 +44,14 @@ class Ticket:
 
 class EngineLoop(threading.Thread):
     """Serves an engine to many callers. Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the
-    others on this one. `failed` is called once the engine has failed and the process can serve nothing any more."""
+    others on this one. `failed` is called once the engine has failed and the process can serve nothing any more, and
+    `change_phase` where the engine goes to sleep (True) or wakes up."""
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self.failed: Callable[[], None] = lambda: None
+        self.change_phase: Callable[[bool], None] = lambda asleep: None
         self.broken = ""
         self.asleep = self.waking = False  # waking: asleep, or awake without weights yet
         self.paused = False
@@ -142,9 +144,11 @@ class EngineLoop(threading.Thread):
         self._drain()
         self.engine.sleep(level)
         self.asleep = self.waking = True
+        self.change_phase(True)
 
     def wake_up(self) -> None:
         """Take the device's memory again; where the weights are gone, requests wait until they are loaded."""
+        self.change_phase(False)
         self.engine.wake_up()
         self.asleep, self.waking = False, self.waking and not self.engine.digest
         self._release()

@@ -1,0 +1,54 @@
+"""A rollout server's pod that requests less while the server sleeps (`engine.asleep`, `tuneloop.kube.resize`).
+
+Its container alone has the token, of an account that may resize pods: `manifests/components/resize`, whose policy lets
+a pod change its own requests, and nothing else. Kueue deletes a pod that no longer requests what it admitted, unless it
+is of a group, which it compares by a hash that it wrote down before; so a queued server is a group of one."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.argo.colocation import parse_resource_quantity
+from tuneloop.argo.pod_fields import TOKEN_SOURCES
+from tuneloop.core.errors import UserError
+from tuneloop.core.program import encode_value
+from tuneloop.kube.resize import ACCOUNT_FILES, CONTAINER
+from tuneloop.workflow.settings import QUEUE_LABEL
+
+ACCOUNT = "tuneloop-resize"
+FLAG = "--asleep"
+GROUP = "kueue.x-k8s.io/pod-group-name"
+OF_ONE = {"kueue.x-k8s.io/pod-group-total-count": "1", "kueue.x-k8s.io/retriable-in-group": "false"}
+"""Annotations of a pod that is a group: its quota is free again when it ends, also if it failed."""
+IN_PLACE = [{"resourceName": name, "restartPolicy": "NotRequired"} for name in ("cpu", "memory")]
+
+
+def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
+    """Have the server `made` request `asleep` while it sleeps."""
+    from hera.workflows import ProjectedVolume, models
+
+    patch = json.loads(made.pod_spec_patch or "{}")
+    patch.setdefault("containers", []).append({"name": CONTAINER, "resizePolicy": IN_PLACE})
+    made.pod_spec_patch = json.dumps(patch, separators=(",", ":"))
+    made.args += [FLAG, encode_value(dict(asleep))]
+    made.service_account_name = ACCOUNT
+    sources = [models.VolumeProjection.model_validate(each) for each in TOKEN_SOURCES]
+    made.volumes = [*made.volumes, ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources)]
+    if QUEUE_LABEL in made.labels:
+        made.labels, made.annotations = {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"}, OF_ONE
+
+
+def read_asleep(template: Mapping[str, Any]) -> dict[str, str]:
+    """Read what the pod of a rendered template requests while its server sleeps; empty where it stays the same."""
+    args = (template.get("container") or {}).get("args") or []
+    return json.loads(args[args.index(FLAG) + 1]) if FLAG in args else {}
+
+
+def check_asleep(workflow: Mapping[str, Any]) -> None:
+    """Raise UserError where a server would request more asleep than awake, which no queue has admitted."""
+    for template in workflow["spec"]["templates"]:
+        for name, amount in read_asleep(template).items():
+            awake = template["container"]["resources"]["requests"][name]
+            if parse_resource_quantity(amount) > parse_resource_quantity(awake):
+                remedy = f"is more than the server requests awake ({awake}): lower it, or raise cluster.sampler.{name}"
+                raise UserError(f"engine.asleep.{name}", amount, remedy)

@@ -1,0 +1,119 @@
+"""Change what this process's own pod requests while it runs: ``pods/resize``, of Kubernetes 1.33 and newer.
+
+Without Kubernetes' client library, which images that sample do not have. The token names the pod it is bound to."""
+
+import base64
+import http.client
+import json
+import os
+import queue
+import ssl
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.errors import Unavailable, print_diagnostic
+from tuneloop.core.http import is_transient
+from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
+
+ACCOUNT_FILES = "/run/tuneloop/account"
+"""Where a pod that resizes itself has its token and the certificate of its API server; on one machine there is none."""
+CONTAINER = "main"
+PAUSE_S = 0.25
+"""Seconds until the first look at whether the kubelet has resized the pod; each pause is twice the one before, to 5."""
+
+
+class PodResizer(threading.Thread):
+    """Has this pod request what `asleep` says while its server sleeps, and what it was made with while that is awake.
+    `change_phase` returns at once. What is refused is said once, and the server goes on: its limits never change."""
+
+    def __init__(self, asleep: Mapping[str, str]) -> None:
+        super().__init__(name="resize", daemon=True)
+        self._asleep, self._files, self._said = asleep, Path(ACCOUNT_FILES), set[str]()
+        self._phases: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._newest = False
+
+    def change_phase(self, asleep: bool) -> None:
+        """Have the pod request what goes with the phase that begins, unless that was asked for last."""
+        if asleep != self._newest:
+            self._newest = asleep
+            self._phases.put(asleep)
+
+    def run(self) -> None:
+        if not (self._files / "token").exists():
+            return self._say(f"what it requests stays the same while it sleeps: there is no token at {self._files}")
+        awake, now = dict[str, str](), False
+        while True:
+            asleep = self._phases.get()
+            if asleep == now or not self._phases.empty():  # only the newest counts
+                continue
+            try:
+                if not awake:
+                    made_with = _read_requests(self._patch({})["spec"]["containers"])
+                    awake = {name: made_with[name] for name in self._asleep}
+                self._resize(self._asleep if asleep else awake, "while it sleeps" if asleep else "awake")
+                now = asleep
+            except ApiRefusal as refusal:
+                self._say(f"its pod keeps what it requests: {refusal}; it serves all the same")
+
+    def _resize(self, requests: Mapping[str, str], when: str) -> None:
+        begun = time.monotonic()
+        wanted = ", ".join(f"{name} {amount}" for name, amount in requests.items()) + f" {when}"
+        pod, pause = self._patch(requests), PAUSE_S
+        while _read_requests(pod["status"]["containerStatuses"]) != _read_requests(pod["spec"]["containers"]):
+            for each in pod["status"].get("conditions", ()):
+                if each["type"] == "PodResizePending":  # the kubelet goes on trying if it is Deferred
+                    why = f"{each.get('reason')}: {each.get('message')}"
+                    return self._say(f"its pod cannot request {wanted} ({why}); it serves all the same")
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
+            if not self._phases.empty():
+                return
+            pod = self._patch({})
+        print_diagnostic(f"serve: its pod requests {wanted}, after {time.monotonic() - begun:.1f} s", 0)
+
+    def _patch(self, requests: Mapping[str, str]) -> dict[str, Any]:
+        """Change requests of this pod's container, and return the pod, also for none. Raises ApiRefusal."""
+        while True:
+            try:
+                return self._send({"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]})
+            except Unavailable as trouble:
+                self._say(f"its pod keeps what it requests for now: {trouble}; it asks again")
+                time.sleep(20 * PAUSE_S)
+
+    def _send(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        token = (self._files / "token").read_text()  # the kubelet renews it
+        of = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["kubernetes.io"]
+        path = f"/api/v1/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/strategic-merge-patch+json"}
+        host, port = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
+        trusted = ssl.create_default_context(cafile=self._files / "ca.crt")
+        connection = http.client.HTTPSConnection(host, port, timeout=30, context=trusted)
+        try:
+            connection.request("PATCH", path, json.dumps({"spec": spec}), headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"cluster: {host} does not answer ({type(error).__name__}: {error})") from error
+        finally:
+            connection.close()
+        if answer.status == 200:
+            return json.loads(text)  # type: ignore[no-any-return]
+        message = read_api_message(Namespace(body=text, reason=answer.reason))
+        if is_transient(answer.status) or answer.status == 409:
+            raise Unavailable(f"cluster: {host}: {message}")
+        raise ApiRefusal(IN_CLUSTER, answer.status, message)
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            print_diagnostic(f"serve: {line}", 0)
+
+
+def _read_requests(containers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Read what the container requests, from its spec or its status."""
+    own = next((each for each in containers if each["name"] == CONTAINER), {})
+    return (own.get("resources") or {}).get("requests") or {}
