@@ -125,7 +125,8 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
     """Yield the steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
         times, value = pods[stage.name], stage.number
-        prompts = value("oversampled_prompts") or value("prompts_per_iteration")
+        more = None if value("carry_after") else value("oversampled_prompts")  # carried: so many are under way
+        prompts = more or value("prompts_per_iteration")
         if stage.role == "sampler" and prompts and (n := value("n")):
             total = times * prompts * n
             tokens = f", at most {total * most:,.0f} tokens" if (most := value("max_tokens")) else ""
