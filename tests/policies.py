@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
+from tuneloop.formats.carried import pass_carried
 from tuneloop.stages.base_model import train_tokenizer
 from tuneloop.stages.data_prep import DEMONSTRATIONS, PROMPTS
 
@@ -54,13 +55,18 @@ def model(seed: int = 0, *, tied: bool = True, family: type[Any] = Qwen3Config, 
     return made.to(torch.bfloat16).eval()
 
 
-def commit_policy(url: Path, version: int = 0, *, canary_of: Any = None, **about: Any) -> Artifact:
-    """A checkpoint of `model(version, **about)`; with the canary of another model where one is given."""
+def commit_policy(
+    url: Path, version: int = 0, *, canary_of: Any = None, rewards: Artifact | None = None, **about: Any
+) -> Artifact:
+    """A checkpoint of `model(version, **about)`; with the canary of another model, and the groups that rewards carry,
+    where these are given."""
     draft = Draft(str(url))
     made = model(version, **about)
     made.save_pretrained(draft.path / "model")
     tokenizer(made.config.max_position_embeddings).save_pretrained(draft.path / "model")
     write_canary(canary_of or made, draft.path / "canary.json")
+    if rewards:
+        pass_carried(rewards, draft.path)
     draft.commit(stage="sft", facts={"version": version})
     return Artifact(str(url))
 

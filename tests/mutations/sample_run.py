@@ -22,7 +22,7 @@ from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json
 from tuneloop.core.component import Input, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.store import Store
-from tuneloop.formats.rollouts import write_rollouts
+from tuneloop.formats.rollouts import FILE, write_rollouts
 from tuneloop.runs.audit import compute_root
 from tuneloop.runs.run_record import Run
 from tuneloop.weights import live
@@ -69,7 +69,7 @@ def sample(stage: Stage, policy: Input, *, iteration: int = 0, temperature: floa
     lists = {"prompt_ids": [3, 4], "completion_ids": ids, "logprobs": [-0.5, -0.25, -1.0], "loss_mask": [True] * 3}
     texts = {"finish_reason": "stop", "prompt": "a", "completion": "b", "answer": "b", "reward_spec": "{}"}
     row = {**lists, **texts, "policy_versions": [version] * 3, "metadata": "{}"}
-    write_rollouts(stage.out, ({**row, "request_id": f"r{n}", "group": "g", "id": f"i{n}"} for n in range(4)))
+    write_rollouts(stage.out / FILE, ({**row, "request_id": f"r{n}", "group": "g", "id": f"i{n}"} for n in range(4)))
     stage.metric(iteration, mean_length=3.0)
     stage.facts.update(version=version, sampling={"temperature": temperature}, staleness={"mean": 0.0})
     stage.notes["pulled"] = {"version": version, "served_at": 0.0, **PULLED}

@@ -10,6 +10,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
+from tuneloop.inference.rounds import bound_staleness
 from tuneloop.weights.codec import Encoding
 from tuneloop.workflow.pod_loop import PerPod
 from tuneloop.workflow.settings import MEMORY
@@ -152,7 +153,12 @@ class LoopPipelineConfig(PipelineConfig):
     @property
     def max_staleness(self) -> int:
         """How old the rollouts may be that the policy learns from: at least as old as the loop makes them."""
-        return max(self.update.max_staleness, int(self.loop.asynchronous))
+        rollout, carried = self.rollout, 0
+        if rollout.carry_after:
+            rounds = rollout.max_tokens // rollout.carry_after
+            carried = bound_staleness(rounds, rollout.oversampled_prompts, rollout.prompts_per_iteration)
+            carried += self.engine.options.get("max_staleness", 0)
+        return max(self.update.max_staleness, int(self.loop.asynchronous), carried)
 
     @property
     def iterations_per_pod(self) -> PerPod:
@@ -184,6 +190,9 @@ class LoopPipelineConfig(PipelineConfig):
         if parts > groups:
             remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
             raise UserError("update.updates_per_batch", parts, remedy)
+        if self.loop.asynchronous and (size := self.rollout.carry_after):
+            remedy = "groups are carried in the checkpoint, which is not there yet with loop.asynchronous: unset one"
+            raise UserError("rollout.carry_after", size, remedy)
         pod = self.loop.iterations_per_pod
         if isinstance(pod, int) and pod:
             if (part := self.loop.per_workflow) % pod:

@@ -51,7 +51,7 @@ def make_rows(
             "completion_ids": said.ids,
             "logprobs": said.logprobs,
             "loss_mask": get_sampled_mask(said),
-            "policy_versions": said.versions or [said.start_version] * len(said.ids),
+            "policy_versions": get_versions(said),
             "finish_reason": said.finish_reason,
             "prompt": row["prompt"],
             "answer": row["answer"],
@@ -86,10 +86,10 @@ def read_rows(file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str
     return [by_place[place] for place in places]
 
 
-def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write ``rollouts.parquet`` into a directory; a row group's rows are in memory at once."""
+def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]], about: Mapping[str, str] | None = None) -> None:
+    """Write rollouts to a Parquet file, with metadata `about`; a row group's rows are in memory at once."""
     rows = iter(rows)
-    with pq.ParquetWriter(path / FILE, SCHEMA) as out:
+    with pq.ParquetWriter(path, SCHEMA.with_metadata(about)) as out:
         while part := list(itertools.islice(rows, ROWS)):
             out.write_table(pa.Table.from_pylist(part, schema=SCHEMA))
 
@@ -152,6 +152,11 @@ def build_reward_inputs(tokenizer: Any, row: Mapping[str, Any], said: Completion
     about = {**said.about, "transcript": decode_ids(tokenizer, said.ids)}
     metadata = {**json.loads(row["metadata"] or "{}"), "environment": about}
     return {"completion": decode_ids(tokenizer, said.last), "metadata": json.dumps(metadata, sort_keys=True)}
+
+
+def get_versions(said: Completion) -> list[int]:
+    """Return for each id of a completion the version that made it."""
+    return said.versions or [said.start_version] * len(said.ids)
 
 
 def get_sampled_mask(said: Completion) -> list[bool]:

@@ -14,11 +14,12 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
-from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, get_versions, request_id
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
+from tuneloop.inference.rounds import Rounds
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
 """Of prompts, as `data_prep` writes them."""
@@ -69,12 +70,14 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """Completions to make: one request a row of prompts, `n` seeds a request; episodes with an environment."""
+    """Completions to make: one request a row of prompts, `n` seeds a request; episodes with an environment. With
+    `rounds` they grow in these, and `rows` begin with those of the groups that go on."""
 
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[str]
     n: int
     options: SamplingOptions
+    rounds: Rounds | None = None
 
 
 def generate_completions(
@@ -107,20 +110,25 @@ def generate_completions(
         stage.check_stop()
         bar.update(count)
 
+    seed, bound = functools.partial(stage.seed, "sample"), getattr(engine, "max_staleness", 0)
     with stage.timed("generate"):
         completions: Sequence[Sequence[Completion]]
-        if options.environment is None:
+        if job.rounds:
+            check = functools.partial(measure_staleness, policy, bound=bound)
+            completions = job.rounds.play(engine, requests, sampling, seed, check, done)
+            bound += job.rounds.oldest
+        elif options.environment is None:
             completions = engine.generate(requests, sampling, done)
         else:
-            seed = functools.partial(stage.seed, "sample")
             completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
-    stage.facts["staleness"] = measure_staleness(policy, completions, getattr(engine, "max_staleness", 0))
+    stage.facts["staleness"] = measure_staleness(policy, completions, bound)
     for name in ("pulled", "replicas", "determinism"):  # of engines that have it
         if said := getattr(engine, name, None):
             stage.notes[name] = said
     if refitted := getattr(engine, "refitted", None):
         stage.notes["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
+    tokens -= job.rounds.tokens if job.rounds else 0
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     stage.facts.update(
@@ -189,8 +197,9 @@ def read_canary(policy: Artifact) -> dict[str, Any]:
 
 def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
     row, group = job.rows[index], job.groups[index]
+    begun = job.rounds and job.rounds.begun.get(group)
     try:
-        ids = encode_prompt(tokenizer, row["prompt"], row["chat"])
+        ids = begun.prompt_ids if begun else encode_prompt(tokenizer, row["prompt"], row["chat"])
     except UserError as error:
         raise UserError(f"prompts row {row['id']}: {error.field}", error.value, error.remedy) from error
     return Request(group, ids, [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)])
@@ -212,7 +221,7 @@ def measure_staleness(policy: Artifact, completions: Sequence[Sequence[Completio
     """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`. Raises
     StaleWeights: some are older than the bound, or newer than the policy."""
     want = policy.manifest.facts["version"]
-    each = [v for group in completions for c in group for v in c.versions or [c.start_version] * len(c.ids)]
+    each = [v for group in completions for c in group for v in get_versions(c)]
     if not each or not want - bound <= min(each) <= max(each) <= want:
         raise StaleWeights(
             f"completions were made by versions {sorted(set(each))} instead of {want}: the weights changed during the "

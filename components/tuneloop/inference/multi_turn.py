@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, val
 from tuneloop.core import plugins
 from tuneloop.core.component import Options, from_validation
 from tuneloop.environments import Environment
-from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request
+from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request, get_versions
 from tuneloop.formats.tokens import decode_ids, encode_reply
 from tuneloop.inference.engines import Engine, Sampling
 
@@ -80,7 +80,7 @@ class _Live:
     escape: str = ""
 
     def hear(self, completion: Completion) -> None:
-        self.versions += completion.versions or [completion.start_version] * len(completion.ids)
+        self.versions += get_versions(completion)
         self.extend(completion.ids, completion.logprobs, sampled=True)
         self.last, self.turns, self.finish_reason = completion.ids, self.turns + 1, completion.finish_reason
 

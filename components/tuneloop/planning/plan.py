@@ -125,10 +125,12 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
     """Yield the steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
         times, value = pods[stage.name], stage.number
-        prompts = value("oversampled_prompts") or value("prompts_per_iteration")
+        more = value("oversampled_prompts")
+        prompts = (more if not value("carry_after") else None) or value("prompts_per_iteration")
         if stage.role == "sampler" and prompts and (n := value("n")):
             total = times * prompts * n
-            tokens = f", at most {total * most:,.0f} tokens" if (most := value("max_tokens")) else ""
+            begun = total + ((more or prompts) - prompts) * n  # with carry_after: what the last iteration leaves
+            tokens = f", at most {begun * most:,.0f} tokens" if (most := value("max_tokens")) else ""
             yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"
         elif stage.role == "trainer" and (each := value("updates_per_batch")):
             yield stage.name, f"{times} × {each:g} = {times * each:,.0f} optimizer steps"

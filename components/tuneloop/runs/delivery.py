@@ -66,7 +66,8 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     version = _check_told(entry, facts, SAMPLED)["version"]
     refitted = notes.get("refitted") and _check_told(entry, notes["refitted"], REFIT)
     waited = took.get("load", 0.0) + took.get("canary", 0.0)
-    seen: dict[str, Any] = {"waited_s": waited, "behind": facts["staleness"].get("mean")}
+    behind = None if "carried" in facts else facts["staleness"].get("mean")  # carried tokens were asked for before
+    seen: dict[str, Any] = {"waited_s": waited, "behind": behind}
     if refitted:
         changed = [seconds for seconds in refitted["workers"].values() if seconds]
         seen |= {"pause_s": max(changed, default=None), "replicas": len(refitted["workers"])}

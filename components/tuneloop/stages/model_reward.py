@@ -10,6 +10,7 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.token_files import Document
 from tuneloop.training import checkpoint
 from tuneloop.training.options import ScoringOptions
@@ -52,6 +53,7 @@ def model_reward(
     mean = sum(scores) / len(scores) if scores else 0.0
     if stage.leader:
         pq.write_table(table, stage.out / "rewards.parquet")
+        pass_carried(rollouts, stage.out)
     about = {"mean": mean, "model": sum(found) / len(found), "weight": weight, "scored": len(scores)}
     stage.facts.update({**rollouts.manifest.facts, "model_reward": about, "scorer": scorer.manifest.digest})
     stage.metric(int(rollouts.manifest.facts.get("version", 0)), mean=mean)

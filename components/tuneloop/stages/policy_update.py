@@ -17,6 +17,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, Input, OptionalInput, Params, Results, Stage
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.provenance import collect_provenance
+from tuneloop.formats.carried import pass_carried
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.lora import disable_adapters
 from tuneloop.training.options import Optimization, TrainerOptions
@@ -121,6 +122,8 @@ def policy_update(
     trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, state_as="facts")
+    if stage.leader:
+        pass_carried(rewards, stage.out)
     due = iteration % options.state_every == 0
     stage.notes["state"] = "due" if due else "not due"
     if due:

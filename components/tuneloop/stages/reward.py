@@ -17,6 +17,7 @@ from pydantic import Field
 from tuneloop.core import plugins
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, ROWS, open_rows
 from tuneloop.rewards.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
 
@@ -74,6 +75,7 @@ def reward(
     if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
         stage.log(f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say")
     _write(sampled, outcomes, stage.out / "rewards.parquet")
+    pass_carried(rollouts, stage.out)
     facts = summarize_rewards(rows, outcomes)
     stage.facts.update({**rollouts.manifest.facts, "reward": facts})
     numbers = {k: float(facts[k]) for k in ("mean", "std", "solved", "zero_variance")}

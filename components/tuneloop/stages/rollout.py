@@ -1,23 +1,41 @@
 """Sample completions from the policy, with the log-probabilities that training needs."""
 
 import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
+from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
+from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import derive_seed, draw_indices
 from tuneloop.formats import rollouts
+from tuneloop.formats.carried import ABOUT, CARRIED, read_carried
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
+from tuneloop.inference.rounds import Rounds, bound_staleness
+
+
+def _check_rounds(size: int | None, info: ValidationInfo) -> int | None:
+    most = info.data.get("max_tokens")
+    if size and info.data.get("environment") is not None:
+        raise ValueError("the state of an environment cannot go on in another iteration: unset one of the two")
+    if size and most and most % size:
+        raise ValueError(f"must divide max_tokens ({most})")
+    return size
 
 
 def _check_oversampling(asked: int | None, info: ValidationInfo) -> int | None:
-    wanted, n = info.data.get("prompts_per_iteration"), info.data.get("n")
+    wanted, n, carrying = (info.data.get(name) for name in ("prompts_per_iteration", "n", "carry_after"))
+    if carrying and not asked:
+        raise ValueError("goes with carry_after: set it to the groups under way, at least prompts_per_iteration")
     if asked and wanted and asked < wanted:
         raise ValueError(f"must be at least prompts_per_iteration ({wanted}), the groups that the update takes")
-    if asked and n == 1:
+    if asked and n == 1 and not carrying:
         remedy = "set n to 2 or more, or leave this out"
         raise ValueError(f"no group would be kept, as a single reward does not differ: {remedy}")
     return asked
@@ -27,17 +45,25 @@ class RolloutOptions(SamplingOptions):
     """What is sampled: never from a cut distribution, whose log-probabilities would bias the importance ratios."""
 
     flags: ClassVar[tuple[str, ...]] = (
-        *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "oversampled_prompts", "temperature"),
-        *generate.SHARED_FLAGS,
+        *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature"),
+        *(*generate.SHARED_FLAGS, "carry_after", "oversampled_prompts"),  # these are checked against those before
     )
 
     iteration: int = Field(0, ge=0, description="which batch of prompts")
     prompts_per_iteration: int = Field(16, ge=1, description="prompts in a batch")
     n: int = Field(8, ge=1, le=100, description="completions a prompt")
+    carry_after: Annotated[int | None, AfterValidator(_check_rounds)] = Field(
+        None,
+        ge=1,
+        description="tokens that all completions grow at a time; once prompts_per_iteration groups have ended, the "
+        "others go on in the next iteration, with all tokens that they have",
+    )
     oversampled_prompts: Annotated[int | None, AfterValidator(_check_oversampling)] = Field(
         None,
         ge=1,
-        description="prompts sampled instead; the update takes the first prompts_per_iteration whose rewards differ",
+        description="prompts sampled instead; the update takes the first prompts_per_iteration whose rewards differ, "
+        "or with carry_after the first that have ended",
+        validate_default=True,
     )
     temperature: float = Field(1.0, ge=0.01, description="of the sampled distribution")
 
@@ -51,29 +77,73 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     It counts only if the engine proves that it serves `policy`: by the digest it echoes, by the canary's
     log-probabilities, and by the version on every completion.
 
+    With `carry_after` the `oversampled_prompts` groups under way are those that `policy` carries from the iteration
+    before, then new ones. The batch is the first `prompts_per_iteration` that have ended. ``carried.parquet`` has the
+    others, for the checkpoint that is made of this batch; ``facts.carried`` counts those `taken` and `left`.
+
     Raises:
         UserError: data or options that cannot work.
         Retryable: the server is away, breaks off or keeps silent.
         StaleWeights: the engine serves other weights.
     """
     train = rollouts.open_rows(prompts, "train.parquet", generate.COLUMNS, "--prompts", "data_prep")
-    total, iteration = train.metadata.num_rows, options.iteration
-    size = options.oversampled_prompts or options.prompts_per_iteration
-    places = draw_indices(total, iteration * size, size, partial(derive_seed, options.seed, "prompts"))
-    chosen = rollouts.read_rows(train, places, generate.COLUMNS)
-    groups = [f"i{iteration:06d}-p{p:05d}" for p in range(len(chosen))]
+    total, iteration, wanted = train.metadata.num_rows, options.iteration, options.prompts_per_iteration
+    size, told = options.oversampled_prompts or wanted, dict[str, float]()
+    rounds, drawn = _open_rounds(stage, policy, options)
+    begun = rounds.begun if rounds else {}
+    places = draw_indices(total, drawn, size - len(begun), partial(derive_seed, options.seed, "prompts"))
+    chosen = [*(each.row for each in begun.values()), *rollouts.read_rows(train, places, generate.COLUMNS)]
+    groups = [*begun, *(f"i{iteration:06d}-p{p:05d}" for p in range(len(places)))]
+    if len({*groups}) < len(groups):
+        raise UserError("--iteration", iteration, "has begun groups that the policy carries; go on with a later one")
     with generate.open_engine(options) as engine:
-        job = generate.Job(chosen, groups, options.n, options)
+        job = generate.Job(chosen, groups, options.n, options, rounds)
         tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
-    rows = (rollouts.make_rows(tokenizer, *each) for each in zip(chosen, requests, completions))
-    rollouts.write_rollouts(stage.out, itertools.chain.from_iterable(rows))
-    if options.oversampled_prompts:
-        stage.facts["groups"] = {"asked": size, "wanted": options.prompts_per_iteration}
-    made = [said for group in completions for said in group]
+    batch = every = [*zip(chosen, requests, completions)]
+    if rounds:
+        batch, left = ([every[i] for i in some] for some in rounds.divide(completions, options.max_tokens))
+        about = {"drawn": drawn + len(places), "options": _shared_options(options)}
+        _write(stage.out / CARRIED, tokenizer, left, {ABOUT: json.dumps(about, sort_keys=True)})
+        bound = int(stage.facts["staleness"]["bound"])
+        stage.facts["staleness"] = generate.measure_staleness(policy, [said for *_, said in batch], bound)
+        stage.facts["carried"] = {"taken": len(begun), "left": len(left)}
+        told = {"carried": len(left), "staleness": stage.facts["staleness"]["mean"]}
+    elif options.oversampled_prompts:
+        stage.facts["groups"] = {"asked": size, "wanted": wanted}
+    _write(stage.out / rollouts.FILE, tokenizer, batch)
+    made = [said for *_, group in batch for said in group]
     mean = sum(len(said.ids) for said in made) / len(made)
     cut = sum(said.finish_reason == "length" for said in made) / len(made)
-    stage.metric(iteration, completions=len(made), mean_length=mean, cut=cut, **stage.facts["canary"])
+    stage.metric(iteration, completions=len(made), mean_length=mean, cut=cut, **told, **stage.facts["canary"])
     return {"completions": len(made), "mean_length": mean}
+
+
+Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
+"""A row of prompts, its request, and what was said to it."""
+
+
+def _open_rounds(stage: Stage, policy: Artifact, options: RolloutOptions) -> tuple[Rounds | None, int]:
+    """Return the rounds of this iteration with the groups to go on with, and how many prompts were drawn before."""
+    size, wanted, groups = options.carry_after, options.prompts_per_iteration, options.oversampled_prompts
+    begun, about = read_carried(policy)
+    if begun and about["options"] != (asked := _shared_options(options)):  # a fork with other settings
+        stage.log(f"{len(begun)} carried groups are dropped: they were sampled with {about['options']}, not {asked}")
+        begun = {}
+    if not (size and groups):
+        return None, options.iteration * (groups or wanted)
+    oldest = bound_staleness(options.max_tokens // size, groups, wanted)
+    return Rounds(size, wanted, oldest, begun), about.get("drawn", options.iteration * wanted)
+
+
+def _shared_options(options: RolloutOptions) -> dict[str, Any]:
+    """Return the options that groups have to share with those that they are carried beside."""
+    shared = {"prompts_per_iteration", "n", "carry_after", "oversampled_prompts", "temperature", "max_tokens"}
+    return options.model_dump(include=shared)
+
+
+def _write(path: Path, tokenizer: Any, groups: Iterable[Group], about: Mapping[str, str] | None = None) -> None:
+    rows = (rollouts.make_rows(tokenizer, *each) for each in groups)
+    rollouts.write_rollouts(path, itertools.chain.from_iterable(rows), about)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,18 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
             r"7: must be at least prompts_per_iteration \(8\)",
         ),
         (("rollout.n=1", "rollout.oversampled_prompts=32"), "rollout.oversampled_prompts", "set n to 2 or more"),
+        (("rollout.carry_after=2",), "rollout.oversampled_prompts", "goes with carry_after"),
+        (("rollout.carry_after=3", "rollout.oversampled_prompts=32"), "rollout.carry_after", r"max_tokens \(8\)"),
+        (
+            ("rollout.carry_after=2", "rollout.oversampled_prompts=32", "rollout.environment=calculator"),
+            "rollout.carry_after",
+            "the state of an environment",
+        ),
+        (
+            ("rollout.carry_after=2", "rollout.oversampled_prompts=32", "loop.asynchronous=true"),
+            "rollout.carry_after",
+            "not there yet with loop.asynchronous",
+        ),
         (
             ("rollout.prompts_per_iteration=4", "update.updates_per_batch=5"),
             "update.updates_per_batch",
@@ -67,6 +79,14 @@ def test_what_rollouts_can_not_do_is_refused_before_anything_runs(sets: tuple[st
     with pytest.raises(UserError, match=says) as refused:
         find_pipeline("sft_then_grpo").configure(sets=sets)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(("more", "bound"), [((), 3), (("update.max_staleness=5",), 5), (("rollout.n=1",), 3)])
+def test_the_update_takes_tokens_as_old_as_carrying_makes_them(more: tuple[str, ...], bound: int) -> None:
+    """Four rounds, and twice the groups of a batch; a single completion a group is no reason to refuse."""
+    pipeline = find_pipeline("sft_then_grpo")
+    made = pipeline.build(pipeline.configure(sets=["rollout.carry_after=2", "rollout.oversampled_prompts=32", *more]))
+    assert f'"--max-staleness","{bound}"' in json.dumps(made).replace("\\", "").replace('", "', '","')
 
 
 @pytest.mark.parametrize("asked", ["7", "0", "many"])

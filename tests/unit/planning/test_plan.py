@@ -136,6 +136,9 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     assert ("rollout", "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens") in plan.estimate_work(
         stages, plan.count_pods(more)
     )
+    carried = json.loads(json.dumps(more).replace('"--n"', '"--carry-after", "8", "--n"'))
+    stages = [rendered_stages.read_stage(each) for each in carried["spec"]["templates"] if "container" in each]
+    assert any("10 × 4 prompts" in text for _, text in plan.estimate_work(stages, plan.count_pods(carried)))
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
     assert "tiny-qwen3: 826,240 parameters" in text
     assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text
