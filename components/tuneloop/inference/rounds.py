@@ -14,11 +14,10 @@ from tuneloop.inference.engines import Engine, Sampling
 
 
 def bound_staleness(rounds: int, groups: int, wanted: int) -> int:
-    """Bound the iterations that a token waits for the batch that it is trained in.
+    """Return how many iterations a token waits at most for the update that learns from it.
 
-    Of `groups` under way `wanted` leave in each iteration, the earliest first. Each iteration has a round at least, so
-    that a group has ended after `rounds` iterations; by then, those begun before it or beside it are at most
-    `groups - wanted`, or all in its first."""
+    Each iteration has a round at least, so a group has ended after `rounds` of them. Its first takes `wanted` groups
+    away: of those begun no later, `groups - wanted` are left, which once they have ended are the first to leave."""
     batches = -(-groups // wanted)
     return max(rounds, 2) + batches - 3 if batches > 1 else 0
 
