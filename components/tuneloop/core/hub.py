@@ -15,3 +15,12 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
     if own and revision not in (None, own):
         raise UserError(field, address, f"names another revision than {revision}; give one")
     return name, own or revision
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return whether a failed connection is among the causes."""
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError) or "ConnectError" in type(error).__name__:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -153,10 +153,10 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
         where the canary has the version before what `tell_versions_apart` does. Below a separation of `SEPARATED` the
         numbers do not tell the two apart: that it is not the one before is the engine's word then.
     """
-    result = _compare_with_canary(engine, policy, tolerance)
+    result = compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         engine.load(policy, force=True)
-        result = _compare_with_canary(engine, policy, tolerance)
+        result = compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         raise StaleWeights(
             f"{result}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
@@ -165,7 +165,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     return result
 
 
-def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
+def compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
     """Measure the differences, or say what is wrong."""
     want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
     if served != want:

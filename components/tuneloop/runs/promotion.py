@@ -40,12 +40,13 @@ class Promotion(TypedDict):
 def promote_version(run: Run, version: int, name: str, least: Mapping[str, float]) -> dict[str, Any]:
     """Give a version of a run a name, if it passes the gate; from then on retention keeps it.
 
-    The gate is an audit of the version, its newest evaluation and all that both were made from, and that this reached
-    the `least` of each result. Raises UserError where it does not pass, or is not in the run.
+    The gate is an audit of the version, its newest evaluation that has these results and all that both were made from,
+    and that this reached the `least` of each. Raises UserError where it does not pass, or is not in the run.
     """
     check_name(name, "NAME")
     entry = find_made(run, f"v{version}")
-    judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key][-1:]
+    judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key]
+    judged = ([e for e in judged if least.keys() <= e.manifest.scalars.keys()] or judged)[-1:]
     if not judged:
         raise UserError("VERSION", version, f"was not evaluated by {run.name} (loop.evaluate_every does)")
     prove_chain(run, version, entry, *judged)
