@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.lm_eval_tasks import write_tasks
+from tests.lm_eval_tasks import count_said, write_tasks
 from tests.policies import commit_policy
 from tests.waiting import LIMIT_S, free_port, until
 from tuneloop.core.artifacts import Artifact
@@ -19,6 +19,8 @@ from tuneloop.stages.export import export
 from tuneloop.training.fetch import fetch_artifact
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
+ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_PLUGINS": ""}
+"""A server that has nothing of ours: AMX, which our plugin holds back where it is broken, is not for float32."""
 
 
 def answers(url: str) -> bool:
@@ -45,7 +47,7 @@ def test_a_served_model_scores_as_in_process(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "plain")]
     line += ["--served-model-name", "tuneloop", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     line += ["--dtype", "float32", "--max-num-seqs", "8"]
-    with subprocess.Popen(line, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}) as server:
+    with subprocess.Popen(line, env={**os.environ, **ALONE}) as server:
         try:
             until(lambda: answers(url), 4 * LIMIT_S, server, pause=1)
             there = measure("there", policy, engine="endpoint", endpoint=url)
@@ -59,4 +61,7 @@ def test_a_served_model_scores_as_in_process(tmp_path: Path) -> None:
             server.terminate()
     assert there["canary"]["mean_abs_diff"] < 0.02
     assert at_once["tasks"] == there["tasks"] == here["tasks"]
-    assert (here["tasks"]["digits_say"]["exact_match"], here["tasks"]["digits_choose"]["acc"]) == (0.5, 0.75)
+    assert (here["tasks"]["digits_say"]["exact_match"], here["tasks"]["digits_choose"]["acc"]) == (
+        count_said(folder),
+        0.75,
+    )
