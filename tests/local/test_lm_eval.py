@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from tests.lm_eval_tasks import count_said, write_tasks
 from tests.policies import commit_policy
@@ -32,7 +33,8 @@ def answers(url: str) -> bool:
 
 def test_a_served_model_scores_as_in_process(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    policy, other = (commit_policy(tmp_path / name, version=k) for k, name in enumerate(("mine", "other")))
+    names = enumerate(("mine", "other"))
+    policy, other = (commit_policy(tmp_path / name, version=k, family=LlamaConfig) for k, name in names)
     folder = write_tasks(tmp_path / "tasks", policy)
     exported = export(out=str(tmp_path / "export"), policy=policy.ref)
     fetch_artifact(f"{tmp_path / 'export'}@{exported.digest}", tmp_path / "plain")
