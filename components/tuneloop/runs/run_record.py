@@ -372,9 +372,8 @@ class Run:
             of_it = sorted((e for e in entries if e.manifest.stage == stage), key=self._find_iteration)
             for entry, rows in zip(of_it, self.read_rows(of_it)):
                 axis = "step" if entry.iteration is None and role != "evaluator" else "iteration"
-                for index, row in enumerate(rows):
-                    x = self._find_iteration(entry) - 1 + (index + 1) / len(rows)
-                    x = x if axis == "iteration" else row.get("step", index)
+                for i, row in enumerate(rows):
+                    x = row.get("step", i) if axis == "step" else self._find_iteration(entry) - 1 + (i + 1) / len(rows)
                     for name, value in row.items():
                         if name not in SAID and isinstance(value, int | float):
                             curve = curves.setdefault(name, Curve(name, stage, role, f"as {stage} recorded it", axis))

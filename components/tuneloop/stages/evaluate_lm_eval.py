@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from tuneloop.core.component import UNTRACKED, Input, Options, Results, Stage, c
 from tuneloop.core.errors import Unavailable, UserError, find_full_disk
 from tuneloop.core.hub import is_unreachable
 from tuneloop.formats.rollouts import SAMPLES, TEXTS
-from tuneloop.inference.generate import compare_with_canary
+from tuneloop.inference.generate import compare_with_canary, read_canary
 
 
 class LmEvalOptions(Options):
@@ -38,56 +37,43 @@ class LmEvalOptions(Options):
     canary_tolerance: float = Field(0.05, gt=0, description="as of `rollout`, of a server")
 
 
-def hash_tasks(params: Any) -> dict[str, Any]:
+def hash_own(params: Any) -> dict[str, Any]:
     """Return what tells the files of `include_path` from others of the same names."""
-    found = hash_files(Path(params.include_path)) if params.include_path else {}
-    return {"task_files": {name: file.digest for name, file in found.items()}}
+    return {"task_files": (own := params.include_path) and {k: f.digest for k, f in hash_files(Path(own)).items()}}
 
 
-@component(
-    "metrics", image="rollout", accelerator=True, role="evaluator", results={"score": float}, identity=hash_tasks
-)
+@component("metrics", image="rollout", accelerator=True, role="evaluator", results={"score": float}, identity=hash_own)
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
     """Have lm-eval run tasks on a checkpoint, with their own prompts and metrics, and its own seeds.
 
     `score` is the mean of one metric of each task; of a group with metrics, these stand for its tasks. A server proves
-    by the canary that it has this checkpoint. ``facts.tasks`` has every metric.
-
-    Raises:
-        UserError: lm-eval is not installed; a task, metric or argument that it does not know; a task that cannot be
-            loaded; a server that refuses a request, or has another model.
-        Unavailable: the server, or the hub, does not answer.
-    """
+    by the canary that it has this checkpoint. Raises UserError: lm-eval is not installed, or cannot do with a task,
+    metric or argument; a server refuses, or has another model. Raises Unavailable: server or hub do not answer."""
     if find_spec("lm_eval") is None:
         raise UserError("package", "lm_eval", "is not installed; pip install 'tuneloop[lm-eval]'")
+    import lm_eval.tasks
     from aiohttp import ClientError
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    with stage.timed("load"):
-        with name_errors("tasks", options.tasks, Exception):  # whatever their data and code raise
-            loaded = TaskManager(include_path=options.include_path).load(options.tasks)
-        with name_errors("model_args", options.model_args, TypeError, ValueError):
-            model = open_model(policy, options)
-        if options.engine == "endpoint":
-            with name_errors("--endpoint", options.endpoint, Exception):  # whatever its answers lack
-                stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
-        model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # it hears of every answer
-    groups = loaded.get("groups", {})
-    inside = {child for group in groups.values() for child in group.child_names}
-    outer = [each for name, each in {**groups, **loaded["tasks"]}.items() if name not in inside]
+    with stage.timed("load"), name_errors("tasks", options.tasks, Exception):  # whatever their data and code raise
+        loaded = (manager := lm_eval.tasks.TaskManager(include_path=options.include_path)).load(options.tasks)
+    with stage.timed("load"), name_errors("model_args", options.model_args, TypeError, ValueError):
+        model = open_model(policy, options)
+    if options.engine == "endpoint":
+        with stage.timed("load"), name_errors("--endpoint", options.endpoint, Exception):  # whatever its answers lack
+            stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
+    model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # it hears of every answer
+    manager.load = lambda _: loaded  # once is enough
     how = options.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"})
     with stage.timed("evaluate"), name_errors("--endpoint", options.endpoint, OSError, ClientError):
-        told = simple_evaluate(model, tasks=outer, **how)
-    every = {name: find_metrics(name, said, options.metric) for name, said in told["results"].items()}
-    found = {name: metrics for name, metrics in every.items() if metrics}  # of a group without, its tasks count
+        told = lm_eval.simple_evaluate(model, tasks=options.tasks, task_manager=manager, **how)
+    found = {name: each for name, said in told["results"].items() if (each := find_metrics(name, said, options.metric))}
     inside = {child for name, children in told["group_subtasks"].items() if name in found for child in children}
     scores = [next(iter(found[name].values())) for name in found if name not in inside]
     rows = [row for name, samples in told["samples"].items() for row in list_samples(name, samples, found[name])]
     pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), stage.out / "samples.parquet")
     at = policy.manifest.facts["version"]
     stage.metric(at, **{f"{name}/{key}": value for name in found for key, value in found[name].items()})
-    stage.facts.update(version=at, digest=policy.manifest.digest, engine=options.engine, lm_eval=version("lm_eval"))
+    stage.facts.update(version=at, digest=policy.manifest.digest, engine=options.engine, lm_eval=lm_eval.__version__)
     stage.facts["tasks"] = {name: {"samples": told["results"][name].get("sample_len"), **found[name]} for name in found}
     return {"score": sum(scores) / len(scores)}
 
@@ -98,8 +84,7 @@ def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
 
     files = policy.part("model", "--policy", "give it a checkpoint")
     if options.engine == "transformers":
-        given = {"device": "", **options.model_args}  # which means a GPU, where there is one
-        return get_model("hf")(pretrained=str(files), **given)
+        return get_model("hf")(pretrained=str(files), **{"device": "", **options.model_args})  # "": a GPU, if any
     if not (options.endpoint or "").startswith("http"):
         raise UserError("--endpoint", options.endpoint, "is required: an OpenAI API, as http://host:8000/v1")
     made = get_model("local-completions")
@@ -111,12 +96,10 @@ def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
 
 def prove_server(model: Any, policy: Artifact, tolerance: float) -> dict[str, float]:
     """Prove that a server has the policy, by log-probabilities of its canary. Raises UserError where it has not."""
-
-    def score(ids: list[int]) -> list[float]:
-        return model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
-
+    ids = read_canary(policy)["ids"]
+    logprobs = model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
     known = {"version": policy.manifest.facts["version"], "digest": policy.manifest.digest}  # which such an API lacks
-    proof = compare_with_canary(SimpleNamespace(name="endpoint", score=score, **known), policy, tolerance)
+    proof = compare_with_canary(SimpleNamespace(name="endpoint", score=lambda _: logprobs, **known), policy, tolerance)
     if isinstance(proof, str):
         raise UserError("--endpoint", model.base_url, f"serves something else than {policy.url}: {proof}")
     return proof
@@ -133,8 +116,7 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
         answer = getattr(error, "response", None)
         status = getattr(error, "status", 0) if answer is None else answer.status_code
         said = " ".join(str(error if answer is None else answer.text).split())[:300]
-        away = is_unreachable(error) and "offline" not in said.lower()  # as HF_HUB_OFFLINE has it
-        if away or status >= 500 or status in (408, 429):
+        if status >= 500 or status in (408, 429) or (is_unreachable(error) and "offline" not in said.lower()):
             raise Unavailable(f"lm-eval: {field} {value}: {said}") from error
         raise UserError(field, value, f"lm-eval cannot do with it: {said}") from error
 
