@@ -8,6 +8,4 @@ pydantic model of the options, under TRL's names where TRL has them, with three 
     token_weights(targets) -> float32 [completions]       what each token of a completion counts
 
 The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into micro-batches and
-dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared mathematics in `_terms`. Models,
-batches and ranks belong to `training`.
-"""
+dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared mathematics in `_terms`."""

@@ -17,8 +17,7 @@ class Completions:
         rewards: float32 ``[completions]``; anything where not valid.
         groups: int64 ``[completions]``, 0 … G-1: completions of one prompt.
         valid: bool ``[completions]``, whether the reward is a score.
-        lengths: int64 ``[completions]``, tokens sampled.
-        targets: int64 ``[completions]``, tokens that the loss sees.
+        lengths, targets: int64 ``[completions]``, the tokens that were sampled, and those that the loss sees.
         kl: float32 ``[targets]``, an estimate a token of the divergence from the reference; None without one.
     """
 
@@ -109,13 +108,10 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return log_ratio.exp()
 
     def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each token before `token_weights`.
+        """Compute the loss of each token before `token_weights`, float32 ``[targets]``, and measures of each, detached.
 
-        Returns:
-            Float32 ``[targets]``, and measures of each token, detached: ``ratio``, ``clip_fraction`` (0 or 1), and
-            where their inputs are given ``kl``, ``logprob_gap`` (absolute difference of engine and trainer),
-            ``importance_weight`` (the ratio before its bounds) and ``rejected`` (0 or 1).
-        """
+        These are ``ratio``, ``clip_fraction`` (0 or 1), and where inputs are given ``kl``, ``logprob_gap`` (absolute
+        difference of engine and trainer), ``importance_weight`` (ratio before bounds), ``rejected`` (0 or 1)."""
         ratio = self.ratio(tokens)
         gain, outside = self.surrogate(ratio, tokens)
         values = -gain

@@ -1,9 +1,7 @@
 """The mathematics that objectives share. Tensors are float32 over target tokens, ``[targets]``, unless said otherwise.
 
-No algorithm imports torch where its file is read: so that its options are checked where there is no torch.
-
-`sequence`, int64 ``[targets]``, is the completion that each token belongs to.
-"""
+`sequence`, int64 ``[targets]``, is the completion that each token belongs to. No algorithm imports torch where its file
+is read, so that its options can be checked where there is no torch."""
 
 from __future__ import annotations
 
@@ -40,16 +38,13 @@ def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
 def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale) -> Tensor:
     """Compute ``(R - mean of the group) / (std + 1e-4)``, by the unbiased deviation of the group, the batch, or none.
 
-    Groups whose rewards are all equal give exact zeros, and so do groups of one.
+    Float32 ``[completions]``: 0 where not valid, and exactly 0 in groups of one and where a group's rewards are equal.
 
     Args:
         rewards: float32 ``[completions]``; ignored where not valid, so anything may stand there.
         groups: int64 ``[completions]``, 0 … G-1.
         valid: bool ``[completions]``: whether the reward is a score; only these enter means and deviations.
         scale: GRPO (arXiv 2402.03300) by ``group``; ``batch`` is arXiv 2508.08221; ``none`` Dr. GRPO, arXiv 2503.20783.
-
-    Returns:
-        Float32 ``[completions]``, 0 where not valid.
     """
     result = rewards.new_zeros(rewards.shape)
     overall = rewards[valid].std() if int(valid.sum()) > 1 else 0.0
@@ -79,8 +74,7 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
     """Estimate KL(π, π_ref) from tokens that π sampled (Schulman); with ``x = log π - log π_ref``:
 
     k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is
-    ``exp(-x) - 1 + x``, without bias, never negative, with another gradient (that of KL(π_ref, π)).
-    """
+    ``exp(-x) - 1 + x``, without bias, never negative, with another gradient (that of KL(π_ref, π))."""
     x = logprobs - reference
     return {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: (-x).exp() - 1 + x}[estimator]()
 
@@ -88,10 +82,8 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
 def clip_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)``, and whether the clip holds the gradient back.
-
-    `delta` bounds r itself, for A < 0, where the minimum does not (two-sided clipping, arXiv 2505.07291).
-    """
+    """Compute PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)``, and whether the clip holds the gradient back. `delta`
+    bounds r itself, for A < 0, where the minimum does not (two-sided clipping, arXiv 2505.07291)."""
     outside = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     return (bounded * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages), outside
@@ -100,17 +92,12 @@ def clip_surrogate(
 def compute_importance_weights(
     gap: Tensor, sequence: Tensor, mode: Correction, low: float | None, high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute weights that correct for an engine μ which is not the trainer's policy π_old.
+    """Compute detached weights that correct for an engine μ other than the policy π_old, and the ratio before bounds.
 
     ``gap = log π_old - log μ``; each token's μ is the version that sampled it, so completions of several versions need
     nothing else. The ratio is the token's ``exp(gap)``, the completion's ``exp(Σ gap)``, or its geometric mean
     ``exp(mean gap)``. ``*_truncate`` clamps it to [low, high] (TIS, arXiv 2505.24298); ``token_mask`` and
-    ``sequence_mask`` keep it inside and give 0 outside (IcePop, MIS); ``geometric_mask`` gives 1 inside, 0 outside:
-    it rejects and does not weigh.
-
-    Returns:
-        The weights, detached, and the ratio before bounds.
-    """
+    ``sequence_mask`` keep it inside and give 0 outside (IcePop, MIS); ``geometric_mask`` gives 1 inside, 0 outside."""
     gap = gap.detach()
     if mode.startswith("sequence"):
         gap = sequence_sum(gap, sequence)
@@ -126,21 +113,14 @@ def compute_importance_weights(
 
 
 def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
-    """Punish length as DAPO does (arXiv 2503.14476, eq. 13): 0 up to ``limit - cache`` tokens, then falling to -1.
-
-    Args:
-        lengths: int64 ``[completions]``, tokens.
-        limit: from where on it is -1.
-        cache: over how many tokens it falls.
-    """
+    """Punish length as DAPO does (arXiv 2503.14476, eq. 13): 0 up to ``limit - cache`` tokens, then falling to -1 at
+    `limit`. `lengths`: int64 ``[completions]``, tokens."""
     return -((lengths - (limit - cache)) / cache).clamp(0.0, 1.0)
 
 
 def whiten_values(values: Tensor) -> Tensor:
-    """Shift and scale `values` to mean 0 and (biased) variance 1 over all of them (REINFORCE++, arXiv 2501.03262).
-
-    Exactly 0 where all are equal: the rounding of their mean would be blown up to something to learn.
-    """
+    """Shift and scale `values` to mean 0 and (biased) variance 1 over all of them (REINFORCE++, arXiv 2501.03262). They
+    are exactly 0 where all are equal: the rounding of their mean would be blown up to something to learn."""
     if not len(values) or values.min() == values.max():
         return values.new_zeros(values.shape)
     return (values - values.mean()) * (values.var(correction=0) + 1e-8).rsqrt()

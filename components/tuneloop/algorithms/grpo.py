@@ -6,10 +6,8 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(PolicyGradient):
-    """GRPO with every token of the batch weighing the same, as TRL's default has it.
-
-    As published every completion does: ``loss_agg_mode="seq-mean-token-mean"``, TRL's ``loss_type="grpo"``.
-    """
+    """GRPO with every token of the batch weighing the same, as by TRL's default. As published every completion weighs
+    the same: ``loss_agg_mode="seq-mean-token-mean"``, TRL's ``loss_type="grpo"``."""
 
     scale_rewards: _terms.Scale = "group"
 

@@ -10,11 +10,8 @@ from tuneloop.algorithms._terms import Tensor
 
 
 class Algorithm(PolicyGradient):
-    """A token's return is the reward less β times the KL from this token on. OpenRLHF: ``reinforce``.
-
-    With ``baseline="group"`` it is REINFORCE++-baseline: the group's mean is taken off first, and then the paper has
-    the divergence in the loss: ``kl_in="loss", kl_estimator="k2"``.
-    """
+    """A token's return is the reward less β times the KL from this token on (OpenRLHF: ``reinforce``).
+    REINFORCE++-baseline is ``baseline="group"``, for which the paper has ``kl_in="loss", kl_estimator="k2"``."""
 
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"

@@ -1,5 +1,4 @@
-"""The steps of a Workflow that reserve shared devices and give them back, or end its graph;
-`tuneloop.cluster.reservations` is what they run."""
+"""Steps that reserve shared devices, give them back or end a Dynamo graph: they run `tuneloop.cluster.reservations`."""
 
 import json
 from collections.abc import Mapping

@@ -1,10 +1,8 @@
-"""Devices that runs share, as part of a Workflow: which pods use a claim, where they are placed, and the steps that
-take a seat on it and give it back (`tuneloop.cluster.reservations`).
+"""Devices that runs share: which pods of a Workflow use a claim, and where they are placed.
 
-Argo 3.7 has no field for a pod's claims: they are written by ``podSpecPatch``. The claim's name is known once the
-first step has taken a seat, and reaches every template as a global output parameter of the workflow. So it makes no
-difference how a workflow was started: by submission, by a schedule, from a template, or by the workflow before it.
-"""
+Argo 3.7 has no field for a pod's claims: ``podSpecPatch`` writes them. The first step takes a seat and so learns the
+claim's name (`tuneloop.cluster.reservations`), which reaches every template as a global output parameter, whether the
+workflow was started by submission, by a schedule, from a template or by the workflow before it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,12 +24,12 @@ PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 
 
 def role_of(image: str) -> str:
-    """Return what a stage with this logical image is: ``trainer`` or ``sampler``."""
+    """Return the role of a stage with this logical image: ``trainer`` or ``sampler``."""
     return ROLES.get(image, TRAINER)
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """Return what stands for the claim's name in the templates of stages of a role."""
+    """Return the tag that stands for the claim's name in the templates of a role's stages."""
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 

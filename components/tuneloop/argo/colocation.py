@@ -1,10 +1,9 @@
 """Host memory of runs that share a node's devices, by their rendered workflow.
 
 Pods request little and may use much: the scheduler adds up what all runs request, while only those that have their turn
-use what they may. So both sums have to fit: what is requested, or the last run's pods are never scheduled; and what is
-used at a time, or the kernel kills one. Beside them, what trainers need that stay in memory between their turns (the
-gateway's sessions; a stage of a workflow ends with its turn): weights and Adam's two moments, in pinned host memory.
-"""
+use what they may. So two sums have to fit: what is requested, or the last run's pods are never scheduled; and what is
+used at a time, or the kernel kills one. Trainers that stay in memory between turns (the gateway's sessions) also need
+pinned host memory for weights and Adam's two moments."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +22,9 @@ UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "
 
 @dataclass(frozen=True)
 class Colocation:
-    """Runs on one node; bytes throughout.
-
-    Attributes:
-        runs: that share it.
-        request: of the stage pods that a run has at a time.
-        limit: of the largest stage; None: not known. One stage has the turn at a time.
-        server_request, server_limit: of what a run keeps beside its stages.
-        overhead: of the node, what is not the runs'.
-        node: all that it has; None: not told.
-    """
+    """Memory of `runs` runs on one node, in bytes (None: not known): `request` of the stage pods that a run has at a
+    time; `limit` of its largest stage, as one stage has the turn at a time; `server_request` and `server_limit` of what
+    a run keeps beside its stages; `overhead` that is not the runs'; and `node`, all that the node has."""
 
     runs: int
     request: int
@@ -48,23 +40,20 @@ class Colocation:
 
     @property
     def used(self) -> int | None:
-        """At most, at a time; None where a limit is not known."""
+        """Bytes used at a time, at most; None where a limit is not known."""
         if self.limit is None or self.server_limit is None:
             return None
         return self.limit + self.runs * self.server_limit + self.overhead
 
     def excess(self) -> Iterator[tuple[str, int]]:
-        """Yield what does not fit: requested or used, and how much that is."""
+        """Yield each sum that does not fit on the node, as ``request`` or ``use``, and its bytes."""
         for what, amount in (("request", self.requested), ("use", self.used)):
             if self.node is not None and amount is not None and amount > self.node:
                 yield what, amount
 
 
 def compute_trainer_memory(parameters: int, width: int = 4) -> tuple[int, int]:
-    """Compute the host memory of a sleeping trainer in bytes: weights, and Adam's two moments.
-
-    Full fine-tuning of a model of 4.02 billion parameters at 2 bytes: 7.5 GiB and 15.0 GiB.
-    """
+    """Compute a sleeping trainer's bytes of host memory: weights, and Adam's two moments, `width` bytes a number."""
     return parameters * width, 2 * parameters * width
 
 
@@ -138,7 +127,7 @@ def parse_resource_quantity(quantity: object) -> Decimal:
 
 
 def _terms(of: Colocation) -> dict[str, str]:
-    """Return how the sums are made."""
+    """Return the terms of both sums, as text."""
     beside = f" + {format_gib(of.server_request)} server" if of.server_request else ""
     servers = f" + {of.runs} × {format_gib(of.server_limit)} server" if of.server_limit else ""
     return {

@@ -1,12 +1,9 @@
 """A stage of several pods: a JobSet that Argo applies and watches, and a step that reads what it committed.
 
-Every pod is what the stage's pod would be, under torchrun with a fixed rendezvous at the first one: pod i of the
-JobSet's only job is node i. The pods live and die together. One that is interrupted, evicted or killed
-(`tuneloop.core.ends`) ends them all, and all start again from the last resume point; any other failure ends the JobSet.
-
-An Argo resource template gets neither exit codes nor outputs from what it watches. So the stage runs once more, in one
-process that finds its output committed and only says so.
-"""
+Every pod is the stage's pod under torchrun with a fixed rendezvous at the first one: pod i of the JobSet's only job is
+node i. If one is interrupted, evicted or killed (`tuneloop.core.ends`), all start again from the last resume point; any
+other failure ends the JobSet. An Argo resource template gets neither exit codes nor outputs of what it watches, so the
+stage runs once more, in one process that finds its output committed and reports it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -63,12 +60,8 @@ def jobset_steps(
     cluster: Cluster,
     numbered: bool,
 ) -> "Steps":
-    """Build the stage as a template of the same name, inputs and outputs as the one for a single pod.
-
-    Args:
-        result: the stage in one process; it becomes the step that reads the output.
-        numbered: the stage runs more than once in a workflow, told apart by its ``iteration``.
-    """
+    """Build the stage as a template with the name, inputs and outputs of that for a single pod. `result`, the stage in
+    one process, becomes the step that reads the output; a `numbered` stage runs once in each ``iteration``."""
     from hera.workflows import Parameter, Steps
     from hera.workflows.models import ValueFrom
 
@@ -136,13 +129,9 @@ def build_jobset(
     queue: Mapping[str, str] | None = None,
     stage: str = "",
 ) -> dict[str, Any]:
-    """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together.
-
-    Args:
-        name: of the object; with ``-node-0-0-x7k2p`` at its end at most 63 characters.
-        queue: Kueue's labels, see `Cluster.build_queue_labels`.
-        stage: what `tuneloop cluster logs` calls the pods.
-    """
+    """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together. `name` with
+    ``-node-0-0-x7k2p`` at its end has at most 63 characters; `queue` are Kueue's labels, see
+    `Cluster.build_queue_labels`; `stage` is what `tuneloop cluster logs` calls the pods."""
     about = {"labels": dict(labels or {}), "annotations": {"workflows.argoproj.io/node-name": stage or name}}
     bug = {"containerName": CONTAINER, "operator": "NotIn", "values": [code for code in RETRIED_CODES if code > 0]}
     job = {
@@ -169,8 +158,7 @@ def build_jobset(
 
 
 def check_names(workflow: Mapping[str, Any], run: str) -> None:
-    """Refuse a run whose JobSets could not be named: their pods are hosts, and say so only when they are started.
-    Raises UserError with the longest name of a pod."""
+    """Raise UserError if a run's name makes host names of JobSet pods invalid, which would only show at their start."""
     iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
     known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
     for job in map(parse_applied_object, workflow["spec"].get("templates", ())):
@@ -210,7 +198,7 @@ def pod_spec(
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object. Raises
-    UserError where it should share devices with other runs: turns are had pod by pod."""
+    UserError where it should share devices with other runs: each pod would take its turns by itself."""
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"

@@ -1,10 +1,8 @@
-"""Whose turn it is, in a stage's template: a sidecar that holds the turn, and the same on this machine.
+"""A sidecar of a stage's pod that holds the turn on shared devices (`cluster.share`): `tuneloop.sharing.sidecar`.
 
-Written for `cluster.share`. The sidecar (`tuneloop.sharing.sidecar`) is a native one, an init container that is always
-restarted: Kubernetes starts the stage's container when its startup probe has passed, and ends it after that container.
-It alone has a token, of an account that may do nothing but change Leases. It tells the stage's container by a file on
-a volume that both mount until when the turn is safe; that container needs no right to see whether it is late.
-"""
+It is a native sidecar, an init container that is always restarted: Kubernetes starts the stage's container once its
+startup probe has passed, and ends it after that container. It alone has a token, of an account that may only change
+Leases. A file on a volume that both mount tells the stage's container until when the turn is safe."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,5 @@
-"""Find in a rendered Workflow what Hera lets through and a controller would only say at run time.
-
-``argo lint --offline`` is the authority on syntax; these rules add what it does not know: what our pods must carry,
-what bounds a recursion, what a skipped task has no outputs for.
-"""
+"""Find what a controller would report of a rendered Workflow only at run time. ``argo lint --offline`` checks syntax;
+these rules add fields that our pods must have, bounds of recursions, and outputs that a skipped task lacks."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +15,7 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
 LIMITS = {"templates": 200, "tasks": 200, "parameters": 500}
-"""Of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
+"""Limits of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
 
 
 def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:

@@ -1,16 +1,12 @@
-"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop goes on in another workflow.
-
-::
+"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop goes on in another workflow::
 
     main:       evaluate-before → part
     part:       loop → continue (another workflow, from `continued` on), or evaluate-after → export
     loop:       rollout → reward → policy-update → next (this template again)
     continued:  serve → part
 
-When it is asynchronous, an iteration is given its batch and samples that of the next beside its update: `loop` samples
-the first batch and calls `turn`, which calls `batch` and itself. With several iterations in a pod, `loop` is a pod that
-calls the next.
-"""
+When it is asynchronous, `loop` samples the first batch and calls `turn`, which is given its batch, samples the next one
+beside its update, and calls itself. With several iterations in a pod, `loop` calls that pod and then itself."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -65,8 +61,7 @@ def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
 
 
 def call_step(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
-    """Make the task of a step in an iteration. `values` has wires and their values; a wire that is not in it is an
-    output of a task beside."""
+    """Make a step's task in an iteration; a wire that is not in `values` is an output of another task of the graph."""
     given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
     arguments = list(given.items())
     behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
@@ -111,9 +106,8 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
 
 
 def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None) -> Any:
-    """Make the template of one iteration, which calls the next. Of an asynchronous loop, `batch` is the template of the
-    steps before the last: the iteration is given what that made, and makes that of the next beside its update, with the
-    policy that it starts from."""
+    """Make the template of one iteration, which calls the next. In an asynchronous loop it is given its batch, and
+    calls the template `batch` for the next one beside its update, with the policy that it starts from."""
     number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
     rewarded = build_term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
     more, after = f"{build_same_workflow_condition(number, rewarded):=}", f"{number.as_int() + 1:=}"
@@ -153,12 +147,8 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
 def describe_loop(
     loop: Loop, specs: Sequence[StageSpec], shared: Mapping[str, Any], wired: Iterable[str], evaluate_every: int
 ) -> PodLoop:
-    """Return the steps of a loop with their commands and flags.
-
-    Args:
-        shared: parameters that every stage which has them is given.
-        wired: parameters whose values the pod is given, beside those that the steps are wired to.
-    """
+    """Return the steps of a loop with their commands and flags. `shared` are parameters for every stage that has them;
+    `wired` are those whose values the pod is given, beside those that the steps are wired to."""
     known = {spec.component: spec for spec in specs}
 
     def describe(step: Step) -> StageCall:
@@ -180,7 +170,7 @@ def describe_loop(
 
 
 def list_roles(loop: Loop, specs: Sequence[StageSpec], evaluate_every: int) -> list[ResourceRole]:
-    """List what the stages of a loop compute that one pod runs."""
+    """List the roles of the stages of a loop that one pod runs."""
     known = {spec.component: spec.parameters for spec in specs}
     steps = [*loop.steps, *([loop.check] if evaluate_every else [])]
     return [find_role(step.component, known[step.component], step.wires) for step in steps]
@@ -242,8 +232,7 @@ def build_pods(loop: Loop, pod: Any) -> Any:
 
 
 def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
-    """Build a step ``continue`` that starts the run's next workflow at the template `entrypoint`: what it runs is
-    `tuneloop.cluster.continue_run`."""
+    """Build the step ``continue``, which starts the run's next workflow at the template `entrypoint`."""
     passed = [f"{name}={input_tag(name)}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
     return Container(
@@ -280,10 +269,8 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
 
 
 def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
-    """Make the tasks of the rollout servers that boot with `policy`, if the engine has some; and return their endpoint.
-
-    A server that pulls needs no policy: it finds the latest version.
-    """
+    """Make the tasks of the engine's rollout servers, if it has some, and return them and their endpoint. They boot
+    with `policy`; those that pull find the latest version themselves."""
     if "serve" not in templates:
         return [], config.engine.rollout_endpoint_url or ""
     given, count = {} if config.engine.pull else {"policy": policy}, config.engine.replicas

@@ -4,13 +4,11 @@ Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam'
 al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
 34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
 which fused attention does not keep, at 2 bytes a number, doubled for float32; with gradient checkpointing, the input of
-each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once.
-KV cache a token: 2 × layers × KV heads × head size × bytes a number.
+each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once. KV
+cache a token: 2 × layers × KV heads × head size × bytes a number.
 
-What a pod asks for (`compute_memory_request`) is that and the programs around it, on a CPU. On a GPU all this lies in
-the GPU's memory; the pod's own holds the programs, and once the weights and the optimizer's state, as they come from
-the store and go.
-"""
+On a CPU a pod requests that and its programs (`compute_memory_request`); on a GPU, whose own memory holds that, its
+programs, and one copy of the weights and the optimizer's state, on their way from or to the store."""
 
 import json
 import math
@@ -35,17 +33,15 @@ from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
-"""Bytes of a process beside its model: of vLLM's server, of any with a GPU, of one with torch. The last was measured on
-a CPU (a peak of 0.5 GiB; the rest is room). The server's is what it ran in, with its pool, in 4 GiB; that with a GPU
-(CUDA's libraries, pinned buffers) is an allowance, and was not measured."""
+"""Bytes of a process beside its model: vLLM's server (it ran in 4 GiB with its pool), any with a GPU (an allowance for
+CUDA's libraries and pinned buffers, not measured), one with torch (a peak of 0.5 GiB on a CPU, and room)."""
 STEP = 1 << 28
 """Memory is asked for in multiples of this."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of a decoder. `linears`: of each layer, what adapters can go to: name → inputs and outputs; empty where
-    they are not known."""
+    """Shape of a decoder. `linears` maps a layer's linears, for adapters, to (inputs, outputs); empty: not known."""
 
     name: str
     parameters: int
@@ -116,10 +112,7 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
 
 
 def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
-    """Count the parameters of a stage's LoRA adapters: ``r × (inputs + outputs)`` each.
-
-    0 without adapters; None where it is not known which layers have some.
-    """
+    """Count a stage's LoRA parameters, ``r × (inputs + outputs)`` an adapter; None where its layers are not known."""
     if (given := json.loads(stage.flags.get("lora") or "null")) is None:
         return 0
     lora = Lora(**given)
@@ -130,8 +123,8 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
 
 
 def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context` has the
-    most tokens of a prompt and its completion, if they are limited."""
+    """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context` is the most
+    tokens of a prompt and its completion, if they are limited."""
     if stage.role == "trainer":
         return _training_memory(stage, model, context)
     if stage.serves or (stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"):
@@ -218,12 +211,9 @@ def context_of(stages: list[Stage]) -> int | None:
 
 
 def set_pod_memory(workflow: dict[str, Any]) -> None:
-    """Set the memory of the pods of `workflow` that are rendered without a limit, as far as it can be estimated.
-
-    Such a pod is of a role whose memory is ``auto``. Once the whole workflow is there to be read, request and limit are
-    set to what its stage needs; where only a part of that is known, the request alone, and where nothing is, it stays
-    as it was: a guess must not be what a pod dies of. Raises UserError where the model's configuration cannot be read.
-    """
+    """Set the memory of pods that are rendered without a limit, those of roles whose memory is ``auto``. Request and
+    limit become what the stage needs; where only a part of that is known, the request alone is set, and where nothing
+    is, neither: a guess must not kill a pod. Raises UserError where the model's configuration cannot be read."""
     found = ((template, parse_applied_object(template)) for template in workflow["spec"].get("templates", []))
     resources = ((template, job, container_of(template, job).get("resources", {})) for template, job in found)
     unlimited = [(t, j) for t, j, of in resources if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}]
@@ -249,8 +239,8 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
 
 
 def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
-    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's.
-    A request of `small` stays as long as it is below the limit."""
+    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's. A
+    request of `small` stays as long as it is at most `amount`."""
     resources = container["resources"]
     text = f"{amount >> 20}Mi"
     if limited:

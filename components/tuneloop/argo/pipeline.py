@@ -20,13 +20,8 @@ LIMITS = {"iterations", "per_workflow", "target_reward"}
 def build_workflow(
     name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
 ) -> Workflow:
-    """Return a pipeline as a Workflow. Raises UserError at a step of the loop that is not among the stages.
-
-    Args:
-        config: a `PipelineConfig`; with a loop, a `LoopPipelineConfig`.
-        draw: calls them.
-        loop: what `draw` calls as the loop.
-    """
+    """Return a pipeline as a Workflow; `draw` calls its stages, and `loop`. `config` is a `PipelineConfig`, with a loop
+    a `LoopPipelineConfig`. Raises UserError at a step of the loop that is not among the stages."""
     if loop:
         loop.check_specs(specs)
     limits = config.loop.model_dump(include=LIMITS) if loop else {}

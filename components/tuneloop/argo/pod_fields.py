@@ -22,9 +22,8 @@ STORE = "tuneloop-store"
 PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """These settings by where they stand, ConfigMap or Secret."""
 PAUSE = "10s"
-"""Between two attempts. Constant: the controller computes ``duration * factor^n`` in 64-bit nanoseconds, which
-overflows after some thirty attempts (``operator.go``, ``processNodeRetries``); and no ``maxDuration``, which is a
-deadline counted from the start of the first attempt."""
+"""Between attempts. Constant: ``duration * factor^n`` in 64-bit nanoseconds overflows after some thirty attempts
+(Argo's ``operator.go``, ``processNodeRetries``). No ``maxDuration``: it counts from the start of the first attempt."""
 LIMIT = 1000
 """Of attempts, for pods that end before they can count (`tuneloop.core.attempts`): four preemptions an hour for ten
 days. The controller keeps to the pause only where a limit is given."""
@@ -38,7 +37,7 @@ NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""Whom a pod's containers run as, none of them root."""
+"""Security context of a pod: its containers do not run as root."""
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -49,8 +48,7 @@ def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:
 
 
 def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()) -> ResourceRole:
-    """Find what the pod of a stage with the parameters `given` computes: nothing, where the stage only calls a server;
-    `wired` are parameters that the graph passes."""
+    """Find what a stage's pod computes: nothing, if it only calls a server. The graph passes the parameters `wired`."""
     engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
     if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
         return "cpu"
@@ -135,7 +133,7 @@ def place_fields(own: Resources) -> dict[str, Any]:
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
-    """Return how a pod of ours is started again: by the class of its end."""
+    """Return the fields that have a pod of ours started again, by the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
@@ -143,7 +141,7 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 
 def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
-    """Return what a small step of ours has, one that asks the API server for something as a service account."""
+    """Return the fields of a small step of ours that asks the API server for something as a service account."""
     rights = {"service_account_name": account, "automount_service_account_token": True}
     return {**rights, **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)), **retry_fields(RETRY_STEP)}
 

@@ -1,8 +1,5 @@
-"""A stage as a Hera template, and the Workflow around it; nothing about graphs.
-
-Every name a pod refers to (service accounts, queue, store settings) is one that ``manifests/`` ships. Written for
-Argo Workflows 3.7: no field that it lacks.
-"""
+"""A stage as a Hera template, and the Workflow around it, for Argo Workflows 3.7. Every name that a pod refers to
+(service accounts, queue, store settings) is one that ``manifests/`` ships."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +22,7 @@ from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluste
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's, fitted once all of it is rendered: its pods' memory, and the steps that take seats."""
+    """Hera's Workflow, completed once all of it is rendered: its pods' memory, and the steps that take seats."""
 
     def to_dict(self) -> Any:
         """Return the Workflow as a mapping; also what its YAML is made of."""
@@ -79,16 +76,10 @@ def stage_template(
     nodes: int = 1,
     cluster: Cluster | None = None,
 ) -> Container | Steps:
-    """Build the stage as a template named after it: a container, or a JobSet for several nodes.
-
-    Its input parameters are the stage's input artifacts (references), the output's URL and the `dynamic` parameters;
-    its output parameters are the output's reference (under the output's name) and the stage's results. Raises UserError
-    at a parameter that the stage refuses.
-
-    Args:
-        params: its parameters; they are resolved here, once, and all of them are written into the command.
-        dynamic: parameters that the graph passes; optional ones may be left out or empty.
-    """
+    """Build the stage as a template named after it: a container, or a JobSet for several nodes. Its inputs are the
+    stage's input artifacts (references), the output's URL and the `dynamic` parameters, of which optional ones may be
+    left out or empty; its outputs are the output's reference, under the output's name, and the stage's results.
+    `params` are resolved here, once, and written into the command. Raises UserError at a parameter that is refused."""
     cluster = cluster or Cluster()
     given = params.model_dump() if isinstance(params, BaseModel) else dict(params)
     if nodes > 1:
@@ -130,12 +121,8 @@ def stage_template(
 def server_template(
     port: int, engine_args: Mapping[str, Any], cluster: Cluster, *, weights: str | None = None, several: bool = False
 ) -> Container:
-    """Build the vLLM server as a daemon: it lives as long as the graph that started it.
-
-    Args:
-        weights: URL of published versions to follow; none: it boots from `policy`, and loads what it is told to.
-        several: it is called once for each `replica`.
-    """
+    """Build the vLLM server as a daemon of the graph that starts it. It follows the versions published at the URL
+    `weights`; without one it boots from `policy` and loads what it is told to. If `several`, each has a `replica`."""
     names = [*([] if weights else ["policy"]), *(["replica"] if several else [])]
     attempts = "{{workflow.parameters.store}}/{{workflow.parameters.run}}/serve"
     # `tuneloop run` reads the field as 127.0.0.1.

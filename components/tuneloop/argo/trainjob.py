@@ -34,14 +34,9 @@ def as_trainjob(
     runtime: str = "",
     run: str = "",
 ) -> dict[str, Any]:
-    """Render a backend as a TrainJob of Kubeflow Trainer 2.1, on a runtime of ``manifests/components/trainer``. Raises
-    UserError at an option that the backend refuses, and at devices that it should share.
-
-    Args:
-        dataset, model: what the runtime's initializers bring to ``/workspace/dataset`` and ``/workspace/model``;
-            see `tuneloop.training.fetch`.
-        runtime: name of the runtime; default: the backend's own.
-    """
+    """Render a backend as a TrainJob of Kubeflow Trainer 2.1 on `runtime`, by default the backend's own one of
+    ``manifests/components/trainer``. Its initializers bring `dataset` and `model` to ``/workspace/dataset`` and
+    ``/workspace/model`` (`tuneloop.training.fetch`). Raises UserError at a refused option, and at `cluster.share`."""
     backend.validate()
     if cluster.share:
         raise UserError("cluster.share.group", cluster.share.group, "no claim reaches a TrainJob: render a JobSet")
@@ -74,13 +69,8 @@ def as_trainjob(
 def as_workflow(
     backend: LLMBackend, name: str, cluster: Cluster, *, dataset: str = "", model: str = "", workspace: str = CLAIM
 ) -> dict[str, Any]:
-    """Render as a Workflow for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are steps of it,
-    and after them comes a JobSet.
-
-    Args:
-        dataset, model: see `as_trainjob`.
-        workspace: the PersistentVolumeClaim that all pods see at ``/workspace``.
-    """
+    """Render a backend as a Workflow, for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are its
+    first steps, and a JobSet the last. All pods see the PersistentVolumeClaim `workspace` at ``/workspace``."""
     from hera.workflows import DAG, Container, ExistingVolume
 
     job = as_jobset(backend, "{{workflow.name}}", cluster, run="{{workflow.parameters.run}}", workspace=workspace)
@@ -137,11 +127,9 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
 def build_rayjob(
     entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "cpu", run: str = ""
 ) -> dict[str, Any]:
-    """Build a RayJob of KubeRay 1.5: a program that drives a Ray cluster of `nodes` pods.
-
-    `data_prep` with ``--preparation ray`` is such a program. The head needs 1 GiB of memory beside the work. Ray has no
-    field for exit codes: `tuneloop.cluster.launch` reads the driver's from the job's message.
-    """
+    """Build a RayJob of KubeRay 1.5: a program (such as `data_prep` with ``--preparation ray``) that drives a Ray
+    cluster of `nodes` pods, whose head needs 1 GiB of memory beside the work. Ray has no field for exit codes:
+    `tuneloop.cluster.launch` reads the driver's from the job's message."""
 
     submitter = _ray_pod("ray-job-submitter", "cpu", cluster, run)
     submitter["spec"]["restartPolicy"] = "Never"
@@ -166,9 +154,8 @@ def build_raycluster(
 def build_rayservice(
     applications: Sequence[Mapping[str, Any]], name: str, cluster: Cluster, nodes: int, *, run: str = ""
 ) -> dict[str, Any]:
-    """Build a RayService, whose new version is another Ray cluster that gets the requests once it is ready.
-    `applications` are those of Ray Serve's configuration; the image ``ray`` must have what their ``import_path``
-    imports."""
+    """Build a RayService; a new version is another Ray cluster, which gets the requests once it is ready.
+    `applications` are those of Ray Serve's configuration; the image ``ray`` must hold what they import."""
     spec = {
         "upgradeStrategy": {"type": "NewCluster"},
         "serveConfigV2": dump_manifest({"applications": [*applications]}),
@@ -204,11 +191,9 @@ def _ray_pod(container: str, role: ResourceRole, cluster: Cluster, run: str) -> 
 def prepare_rayjob(
     arguments: Mapping[str, Any], name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
 ) -> dict[str, Any]:
-    """Render the stage `data_prep`, its rows examined by Ray Data on all pods, as a RayJob.
-
-    What it commits are the bytes that the stage commits without Ray: a run that is submitted under the same URL goes on
-    from them. Raises UserError at a parameter that it does not take, and where there is no URL. `arguments`
-    has its parameters by name, and under ``prompts`` the URL of its output."""
+    """Render the stage `data_prep` as a RayJob: Ray Data examines its rows on all pods. It commits the same bytes as
+    without Ray, so that a run under the same URL goes on from them. `arguments` are the stage's parameters, and under
+    ``prompts`` the URL of its output. Raises UserError at a parameter that it does not take, and without the URL."""
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):
         raise UserError(data_prep.output, None, "is required: the URL of what it makes")

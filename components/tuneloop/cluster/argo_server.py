@@ -3,8 +3,7 @@
     python pipelines/grpo.py --run demo --store s3://artifacts/runs
 
 The server is named as the argo command line has it: ``ARGO_SERVER`` (host:port), ``ARGO_TOKEN``, ``ARGO_SECURE``
-(``false``: plain HTTP) and ``ARGO_INSECURE_SKIP_VERIFY``.
-"""
+(``false``: plain HTTP) and ``ARGO_INSECURE_SKIP_VERIFY``."""
 
 import os
 import time

@@ -1,8 +1,6 @@
-"""Keep a Deployment of rollout servers at as many replicas as `tuneloop.cluster.autoscaling_rule` decides.
-
-What they have to do is in their ``/metrics``, under vLLM's names; these are asked for at the pods' addresses, so that
-whoever scales has to be in the cluster, or on a node. The Deployment is changed by its subresource `scale`.
-"""
+"""Keep a Deployment of rollout servers at as many replicas as `tuneloop.cluster.autoscaling_rule` decides. Their load
+is read from ``/metrics``, under vLLM's names, at the pods' addresses, which only the cluster and its nodes reach. The
+Deployment is changed by its subresource `scale`."""
 
 import re
 import time
@@ -21,10 +19,9 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:
-    """Look once at the Deployment behind a Service of its name, and scale it as `rule` decides, also by the iterations
-    of `run`; say what was changed. Raises UserError where there is no such Deployment or Service, a pod counts no
-    requests, or the account may not; Unavailable or Unreachable where the API server, or a pod that is ready, does not
-    answer."""
+    """Scale once the Deployment behind a Service of its name, as `rule` decides, also by the iterations of `run`;
+    return what was changed. Raises UserError where there is no such Deployment or Service, a pod counts no requests, or
+    the account may not; Unavailable or Unreachable where the API server, or a ready pod, does not answer."""
     cluster = connect_to_cluster(fleet.namespace, fleet.context)
     place = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
     replicas = cluster.custom.get_namespaced_custom_object_scale(*place)["spec"].get("replicas", 0)

@@ -4,8 +4,7 @@ By requests it is the algorithm of Kubernetes' HorizontalPodAutoscaler for an av
 Pod Autoscaling"), with its tolerance and stabilization window; between 0 and 1 KEDA's activation (keda.sh, "Scaling
 Deployments"). The bound is the n for which the device time of an iteration, ``(weight + n) × (W / n + U)``, is least,
 ``sqrt(weight × W / U)``: the trainer idles for the W / n seconds of sampling, and n replicas for the other U. Neither W
-nor U depends on n, so the bound does not go to and fro.
-"""
+nor U depends on n, so the bound is stable."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,10 +21,9 @@ class Iteration:
 
 @dataclass
 class AutoscalingRule:
-    """The rule, and what it remembers.
+    """The rule, for `minimum` to `maximum` replicas, and what it remembers.
 
     Attributes:
-        minimum, maximum: replicas.
         target: requests a replica.
         window_s: seconds of stabilization; longer than a replica takes to start, and than samplers idle an iteration.
         weight: devices of the trainer for one of a replica.
@@ -45,13 +43,12 @@ class AutoscalingRule:
     def decide(
         self, now: float, replicas: int, ready: int, requests: float, clients: int, last: Iteration | None = None
     ) -> int:
-        """Decide on replicas.
+        """Decide on replicas at `now` (Unix seconds).
 
         Args:
-            now: Unix seconds.
-            replicas, ready: that are asked for; of these, those that answer.
+            replicas, ready: replicas that are asked for; of these, those that answer.
             requests: completions that run or wait at them.
-            clients: who may ask: without a replica nobody counts what they wait for.
+            clients: pods that may send requests; without a replica, nothing counts the requests that they wait for.
             last: the newest iteration of the run that they sample for.
         """
         if last and last.sampling and last.idle and last.began >= self._changed:  # these replicas sampled all of it

@@ -1,12 +1,10 @@
-"""The step that ends one workflow of a long loop and starts the next: a run of any length in workflows of bounded size.
+"""Start the next workflow of a long loop, so that a run of any length consists of workflows of bounded size.
 
-    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51
-    policy=…
+    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51 …
 
-On a cluster it creates a copy of its own workflow, numbered one further, that starts at another template with these
-arguments. The other workflow exists before this one ends, so that a run under way never looks finished. A repeated
-attempt finds what the first has created. On one machine it only says what follows (`execute_parts`).
-"""
+On a cluster this last step of a workflow creates a copy of that workflow with the next number, which starts at another
+template with these arguments: as it exists before this one ends, a run under way never looks finished. A repeated
+attempt finds what the first has created. On one machine it only says what follows (`execute_parts`)."""
 
 import argparse
 import os

@@ -1,8 +1,5 @@
-"""Say what a cluster has and lacks before anything is sent there: a check a line, each with the command that mends it.
-
-Nothing is changed on the cluster. What `tuneloop submit` refuses is found by `preflight`; Kubeflow Pipelines' own
-checks are in `tuneloop.kfp.doctor`.
-"""
+"""Say what a cluster has and lacks before anything is sent there, with commands that mend it; change nothing there.
+What `tuneloop submit` refuses is found by `preflight`; Kubeflow Pipelines' own checks are in `tuneloop.kfp.doctor`."""
 
 import json
 import re
@@ -34,8 +31,7 @@ INSTALL_ARGO = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; `outcome` is `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`, `remedy` the command that
-    mends it."""
+    """The `outcome` of a check: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`; `remedy`: the command that mends it."""
 
     subject: str
     outcome: str
@@ -44,13 +40,9 @@ class Check:
 
 
 def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | None = None) -> list[Check]:
-    """Check whether a cluster has what a prepared workflow needs of Argo Workflows. Raises UserError where the cluster
-    does not answer, Retryable where the API server is in trouble.
-
-    Args:
-        workflow: as `run_workflows.prepare_workflow` returns it, or `describe_queued_stage`.
-        store: of the run to come; the workflow has it as its parameter. Default: not known yet.
-    """
+    """Check whether a cluster has what `workflow` (of `run_workflows.prepare_workflow` or `describe_queued_stage`)
+    needs of Argo Workflows. `store` is that of the run to come, as in the workflow's parameter; None: not known yet.
+    Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
     queues, references = ", ".join(list_queues(workflow)), sorted(set(preflight.list_references(workflow["spec"])))
     described = {  # by check, where nothing is refused; empty: the workflow does without
         "namespace": f"{cluster.namespace} of context {cluster.context}",
@@ -84,8 +76,7 @@ def describe_queued_stage() -> dict[str, Any]:
 
 
 def collect_checks(subject: str, found: Iterable[Check | UserError], otherwise: str = "") -> list[Check]:
-    """Collect what a check finds: problems as refusals, and what the account has no right to see. Where nothing
-    was found it says `otherwise`, or nothing if that is empty."""
+    """Collect what a check finds: problems as refusals, and what the account may not see; if nothing, `otherwise`."""
     with record_denied_reads() as denied:
         checks = [each if isinstance(each, Check) else _refuse(subject, each) for each in found]
     checks += [Check(subject, NOT_CHECKED, f"not checked: no right to {each}") for each in dict.fromkeys(denied)]
@@ -115,8 +106,7 @@ def check_controller(cluster: Connection) -> Iterator[Check]:
 def check_version(
     subject: str, deployment: Mapping[str, Any], least: tuple[int, ...], older: str, remedy: str
 ) -> Check:
-    """Check the release of a Deployment by the tag of its first image. A release before `least` has the
-    outcome `older`."""
+    """Check a Deployment's release by the tag of its first image; one before `least` has the outcome `older`."""
     image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
     place = f"{image} in namespace {deployment['metadata']['namespace']}"
     wanted = ".".join(map(str, least))
@@ -160,12 +150,8 @@ def check_workflow_defaults(cluster: Connection) -> Iterator[Check]:
 
 
 def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Iterator[Check]:
-    """Check the ConfigMap and the Secret with the settings of the store; no value is shown.
-
-    Args:
-        overlay: below ``manifests/overlays``, that has them.
-        missing: the outcome where one of them is not there.
-    """
+    """Check the ConfigMap and the Secret with the settings of the store, of ``manifests/overlays/<overlay>``; no value
+    is shown. `missing` is the outcome where one of them is not there."""
     apply, prefix = f"kubectl apply -k manifests/overlays/{overlay}", f"kubectl -n {cluster.namespace}"
     literals = " ".join(f"--from-literal={key}=…" for key in SECRET)
     found = {

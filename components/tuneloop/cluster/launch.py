@@ -1,13 +1,11 @@
-"""Start a job of several pods, follow it to its end, pass its logs and its exit status on.
+"""Start a job of several pods, follow it to its end, and pass on its logs and its exit status.
 
     python -m tuneloop.cluster.launch job.yaml --namespace tuneloop
 
-It is what a workflow engine runs where it cannot read a job's state itself: for a TrainJob (Argo's conditions do not
-reach into its list of conditions), and for every kind of job from Kubeflow Pipelines. A job that stands already under
-the name is followed, not made again: a launcher that was evicted goes on where it was. One that has failed is replaced:
-that is how a run is resumed, and one that is being deleted is waited for. SIGTERM ends the job, whose pods commit their
-resume points, and the launcher with 75.
-"""
+A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (Argo's conditions do not
+reach into its list of conditions), Kubeflow Pipelines for every job. A job that exists under the name is followed, so
+that an evicted launcher goes on where it was. One that has failed is replaced, which resumes the run; one that is being
+deleted is waited for. SIGTERM ends the job, whose pods commit their resume points, and the launcher with 75."""
 
 import argparse
 import queue
@@ -58,11 +56,10 @@ def read_success(status: Object) -> bool | None:
 
 
 def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
-    """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end. Raises UserError
-    at another kind, or one that the cluster does not know or this account may not start; Retryable where the job was
-    deleted while it was followed, or the API server is in trouble. Return 0 when it succeeded; else the exit code that
-    explains those of its pods, 1 where they have none. KubeRay's own pod has `grace` seconds to submit a RayJob to
-    its Ray cluster; after that it is submitted here."""
+    """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end. Returns 0 when
+    it succeeded; else the exit code that explains those of its pods, 1 where they have none. Raises UserError at a kind
+    that is unknown or not allowed; Retryable where the job was deleted while it was followed, or the API server is in
+    trouble. A RayJob that KubeRay's pod has not submitted in `grace` seconds is submitted here."""
     if (kind := KINDS.get(str(job.get("kind")))) is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
@@ -107,12 +104,9 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
 
 
 def submit_entrypoint(job: Object) -> str:
-    """Submit a RayJob's program to its Ray cluster, as its submitter has not, and return what came of it.
-
-    It is submitted under the id that KubeRay chose and asks for. Ray takes an id once: if the submitter comes after
-    all, it finds the program there and follows it (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of
-    `SUBMITTER_ONLY` is left to the submitter.
-    """
+    """Submit a RayJob's program to its Ray cluster, as its submitter has not, and return what came of it. The id is
+    that which KubeRay chose: Ray takes an id once, so a submitter that comes after all finds the program and follows it
+    (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of `SUBMITTER_ONLY` is left to the submitter."""
     if only := [field for field in SUBMITTER_ONLY if job["spec"].get(field)]:
         return f"nobody has submitted it; with spec.{only[0]} KubeRay's pod alone can: see why that did not start"
     status = job.get("status") or {}
@@ -125,7 +119,7 @@ def submit_entrypoint(job: Object) -> str:
 
 
 def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
-    """Create `job`, if none stands under its name; whether it did."""
+    """Create `job` unless one of its name exists; return whether it was created."""
     try:
         cluster.create(*kind.api, job)
         return True
@@ -140,8 +134,7 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
 
 
 def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
-    """End a job: its pods get SIGTERM. With `wait` it stands until they have ended, so that none of its name can be
-    made before; this call returns at once all the same."""
+    """End a job: its pods get SIGTERM. With `wait`, its name stays taken until they have ended. Return at once."""
     policy = "Foreground" if wait else "Background"  # a Job would leave its pods
     cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
 

@@ -1,7 +1,5 @@
-"""What can be known to fail on a cluster before anything is created there: one line each, with the remedy.
-
-Where the account may not look (403), a thing counts as present: the account that runs the workflow is another one.
-"""
+"""What can be known to fail on a cluster before anything is created there: one line each, with the remedy. What the
+account may not see (403) counts as present: the account that runs the workflow is another one."""
 
 import os
 import re
@@ -31,8 +29,7 @@ LISTED = 50
 
 
 def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
-    """Refuse a prepared workflow that cannot run on the cluster. Raises the first of what `find_problems` finds, a
-    UserError whose notes are the others."""
+    """Check a prepared workflow by `find_problems`. Raises the first, a UserError whose notes are the others."""
     if problems := find_problems(cluster, workflow):
         for other in problems[1:]:
             problems[0].add_note(str(other))
@@ -40,9 +37,8 @@ def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 
 def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
-    """Return what prevents a prepared workflow from running on the cluster; empty when nothing was found. Raises
-    UserError where the cluster does not answer, or the context is not allowed in at all; Retryable where the API server
-    is in trouble."""
+    """Return what prevents a prepared workflow from running on the cluster. Raises UserError where the cluster does not
+    answer or does not allow the context in; Retryable where the API server is in trouble."""
     missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
     return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
 
@@ -118,7 +114,7 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Check the devices of a claim: one for an unknown class is taken, and its pods wait for ever."""
+    """Check the devices of a claim: the cluster accepts one for an unknown class, and its pods wait for ever."""
     yield from find_placement_errors(workflow)
     try:
         check_colocation(workflow)
@@ -153,7 +149,7 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
 
 
 def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
-    """List where turns go claim by claim all claims of the group: which one the run will reserve is not known yet."""
+    """List the groups of a run's leases: where each claim has one, all claims, as the run's own is not known yet."""
     if "{{" not in flags.group:
         return [flags.group]
     share = share_of(workflow)
@@ -163,10 +159,8 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
 
 
 def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Check the images that name no registry: a node has what was built here, or nothing can pull it.
-
-    What a registry has is not asked: the nodes' way to it, and their credentials, are the cluster's own.
-    """
+    """Check the images that name no registry: they are on a node, or nothing can pull them. Registries are not asked:
+    the nodes' way to them, and their credentials, are the cluster's own."""
     there, whole = list_node_images(cluster)
     for image in list_images(workflow) if whole else ():
         host = image.partition("/")[0] if "/" in image else ""

@@ -59,10 +59,8 @@ def _cluster_queue(
 
 
 def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find a rollout server that draws on the quota of stages, or may borrow it.
-
-    It holds its share for the whole run: the servers of several runs can hold all of it, and no stage is admitted.
-    """
+    """Find rollout servers that are admitted one by one, or hold quota that stages wait for. A server holds its share
+    for the whole run: those of several runs can hold all of it, and no stage is admitted."""
     held, waited, servers = set[str](), set[str](), count_servers(workflow)
     for name, labels in find_queued_templates(workflow).items():
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
@@ -99,8 +97,8 @@ def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
 
 
 def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
-    """Kueue leaves pods of a namespace that the ClusterQueue does not select waiting for ever, and its LocalQueue is
-    active all the same. Expressions other than ``In`` count as satisfied."""
+    """Check that a ClusterQueue selects the namespace: else its pods wait for ever, and its LocalQueue is active all
+    the same. Expressions other than ``In`` count as satisfied."""
     namespace = find_object(cluster.core.read_namespace, cluster.namespace)
     if namespace in (ABSENT, UNSEEN):
         return
@@ -118,8 +116,7 @@ def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str
 def find_quota_problems(
     workflow: Mapping[str, Any], spec: Mapping[str, Any], queues: Collection[str], cluster_queue: str
 ) -> Iterator[UserError]:
-    """Find what templates of some queues request beyond all that a ClusterQueue with this `spec` has, the server's
-    share taken off."""
+    """Find what templates in `queues` request beyond a ClusterQueue's quota (`spec`), less what servers hold of it."""
     if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
         return
     quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"

@@ -1,19 +1,14 @@
 """Seats of runs on ResourceClaims (``resource.k8s.io/v1``): the first step of a workflow that shares devices takes
 them, its exit handler gives them back.
 
-    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{"group": …}'
-    --seats claim
+    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{…}' --seats claim
 
-Where each pod has a claim of its own, the same is done with the ResourceClaimTemplate that those are made from.
-
-All that is known stands in the claims themselves. The annotation `SEATS` lists the runs, the owner references their
-active workflows: when all of these are deleted, Kubernetes deletes the claim. Every change is a compare-and-swap by
-``resourceVersion``, and a claim's name can be created once, so that any number of steps may do this at a time. A seat
-is a run's, not a workflow's: the next workflow of a long run has it as soon as it exists. Whoever takes a seat tidies
-up after those who could not (a workflow that was terminated or deleted); a claim on which nobody sits is deleted.
-
-The exit handler of a run with a Dynamo graph of its own, ``end-graph``, ends that with the run, however it ended.
-"""
+Where each pod has a claim of its own, seats are on the ResourceClaimTemplate that those are made from. All state is in
+the claims: the annotation `SEATS` lists the runs, the owner references their active workflows; when all of these are
+deleted, Kubernetes deletes the claim. Every change is a compare-and-swap by ``resourceVersion``, and a claim's name can
+be created once, so that any number of steps may do this at a time. A seat is a run's, not a workflow's: the next
+workflow of a long run has it as soon as it exists. Each step also releases seats of terminated or deleted workflows,
+and deletes claims without seats. The exit handler ``end-graph`` ends the Dynamo graph of a run, however that ended."""
 
 import argparse
 import itertools
@@ -46,9 +41,8 @@ Active = Mapping[str, Sequence[Owner]]
 
 
 def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
-    """Reserve a claim of its group for the run of `workflow`, a new one if none has room. Raises UserError where the
-    group's claims are for other devices, or the account may not change them; Retryable where the API server is in
-    trouble. Where roles sit apart, it is the claim of `role`."""
+    """Reserve a claim of the group, or of its `role`, for the run of `workflow`; make one if none has room. Raises
+    UserError where claims are for other devices or may not be changed, Retryable if the API server is in trouble."""
     selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
     release_ended_runs(cluster)
     run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
@@ -86,8 +80,7 @@ def release_ended_runs(cluster: Connection, without: str = "") -> None:
 
 
 def end_graphs(cluster: Connection, run: str, without: str = "") -> None:
-    """End the Dynamo graphs that were made for a run; one of its workflows under way but `without` owns them from then
-    on, if there is one. Raises as `reserve_claim`."""
+    """Delete a run's Dynamo graphs, or have an active workflow but `without` own them. Raises as `reserve_claim`."""
     active = _active(cluster, without).get(run)
     for graph in list_graphs(cluster, run):
         if active:
@@ -113,11 +106,8 @@ def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
 
 
 def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
-    """Have `wanted`, so far as they are active, sit on `claim`; whether nobody else changed it meanwhile.
-
-    What was read of the claims is older than what was read of the workflows: a run that came in between has changed
-    the claim, whose version is then another.
-    """
+    """Have the `active` runs of `wanted` sit on `claim`; return whether nobody else changed it meanwhile. Claims are
+    read before workflows: a run that came in between has changed the claim, whose version is then another."""
     place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
     stay, owners = filter_active_runs(wanted, active)
     references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
@@ -194,8 +184,7 @@ def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Take the seats of a workflow, and write the claims' names where its pods learn them; or give them back; or end
-    the Dynamo graph of its run."""
+    """Take a workflow's seats and output the claims' names; or give them back; or end the Dynamo graph of its run."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
     parser.add_argument("step", choices=[TAKE, GIVE, END])
     parser.add_argument("--workflow", required=True)

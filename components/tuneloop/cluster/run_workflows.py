@@ -24,9 +24,8 @@ ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
 def prepare_workflow(
     workflow: Mapping[str, Any], *, run: str, store: str, namespace: str = NAMESPACE, priority: str | None = None
 ) -> dict[str, Any]:
-    """Prepare `workflow` as the object that `submit_run` creates: named and labelled by its run, its pods too. Raises
-    UserError where the workflow has no parameters ``run`` and ``store``, `run` is not a name, or too long for its jobs,
-    or `store` names no bucket."""
+    """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its run. Raises UserError
+    where it lacks the parameter ``run`` or ``store``, `run` is no name or too long, or `store` names no bucket."""
     check_name(run)
     normalize_url(store)
     made = copy.deepcopy(dict(workflow))

@@ -1,13 +1,9 @@
-"""A pipeline that runs again when its data has changed: looked at by the clock, started by the digest of its prompts.
+"""Run a pipeline again when its data has changed: looked at by the clock, started by the digest of its prompts.
 
 `schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only looks: it makes the prompts anew,
-keeps none of them, and compares, by this module as its last step. The run of some data is named by its digest::
-
-    <name>-<first 8 digits of the prompts' digest>
-
-so that new data is a new run, data that was done with is skipped, and a run that failed is resumed. A run that is under
-way is left alone, however many workflows it takes.
-"""
+keeps none of them, and compares, by this module as its last step. A run is named ``<name>-<first 8 digits of the
+prompts' digest>``, so that new data is a new run, data that was done with is skipped, and a run that failed is resumed.
+Nothing starts while a run is under way, however many workflows it takes."""
 
 import argparse
 import copy
@@ -50,14 +46,10 @@ def apply_schedule(
     timezone: str | None = None,
     priority: str | None = None,
 ) -> None:
-    """Create the schedule `name`, or change it; a run that is under way keeps what it was started with. Raises
-    UserError where there is no such stage, time or zone, the name is too long or of what no schedule made, or
-    `preflight.check_cluster` refuses it.
-
-    Args:
-        workflow: of a pipeline with a stage `data_prep`.
-        timezone: of `cron`, as in Europe/Prague; default: the controller's, mostly UTC.
-    """
+    """Create or change the schedule `name`; a run that is under way keeps what it was started with. `workflow` is of a
+    pipeline with a stage `data_prep`; `timezone` is that of `cron`, as in Europe/Prague, by default the controller's,
+    mostly UTC. Raises UserError where there is no such stage, time or zone, the name is too long or of an object that
+    no schedule made, or `preflight.check_cluster` refuses it."""
     check_schedule_name(name)
     check_cron(cron)
     if timezone:
@@ -117,7 +109,7 @@ def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
-    """Return the object of the schedule; None where there is none. Refuse somebody else's."""
+    """Return the object of the schedule; None where there is none. Raises UserError at one that no schedule made."""
     found = cluster.find(*KINDS[kind], name)
     if found is not None and labels_of(found).get(LABEL) != name:
         remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
@@ -178,8 +170,7 @@ def _apply(cluster: Connection, kind: str, name: str, spec: Mapping[str, Any]) -
 
 
 def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str) -> str:
-    """Start the run of these prompts, unless it has succeeded or another run of the schedule is under way; say which,
-    in a line."""
+    """Start the run of these prompts unless it has succeeded or one is under way; return a line that says which."""
     digest = split_ref(prompts)[1]
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
@@ -202,8 +193,7 @@ _ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 
 def check_cron(text: str) -> None:
-    """Refuse what is not a time for a CronWorkflow: the controller would say so only in a status. Raises UserError
-    where it has not five fields, or one that holds no number, name, range or step."""
+    """Check the time of a CronWorkflow, as the controller reports a bad one only in a status. Raises UserError."""
     if re.fullmatch(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text):
         return
     fields = text.split()
@@ -219,8 +209,7 @@ def check_cron(text: str) -> None:
 
 
 def check_timezone(name: str) -> None:
-    """Refuse what is not a time zone, as `check_cron` does. Raises UserError where this machine knows none of that
-    name."""
+    """Check a time zone, as `check_cron` a time. Raises UserError where this machine does not know its name."""
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is

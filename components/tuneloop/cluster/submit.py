@@ -1,8 +1,6 @@
-"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed.
-
-A run is all workflows that carry its label: the first one, those that resumed it, and those of a long loop.
-What goes wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
-"""
+"""Send a workflow to a cluster and end it, through the Kubernetes API alone: no Argo server is needed. A run is all
+workflows that carry its label: the first one, those that resumed it, and those of a long loop. What goes wrong is one
+line (`UserError`, `Retryable`), whatever the client library raised."""
 
 import contextlib
 import itertools
@@ -39,9 +37,8 @@ WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
 def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
-    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, and a
-    long loop goes on at its newest workflow. Raises UserError where the run is under way, or was submitted as something
-    else, or another one has a workflow of this name."""
+    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, a
+    long loop goes on at its newest workflow. Raises UserError as `prepare_resumption`, or where the name is taken."""
     made, at = prepare_resumption(made, list_workflows(cluster, run), run)
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
@@ -62,13 +59,10 @@ def prepare_resumption(
 
 
 def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
-    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended.
-
-    As on one machine (`tuneloop run`), settings may be mended until the loop has made a version: the stages themselves
-    refuse what does not fit their committed outputs. What pods ask for, and what no stage compares with its output
-    (addresses, patience, processes), may change at any time. Raises UserError at another pipeline or store, and at
-    other settings after a version was made.
-    """
+    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended. Raises UserError at
+    another pipeline or store, and at other settings after the loop has made a version: until then they may be mended,
+    as on one machine (`tuneloop run`), for the stages refuse what does not fit their committed outputs. What pods ask
+    for, and what no stage compares with its output (addresses, patience, processes), may change at any time."""
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}
     differing = find_differences(asked, {k: before[k] for k in asked})
@@ -190,11 +184,8 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
 
 
 def delete_forgotten_pods(cluster: Connection) -> None:
-    """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them.
-
-    Where that fails they stay, and a line says so; an account that may not delete pods leaves them. Pods of a workflow
-    with another delay than ours are not touched.
-    """
+    """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them. Pods
+    that the account may not delete stay, as do those of a workflow with another delay than ours. Print failures."""
     selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # those that it keeps are labelled
     workflows: dict[str, list[str]] = {}
     try:
@@ -214,8 +205,7 @@ def delete_forgotten_pods(cluster: Connection) -> None:
 
 
 def wait_for_run(cluster: Connection, run: str) -> int:
-    """Wait for the newest workflow of a run to end, also while the API server is unavailable. Return 0 when it
-    succeeded; else 2, 3 or 75 if a stage ended so, 1 otherwise."""
+    """Wait until the newest workflow of a run ends, also while the API server is away; return its `exit_code`."""
     newest = find_workflows(cluster, run)[-1]
     while get_workflow_phase(newest) not in DONE:
         time.sleep(2.0)
@@ -224,7 +214,7 @@ def wait_for_run(cluster: Connection, run: str) -> int:
 
 
 def exit_code(workflow: Mapping[str, Any]) -> int:
-    """Return what `tuneloop submit --wait` returns for a workflow that has ended."""
+    """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage ended so; else 1."""
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
     return choose_exit_code({n.exit_code for n in read_nodes(workflow).values() if n.phase in ("Failed", "Error")})

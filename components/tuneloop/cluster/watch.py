@@ -194,9 +194,8 @@ def _workloads(cluster: Connection) -> dict[str, str]:
 def read_logs(
     cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (stage, line) of what the pods of a run write; logs of pods already deleted are gone. Raises UserError
-    where there is no such run on the cluster, or no pod of that stage. With `since`, only pods of this workflow of the
-    run and of those after it."""
+    """Yield (stage, line) of the logs of a run's pods, unless they are deleted; with `since`, a workflow of the run,
+    only of its pods and of later ones. Raises UserError where there is no such run, or no pod of `stage`."""
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     read: dict[str, threading.Thread] = {}
     found = find_workflows(cluster, run)

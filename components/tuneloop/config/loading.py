@@ -1,7 +1,5 @@
-"""Pipelines and their configuration: found by name or path, filled from a file and ``--set``, checked once.
-
-A pipeline is a Python file with a docstring, a frozen pydantic model ``Config`` and ``build_argo(config)``.
-"""
+"""Pipelines and their configuration: found by name or path, filled from a file and ``--set``, checked once. A pipeline
+is a Python file with a docstring, a frozen pydantic model ``Config`` and ``build_argo(config)``."""
 
 import difflib
 import importlib.util
@@ -34,8 +32,7 @@ class Pipeline:
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
         """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
-        Raises UserError at a file or a value that is not understood, an unknown key, a wrong type, and an impossible
-        value."""
+        Raises UserError at an unreadable file, an unparsable value, an unknown key, and a wrong type or value."""
         values = _read(file) if file else {}
         for item in sets:
             _set(values, item)
@@ -107,8 +104,7 @@ def list_pipelines() -> dict[str, Path]:
 
 
 def find_pipeline(name: str) -> Pipeline:
-    """Find the pipeline `name`: a name from `list_pipelines`, or the path of a file. Raises UserError where there is no
-    such file, or it is not a pipeline."""
+    """Find the pipeline `name`, one of `list_pipelines` or a file's path. Raises UserError where it is no pipeline."""
     path = Path(name) if name.endswith(".py") else list_pipelines().get(name.replace("-", "_"))
     if path is None or not path.is_file():
         known = f"known: {', '.join(list_pipelines()) or 'none'}; or give the path of a .py file"
@@ -121,8 +117,7 @@ def find_pipeline(name: str) -> Pipeline:
 
 
 def load_pipeline(name: str, beside: str | os.PathLike[str] | None = None) -> ModuleType:
-    """Load the module of another pipeline, for a pipeline that extends it. The folder of the file `beside`
-    (``__file__``) is searched first."""
+    """Load a pipeline for another one that extends it; the folder of that one's file, `beside`, is searched first."""
     for place in list_pipeline_folders(beside):
         if (place / f"{name}.py").is_file():
             return _load((place / f"{name}.py").resolve())

@@ -137,8 +137,7 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def iterations_per_pod(self) -> PerPod:
-        """Iterations that a pod runs: `loop.iterations_per_pod`, whose auto is 0 where one pod cannot run the loop, and
-        where runs take turns, which a pod of many iterations would keep."""
+        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs from their turn."""
         asked = self.loop.iterations_per_pod
         return 0 if asked == "auto" and (self.cluster.share or self._find_obstacle()) else asked
 

@@ -43,10 +43,8 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def with_sections(cls, **sections: Any) -> Any:
-        """Return this configuration with a section for each stage (`Component.settings`), whose defaults it takes.
-
-        What is no class is a field of pydantic's own: its type, and its default.
-        """
+        """Return this configuration with a section for each stage (`Component.settings`), whose defaults it takes. What
+        is no class is a field of pydantic's own: its type, and its default."""
         fields: dict[str, Any] = {k: (v, v()) if isinstance(v, type) else v for k, v in sections.items()}
         return create_model("Config", __base__=cls, **fields)
 

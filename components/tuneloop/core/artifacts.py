@@ -14,8 +14,7 @@ exported model covers everything that it was made from, back to the data. Times,
 
 A *reference* is ``<url>@<digest>``: what stages hand to one another. A reader computes the digest again, and checks
 every byte it opens against the manifest by xxh3-128, which is no proof against an attacker but twenty times as fast;
-`tuneloop.runs.audit` checks SHA-256. Nothing without a manifest is read.
-"""
+`tuneloop.runs.audit` checks SHA-256. Nothing without a manifest is read."""
 
 import contextlib
 import functools
@@ -163,8 +162,7 @@ def split_ref(ref: str) -> tuple[str, str | None]:
 
 
 class Artifact:
-    """A committed artifact, opened for reading. Raises UserError: nothing is committed there; Corrupt: what is
-    committed there is not what the reference says."""
+    """A committed artifact, opened for reading. Raises UserError: there is none; Corrupt: not that of the reference."""
 
     def __init__(self, ref: str) -> None:
         self.url, wanted = split_ref(ref)
@@ -183,13 +181,9 @@ class Artifact:
     def part(self, name: str, flag: str = "artifact", remedy: str = "") -> Path:
         """Return one of the artifact's files or directories as a local path: its bytes are proved, no others are read.
 
-        Where the store is a folder, files are read where they lie. Others are fetched into the cache
-        (`tuneloop.core.cache`), where they stay at least as long as this object does.
-
-        Raises:
-            UserError: the artifact, given as `flag`, has no such part; the `remedy` says what to give.
-            Corrupt: some of it is missing, or differs from the manifest.
-        """
+        Where the store is a folder, files are read where they lie. Others are fetched into `tuneloop.core.cache`, where
+        they stay at least as long as this object does. Raises UserError: the artifact, given as `flag`, has no such
+        part, and the `remedy` says what to give; Corrupt: some of it is missing, or differs from the manifest."""
         names = [each for each in self.manifest.files if each == name or each.startswith(f"{name}/")]
         if not names:
             raise UserError(flag, self.url, f"holds no {name}" + (remedy and f"; {remedy}"))
@@ -235,9 +229,8 @@ def find_manifest(url: str) -> Manifest | None:
 
 
 def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
-    """Parse a manifest from the bytes read below `url`, and prove it. `proved`: these very bytes have been proved
-    before. Raises Corrupt: they are none, it names files outside its artifact, or it states something else than was
-    committed."""
+    """Parse a manifest read below `url`, and prove it, unless these very bytes were `proved` before. Raises Corrupt: it
+    is no manifest, names files outside its artifact, or states something else than was committed."""
     where = f"{(url := normalize_url(url))}/{MANIFEST}"
     told = {} if proved else load_checked_json(data, MANIFEST, url, _MEND)
     try:
@@ -254,8 +247,7 @@ def _describe(error: ValidationError) -> str:
 
 
 class Draft:
-    """An artifact being written: a scratch directory, then one atomic commit. `attempt`: names this attempt's data
-    directory; all ranks of one attempt pass the same."""
+    """An artifact being written: a directory, then one atomic commit. All ranks of an attempt pass one `attempt`."""
 
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)
@@ -275,8 +267,7 @@ class Draft:
             raise find_full_disk(error) or mistake from error
 
     def contribute(self, part: int) -> None:
-        """Hand this machine's files, as its `part`, to the one that commits, where the store is not a volume that they
-        share."""
+        """Give this machine's files, as its `part`, to the one that commits, unless the store is a shared volume."""
         store = self._store
         if store.root is None:
             files = self._upload(store)
@@ -291,17 +282,13 @@ class Draft:
         return files
 
     def commit(self, **about: Any) -> Manifest:
-        """Digest the files, move them, create the manifest if absent.
+        """Commit the files, also those that other machines have contributed: hash them, move them, and create the
+        manifest, of which `about` are the other fields, if it is absent. Return the manifest that now stands at the
+        URL: ours, or that of a duplicate which was faster; ours is dropped then.
 
-        Those that other machines have contributed belong to it, too.
-
-        `about` are the Manifest's other fields. Returns the manifest that now stands at the URL: ours, or that
-        of a duplicate which was faster; ours is dropped then.
-
-        Raises:
-            Retryable: the process has lost its turn (`tuneloop.core.fencing`), asked right before the manifest is
-            created; or the store refused the manifest for another that is not there.
-        """
+        Raises UserError: a field cannot be committed; Retryable: the process has lost its turn
+        (`tuneloop.core.fencing`), which is checked right before the manifest is created, or the store refused the
+        manifest for another that is not there."""
         store = self._store
         if store.root is None:
             listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
@@ -336,7 +323,7 @@ class Draft:
 
 
 def delete_draft(path: Path) -> None:
-    """Delete what was written to `path`; not where it is committed, and only the manifest's name may not be durable."""
+    """Delete what was written to `path`, unless the manifest beside it names it: it is committed then."""
     manifest = path.with_name(MANIFEST)
     if not (manifest.is_file() and path.name in manifest.read_text()):
         shutil.rmtree(path, ignore_errors=True)
@@ -359,8 +346,7 @@ def _compute_checksum(value: Any, key: str) -> str:
 def load_checked_json(
     data: bytes | None, key: str, url: str, remedy: str, shape: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Load what `dump_checked_json` dumped for `key`; nothing of None. Raises Corrupt if it is damaged, or lacks one of
-    the keys of `shape`, each with its type."""
+    """Load what `dump_checked_json` dumped for `key`; {} of None. Raises Corrupt: it is damaged, or not of `shape`."""
     if data is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -1,10 +1,9 @@
-"""The budget of a stage's or a server's attempts: it counts those without progress, and knows no clock.
+"""The budget of a stage's or a server's attempts: it counts attempts without progress, and knows no clock.
 
-A workflow engine starts a pod again by what it sees of its end (`tuneloop.core.ends`). What it cannot see is whether
-that helps. So the next attempt is told how the last one ended (`LAST_END`) and which attempt it is (`ATTEMPT`); it
-reads what the attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count
-have brought no progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing.
-"""
+A workflow engine starts a pod again because of how it ended (`tuneloop.core.ends`), and cannot see whether that helps.
+So the next attempt is told how the last one ended (`LAST_END`) and its own number (`ATTEMPT`). It reads what the
+attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count have brought no
+progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing."""
 
 import contextlib
 import os
@@ -31,12 +30,8 @@ FAILURE, FAILED = "failure.json", {"time": float, "message": str}
 
 
 class Record(BaseModel, frozen=True):
-    """What an attempt leaves for the next one.
-
-    Attributes:
-        without_progress: attempts in a row, up to the one before it, that count and brought no progress.
-        unavailable: attempts in a row, up to the one before it, that ended because something is away.
-    """
+    """What an attempt leaves for the next one: how many attempts in a row before it counted and brought no progress
+    (`without_progress`), and how many in a row ended because something was away (`unavailable`)."""
 
     attempt: int
     without_progress: int = 0
@@ -45,15 +40,9 @@ class Record(BaseModel, frozen=True):
 
 
 def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
-    """Record this attempt below `store`, or refuse it.
-
-    Args:
-        read_progress: names what was reached so far, such as resume points; another text than last time is progress.
-
-    Raises:
-        Exhausted: more than `BUDGET` attempts have ended without progress.
-        UserError: the last attempt ran out of memory, and this one has no more of it than that one had.
-    """
+    """Record this attempt below `store`, or refuse it. `read_progress` names what was reached so far, such as resume
+    points; a change is progress. Raises Exhausted: more than `BUDGET` attempts in a row (`AWAY_BUDGET` where something
+    is away) have made no progress; UserError: the last one ran out of memory, and this one has no more."""
     number = read_attempt()
     if number < 1:
         return
@@ -83,11 +72,8 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
 
 
 def wait_before_ending() -> None:
-    """Wait while something is away, longer with each attempt and at most `LONGEST_WAIT_S`, before this one ends; not
-    any longer when SIGTERM arrives.
-
-    A workflow engine pauses for the same few seconds each time, and keeps every attempt in its status.
-    """
+    """Wait before this attempt ends because something is away: longer with each attempt, at most `LONGEST_WAIT_S`, or
+    until SIGTERM. A workflow engine always pauses for the same few seconds, and keeps every attempt in its status."""
     if not (number := read_attempt()):
         return
     stopped = threading.Event()

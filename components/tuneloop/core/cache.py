@@ -1,15 +1,13 @@
 """Files of remote artifacts on this machine's disk: fetched once, proved by every process that uses them, bounded.
 
 Below ``TUNELOOP_CACHE`` (default: ``tuneloop-cache`` in the temporary directory) each artifact has a directory, named
-by its digest. What a file is to whom is said by a lock (flock) on the file itself, which the kernel releases when its
-holder dies, however that happens:
+by its digest. A lock (flock) on a file says how it is used; the kernel releases it however its holder ends:
 
 * exclusive, on ``<digest>.partial/<name>``: somebody fetches it, and whoever wants it waits;
 * shared, on ``<digest>/<name>``: somebody uses it, and it stays;
 * none: it may go, the least recently used first.
 
-A name appears once all bytes are there. Still nothing is trusted: who takes a file proves its bytes.
-"""
+A name appears once all bytes are there. Still nothing is trusted: who takes a file proves its bytes."""
 
 import contextlib
 import fcntl
@@ -29,8 +27,7 @@ PREFIX = "sha256-"
 
 
 def open_directory(digest: str) -> Path:
-    """Return the directory for the files of the artifact with this digest; the cache is made where it is absent. Raises
-    UserError: the cache cannot be written."""
+    """Return the directory of the artifact with this digest; make the cache. Raises UserError: it cannot be made."""
     cache = Path(os.environ.get(DIRECTORY) or Path(tempfile.gettempdir()) / "tuneloop-cache")
     with _refusals(cache):
         cache.mkdir(parents=True, exist_ok=True)
@@ -49,14 +46,9 @@ def _refusals(cache: Path) -> Iterator[None]:
 def take_file(
     directory: Path, name: str, size: int, is_whole: Callable[[Path], bool], fetch: Callable[[Path], None]
 ) -> BinaryIO | None:
-    """Return the file `name` of `directory`, which nobody deletes while what is returned is open; None where even what
-    was fetched just now is not whole. Raises UserError: the cache cannot be written.
-
-    Args:
-        size: that it will have, bytes.
-        is_whole: proves the bytes of a file.
-        fetch: writes them to a file that is there already.
-    """
+    """Return the file `name` of `directory`, open; nobody deletes it until it is closed. None: even what was fetched
+    just now is not whole. `size`: that it will have, in bytes; `is_whole` proves a file's bytes; `fetch` writes them to
+    a file that exists. Raises UserError: the cache cannot be written."""
     target, partial = directory / name, directory.with_name(f"{directory.name}.partial") / name
     damaged = fetched = False
     with _refusals(directory.parent):
@@ -95,10 +87,8 @@ def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None])
 
 
 def make_room(cache: Path, size: int) -> None:
-    """Delete what nobody uses, the least recently used first, until there is room for `size` bytes more.
-
-    What is in use stays, also beyond the limit: a stage takes what it needs. Raises UserError: `LIMIT` is no number of
-    bytes."""
+    """Delete what nobody uses, the least recently used first, until there is room for `size` bytes more. What is in use
+    stays, also beyond the limit: a stage takes what it needs. Raises UserError: `LIMIT` is no number of bytes."""
     found: list[tuple[float, int, Path]] = []
     for place in cache.glob(f"{PREFIX}*"):
         for where, _, names in os.walk(place):

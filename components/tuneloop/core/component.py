@@ -11,8 +11,7 @@
 Run as ``python -m tuneloop.stages.rollout --policy REF --prompts REF --rollouts URL --temperature 1.0``. The function
 writes files below ``stage.out``; when it returns, they are committed under a manifest, and its results are
 written one file each to ``$TUNELOOP_OUTPUTS`` for the workflow engine. A stage whose output is committed
-already, from the same inputs and parameters, ends at once with the same results. `errors` has the exit codes.
-"""
+already, from the same inputs and parameters, ends at once with the same results. `errors` has the exit codes."""
 
 import contextlib
 import copy
@@ -60,8 +59,7 @@ Image = Literal["base", "trainer", "rollout"]
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 
 UNTRACKED: JsonDict = {"tuneloop": "identity"}
-"""Mark a parameter that does not change what is computed (an address, a log level):
-``Field(json_schema_extra=UNTRACKED)`` keeps it out of the comparison with a committed output."""
+"""``Field(json_schema_extra=UNTRACKED)``: do not compare a parameter, such as an address, with a committed output's."""
 
 
 @dataclass(eq=False)
@@ -113,18 +111,15 @@ class Component:
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
     def command(self, processes: int = 1, nodes: int = 1) -> list[str]:
-        """Return how a container starts the stage: ``python -m``, or torchrun for several processes.
-
-        On several nodes torchrun is told all by the environment.
-        """
+        """Return how a container starts the stage: ``python -m``, or torchrun for several processes. On several nodes
+        torchrun takes its settings from the environment."""
         if processes == nodes == 1:
             return ["python", "-m", self.module]
         here = ["--standalone", f"--nproc-per-node={processes}"] if nodes == 1 else []
         return [*TORCHRUN, *here, "-m", self.module]
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
-        """Run the stage in this process: references and parameters in, the committed manifest out. Raises UserError,
-        Retryable: as the exit codes 2 and 75 would say."""
+        """Run the stage here, with references and parameters; return its manifest. Raises UserError, Retryable."""
         refs = {name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None}
         missing = [name for name, required in self.inputs.items() if required and name not in refs]
         if missing:
@@ -145,12 +140,8 @@ class Component:
         return standing
 
     def settings(self, *, without: Iterable[str] = (), **defaults: Any) -> type[Params]:
-        """Return the parameters as a section of a pipeline's configuration.
-
-        Args:
-            without: parameters that the pipeline sets itself (``seed``, ``iteration``, addresses).
-            defaults: the pipeline's own defaults.
-        """
+        """Return the parameters as a section of a pipeline's configuration, `without` those that the pipeline sets
+        itself (``seed``, ``iteration``, addresses), and with its own `defaults`."""
         fields: dict[str, Any] = {}
         for name, field in self.Params.model_fields.items():
             if name not in set(without):
@@ -169,8 +160,7 @@ class Component:
             raise from_validation(error, prefix=f"{self.name}.") from None
 
     def resolve_constants(self, given: Mapping[str, Any], dynamic: Collection[str] = ()) -> dict[str, Any]:
-        """Return the parameters as JSON values, validated, but for the `dynamic` ones, which a graph passes. Raises as
-        `validate`."""
+        """Return validated parameters as JSON values, without the `dynamic` ones of a graph. Raises as `validate`."""
         needed = {name: "0" for name in dynamic if self.Params.model_fields[name].is_required()}  # stand-ins
         resolved = self.validate({k: v for k, v in given.items() if k not in set(dynamic)} | needed)
         return resolved.model_dump(mode="json", exclude=set(dynamic))
@@ -275,15 +265,12 @@ def component(
 ) -> Callable[[Callable[..., Results | None]], Component]:
     """Make a stage of a typed function.
 
-    Positional parameters after the first (the `Stage`) are input artifacts; keyword-only ones are parameters,
-    described by ``Annotated[type, Field(description=…, ge=…)]``. Each field of a parameter whose type is a subclass of
-    `Options` is a parameter of its own.
+    Positional parameters after the first (the `Stage`) are input artifacts; keyword-only ones are parameters, described
+    by ``Annotated[type, Field(description=…, ge=…)]``. Each field of a parameter whose type is a subclass of `Options`
+    is a parameter of its own.
 
     Args:
-        kind: what the output is. It names the flag that takes the output's URL: ``--<kind>``, or ``--<kind>-out`` in a
-            stage that also reads an artifact under this name.
-        image: which of the images runs it.
-        accelerator: whether it wants GPUs.
+        kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input has this name.
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns.
         after: called once the output stands, also when it stood already; must be idempotent.
@@ -294,9 +281,8 @@ def component(
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
-    """Find the stage that `module` defines, of several the one called `template`; None where it defines none. `load`:
-    import a module of somebody else's, too. Else it is None where nothing here has imported that: it may be a program
-    that begins to work when it is imported."""
+    """Find the stage that `module` defines: the one called `template`, else the first, else None. A module outside of
+    tuneloop.stages is imported only if `load` is true, since it may be a program that starts when it is imported."""
     if load or module.startswith("tuneloop.stages."):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

@@ -23,8 +23,7 @@ class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
 
 
 class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
-    """Parameters that several stages share: one of this type is flattened, each of its fields is a flag. `flags`: the
-    fields that are flags, in their order; empty: all, as they are declared."""
+    """Parameters that several stages share: each of the `flags`, in that order, is a flag; empty: all fields are."""
 
     flags: ClassVar[tuple[str, ...]] = ()
 
@@ -39,8 +38,7 @@ class Stage:
     """What a stage's function is given of the run it is part of.
 
     Attributes:
-        out: the directory to write output files to; the same for all ranks of one machine, and for all machines where
-            the store is a volume that they share.
+        out: the directory for output files, shared by all ranks of a machine, and by all machines on a shared volume.
         rank, local_rank, world_size: as torchrun sets them.
         facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever it is done.
         notes: what it will say of this attempt: device, number of processes, what was resumed.
@@ -102,11 +100,8 @@ class Stage:
             raise Interrupted(f"{self.name}: stopped by a signal")
 
     def save_resume(self, step: int, write: Callable[[Path], None]) -> None:
-        """Commit what a retry needs to go on from `step`; called by all ranks.
-
-        `write` gets a directory that the ranks of one machine share. Older resume points are dropped, and those of
-        other inputs or parameters.
-        """
+        """Commit what a retry needs to go on from `step`; called by all ranks. `write` gets a directory that the ranks
+        of one machine share. Older resume points are dropped, and those of other inputs or parameters."""
         draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
         write(draft.path)
         self._bring(draft)
@@ -122,11 +117,9 @@ class Stage:
         self.barrier()
 
     def commit_later(self, name: str, write: Callable[[Path], None], **about: Any) -> None:
-        """Have an artifact committed at `name` below the output once that stands; called by all ranks.
-
-        A single process writes it then, beside the stages that follow (`tuneloop.core.threads`): what `write` reads
-        must stay as it is until that is waited for. Several processes end with their stage, and write it here.
-        """
+        """Commit an artifact at `name` below the output once that stands; called by all ranks. A single process writes
+        it then, beside the stages that follow (`tuneloop.core.threads`): what `write` reads must not change until that
+        is waited for. Several processes end with their stage, and write it here."""
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)
         if self.world_size > 1:
             write(draft.path)

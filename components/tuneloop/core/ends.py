@@ -5,8 +5,7 @@ counts against the budget of `tuneloop.core.attempts`: a stage may be started ag
 makes progress (a commit, a new resume point) between the attempts that count. No clock decides.
 
 Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inferFailedReason``, ``assessNodeStatus``,
-``processNodeRetries``); exit code 128 + n for signal n, POSIX.1 ``sh``; 75 is ``EX_TEMPFAIL`` of ``sysexits.h``.
-"""
+``processNodeRetries``); exit code 128 + n for signal n, POSIX.1 ``sh``; 75 is ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
 import re
 import signal
@@ -46,20 +45,13 @@ RETRY_SERVER = (
     f"({_RETRIED_ERROR}) || "
     f"(lastRetry.status == 'Failed' && !(asInt(lastRetry.exitCode) in [{EXIT_USER}, {EXIT_GAVE_UP}]))"
 )
-"""That of a server, which must not end by itself at all: only after the user's mistake, or when its budget is used up,
-is it not started again."""
+"""That of a server: it is started again after any failure but the user's mistake, or a budget that is used up."""
 
 
 @dataclass(frozen=True)
 class EndClass:
-    """A class of ends.
-
-    Attributes:
-        name: what messages and docs call it.
-        recognized: by what, in words.
-        retried: what follows, in words.
-        counts: whether the attempt counts against the budget of attempts without progress.
-    """
+    """A class of ends: its `name` in messages and docs; in words, how it is `recognized` and whether it is `retried`;
+    and whether the attempt `counts` against the budget of attempts without progress."""
 
     name: str
     recognized: str
@@ -146,8 +138,7 @@ _SIGNALS: Mapping[int, str] = {
 
 
 def describe_exit(code: int, message: str = "") -> str:
-    """Name an exit code for people, with what the process or the engine says of it: ``exit code 1``, ``exit code 132
-    (SIGILL, illegal instruction): message``."""
+    """Describe an exit code and its message for people: ``exit code 132 (SIGILL, illegal instruction): message``."""
     message = re.sub(rf"^exit code {code}\b( \([^)]*\))?(: )?", "", message)  # it may name the code already
     name = name_signal(code)
     return f"exit code {code}{f' ({name})' if name else ''}{f': {message}' if message else ''}"

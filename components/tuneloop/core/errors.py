@@ -1,9 +1,6 @@
-"""The errors that decide a process's exit code.
-
-Exit codes are part of the stage contract: 0 committed, 2 the user's mistake (never retried),
-3 a model that its gate refuses, 75 interrupted or temporarily impossible (retry), 70 the budget of attempts is used up,
-anything else a bug.
-"""
+"""The errors that decide a process's exit code, which is part of the stage contract: 0 committed, 2 the user's mistake
+(never retried), 3 a model that its gate refuses, 75 interrupted or temporarily impossible (retried), 70 the budget of
+attempts is used up, anything else a bug."""
 
 import errno
 import functools
@@ -63,10 +60,8 @@ class Retryable(RuntimeError):
 
 
 class NoKeys(Retryable):
-    """Nothing here says with which keys to ask a store, and the machine's own are not given out.
-
-    A pod is tried again, as its node may give them later; for who types a command it is a mistake.
-    """
+    """No keys for a store are set, and the machine's own are not given out. A pod is tried again, as its node may give
+    them later; on a command line it is the user's `mistake`."""
 
     def __init__(self, mistake: UserError) -> None:
         self.mistake = mistake
@@ -90,18 +85,15 @@ class Corrupt(UserError):
 
 
 def find_full_disk(error: BaseException) -> Unavailable | None:
-    """Return what an error of the system means that passes once somebody has freed space; None for any other."""
+    """Return what to raise for an error of the system that passes once space is freed; None for any other error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Unavailable(f"disk full ({error}); free space, then run it again")
     return None
 
 
 def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
-    """Print one line on standard error, and return the exit code that goes with it.
-
-    A line that explains a failure is also the pod's termination message, which Argo puts into the node's message;
-    `replace`: also where there is one already.
-    """
+    """Print one line on standard error, and return its exit code, `code`. A line that explains a failure is also the
+    pod's termination message, which Argo puts into the node's message; `replace`: also where there is one already."""
     line = shorten_text(" ".join(line.split()), 2000)
     print(line, file=sys.stderr, flush=True)
     if code:

@@ -1,12 +1,9 @@
 """Proof that this process may still use what it took a turn for, checked without asking anybody.
 
-Who holds a turn for this process (the sidecar of its pod, or the local executor) writes into the file that
-``TUNELOOP_TURN`` names until when the turn is safe, by the clock of this machine, and writes it anew with every renewal
-(`tuneloop.sharing.turns` says why nobody else can have the turn before). So a process that was stopped, or whose holder
-lost the network, finds out by its own clock that it is late, before it commits anything.
-
-A process that has done with the device releases its lease (`release_lease`): others have the turn while it commits.
-"""
+The sidecar of the pod, or the local executor, holds the turn for this process. With every renewal it writes into the
+file that ``TUNELOOP_TURN`` names until when the turn is safe, by the clock of this machine (`tuneloop.sharing.turns`
+says why nobody else can have the turn before). So a process that was stopped, or whose holder lost the network, finds
+out by its own clock that it is late, before it commits anything."""
 
 import os
 import signal
@@ -32,7 +29,7 @@ class Grant(BaseModel, frozen=True):
     """A turn as its file says.
 
     Attributes:
-        number: above that of every turn that the group had before: the fencing token.
+        number: the fencing token: above that of every turn that the group had before.
         ticket: names the attempt that holds it.
         renewed, until: when it was last confirmed, and how long that is good for, in seconds of `read_clock`.
         refused: why there will be no turn.
@@ -52,8 +49,7 @@ def read_clock() -> float:
 
 
 def read_lease_grant() -> Grant | None:
-    """Read the lease grant of this process; None where it needs none. Raises Retryable: the file is gone; UserError:
-    the group refused this process."""
+    """Read the lease grant of this process, if it needs one. Raises Retryable: it is unreadable; UserError: refused."""
     if not (path := os.environ.get(VARIABLE)):
         return None
     try:
@@ -76,7 +72,7 @@ def check_lease() -> dict[str, object]:
 
 
 def release_lease() -> None:
-    """Tell who holds the lease for this process that it has done with the device. Raises as `check_lease`."""
+    """Release the device lease of this process: others have the turn while it commits. Raises as `check_lease`."""
     held = read_lease_grant()
     if held and check_lease() and not is_lease_released():
         mark = Path(os.environ[VARIABLE]).with_suffix(RELEASED)

@@ -1,8 +1,6 @@
 """Make HTTP requests: through no proxy, and each over a connection of its own, because an idle one may lead nowhere.
 
-Requests run on the event loop of a thread of their own. So whoever waits for an answer can look around meanwhile, and
-hang up at any time.
-"""
+Requests run on an event loop in a thread of its own, so that a caller can check other things meanwhile, or hang up."""
 
 import asyncio
 import functools
@@ -71,13 +69,9 @@ def open_response(
     headers: Mapping[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[Response]:
-    """Send a request, and yield the answer once its status is there; leaving the block hangs up. Raises Unanswered: the
-    server is lost.
-
-    Args:
-        timeout_s: seconds without a byte after which the server counts as lost.
-        check: called again and again while this process waits; what it raises hangs up.
-    """
+    """Send a request, and yield the answer once its status is there; leaving the block hangs up. `check` is called at
+    least every `POLL_S` seconds while this process waits; what it raises hangs up. Raises Unanswered: the server is
+    lost, as it is after `timeout_s` seconds without a byte."""
     import httpx2  # noqa: F401 - not on the thread of the event loop: a fork meanwhile would inherit its lock
 
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()

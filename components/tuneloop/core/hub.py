@@ -19,8 +19,6 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among the causes."""
-    while error is not None:
-        if isinstance(error, ConnectionError | TimeoutError) or "ConnectError" in type(error).__name__:
-            return True
+    while error and not isinstance(error, ConnectionError | TimeoutError) and "ConnectError" not in type(error).__name__:
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None

@@ -4,8 +4,7 @@
 cache: each file is held with the mark under which it was read, and is read again where the mark has changed. So an
 index that is lost, behind, or written by two at once costs time and changes nothing, and one that is damaged is made
 again. It holds an xxh3-128 of all that follows, then with zstandard a line of JSON, ``[key, mark, size]`` for each
-file, and the files' bytes.
-"""
+file, and the files' bytes."""
 
 import contextlib
 import json
@@ -36,13 +35,9 @@ class Index:
         self._unsaved = 0
 
     def read(self, wanted: Mapping[str, str], gone: Collection[str] = (), *, save: bool = False) -> dict[str, bytes]:
-        """Return the bytes of files; one that is not there, or has another digest, is left out.
-
-        Args:
-            wanted: key → mark: what changes when the file is written again, or ``xxh3-128:…`` of its bytes.
-            gone: keys that are held, and known to be no longer there.
-            save: write the index where a file that it held is another now, however few there are.
-        """
+        """Return the bytes of files; one that is not there, or has another digest, is left out. `wanted`: key → mark,
+        which changes when the file is written again, or is ``xxh3-128:…`` of its bytes. `gone`: keys known to be no
+        longer there. `save`: write the index if a file that it held has changed, however few have."""
         missing = [key for key, mark in wanted.items() if self.held.get(key, ("",))[0] != mark]
         changed = [self.held.pop(key) for key in (*missing, *gone) if key in self.held]
         for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):

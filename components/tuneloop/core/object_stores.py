@@ -23,8 +23,7 @@ ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>
 
 
 def is_plain_http() -> bool:
-    """Say whether the environment names an S3 without TLS. Raises UserError: it names one that is not a URL; obstore
-    would panic."""
+    """Return whether the environment names an S3 without TLS. Raises UserError: no URL, at which obstore panics."""
     given = {name: value for name in ENDPOINTS if (value := os.environ.get(name))}
     for name, value in given.items():
         found = ENDPOINT.fullmatch(value)

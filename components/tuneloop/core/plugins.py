@@ -23,12 +23,8 @@ def list_variants(family: str) -> list[str]:
 
 
 def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
-    """Load the variant `name` of `family`. Raises UserError: nothing of that name.
-
-    Args:
-        name: a module of that package, else an entry point in group ``tuneloop.<family>``, or ``package.module:attr``.
-        attribute: taken from a module found by its short name; None gives the module.
-    """
+    """Load the variant `name` of `family`: a module of its package, else an entry point in group ``tuneloop.<family>``,
+    or ``package.module:attr``. `attribute` is that of a module found by its short name. Raises UserError: unknown."""
     if ":" in name:
         module, _, path = name.partition(":")
         try:
@@ -47,8 +43,7 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
 def check_variant_args(
     name: str, function: Callable[..., Any], given: Mapping[str, Any], *, first: int, prefix: str
 ) -> dict[str, inspect.Parameter]:
-    """Check `given` against the parameters of `function` from the `first` on, and return these. Raises UserError:
-    another one is `given`, with `prefix` and its name as the field."""
+    """Return the parameters of `function` from `first` on. Raises UserError, at `prefix` + name: `given` has others."""
     known = dict(list(inspect.signature(function).parameters.items())[first:])
     for each, value in given.items():
         if each not in known:
@@ -57,8 +52,7 @@ def check_variant_args(
 
 
 def validate_variant(family: str) -> AfterValidator:
-    """Return a validator that refuses a name that is not a variant of `family`. A
-    dotted path is taken on trust: what it names may be installed only where the stage runs."""
+    """Return a validator that refuses unknown variants, but no dotted path, which only the stage's image need have."""
 
     def check(name: str) -> str:
         here = ":" in name or name in list_shipped_variants(family)  # else all that is installed is looked through

@@ -7,8 +7,7 @@ instruction (SIGILL, exit code 132). Both have to be held back, one alone still 
 
 `check_processor` is for whatever is about to compute on a CPU. Where AMX is advertised a child tries a small product;
 if a signal ends it, both are held back, one line says so, and the manifest's provenance has it under ``processor``.
-``TUNELOOP_PROCESSOR_CHECK`` is ``auto``, or answers in its place: ``good`` or ``bad``.
-"""
+``TUNELOOP_PROCESSOR_CHECK`` is ``auto``, or answers in its place: ``good`` or ``bad``."""
 
 import contextlib
 import functools
@@ -28,8 +27,7 @@ LIMIT = "AVX512_CORE_FP16"
 BELOW = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
 """What somebody may have set that holds oneDNN back even more."""
 ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""oneDNN's variable and its old name. It is read once, at the first primitive: after torch was imported is early
-enough (seen with ONEDNN_VERBOSE=1)."""
+"""oneDNN's variable and its old name; read once, at the first primitive: after torch is imported is early enough."""
 PATIENCE_S = 60
 
 LIMITED: dict[str, str] = {}
@@ -37,8 +35,7 @@ LIMITED: dict[str, str] = {}
 
 
 def check_processor() -> None:
-    """Hold oneDNN and vLLM back if AMX does not work here; to be called before the first product on a CPU. Raises
-    UserError: the variable has another value than those it knows."""
+    """Hold oneDNN and vLLM back if AMX does not work, before the first product on a CPU. Raises as `find_answer`."""
     answer, why = find_answer()
     if answer == "bad" and not LIMITED:
         limit_libraries(why)
@@ -48,16 +45,14 @@ def check_processor() -> None:
 
 
 def limit_workers() -> None:
-    """Limit a process of vLLM that was started by one of ours with limits; others' vLLM is let alone.
-
-    vLLM calls this in each of its processes (entry point in ``vllm.general_plugins``).
-    """
+    """Limit a process of vLLM if one of ours that is limited has started it; other vLLM processes are let alone. vLLM
+    calls this in each of its processes (entry point in ``vllm.general_plugins``)."""
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")
 
 
 def find_answer() -> tuple[Answer, str]:
-    """Find out whether what is advertised works, and by what: as told, or by trying."""
+    """Return whether AMX works or is not advertised, and why. Raises UserError: `VARIABLE` is not auto, good or bad."""
     told = os.environ.get(VARIABLE, "auto")
     answers: dict[str, Answer] = {"good": "good", "bad": "bad"}
     if told in answers:
@@ -84,10 +79,8 @@ def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def try_product() -> int:
-    """Let a child multiply as oneDNN likes to, unlimited; return the number of the signal that ended it, or 0.
-
-    The child is a fork, which takes milliseconds where torch was imported, and has no use for any thread. Raises
-    RuntimeError: it ended by something else than a signal."""
+    """Multiply in a forked child, with oneDNN unlimited; return the number of the signal that ended it, or 0. A fork
+    takes milliseconds where torch is imported, and needs no thread. Raises RuntimeError: it failed without a signal."""
     import torch  # noqa: F401 - here, where it stays
 
     if (child := os.fork()) == 0:
@@ -99,7 +92,7 @@ def try_product() -> int:
 
 
 def _multiply() -> None:
-    """Multiply in the child, which ends here, without a word and without a core file."""
+    """Multiply in the child, and end it, without output and without a core file."""
     import resource
 
     import torch

@@ -64,8 +64,7 @@ def parse_arguments(
     output: str,
     fields: Mapping[str, FieldInfo],
 ) -> dict[str, Any]:
-    """Read a stage's command line: what is given of its inputs, its output and its parameters. Raises UserError: a flag
-    that is unknown, or one that is missing."""
+    """Parse a stage's inputs, output and parameters. Raises UserError: a flag is unknown, missing or incomplete."""
     parser = Parser(f"python -m {module}", description)
     group = parser.add_argument_group("artifacts")
     for each, required in inputs.items():

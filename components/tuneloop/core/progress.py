@@ -9,11 +9,8 @@ EVERY_S = 5.0
 
 
 class Progress:
-    """Shows `done` of `total`; a step that is taken up again has `begun` of them behind it, which cost no time now.
-
-    On a terminal one line is redrawn; otherwise a line is printed at most every `EVERY_S` seconds and at the end.
-    Also writes ``done/total`` to ``$ARGO_PROGRESS_FILE``, where Argo's executor looks for it.
-    """
+    """Shows `done` of `total`; `begun` were done before, and cost no time now. On a terminal one line is redrawn; else
+    a line is printed every `EVERY_S` seconds at most, and at the end. ``$ARGO_PROGRESS_FILE`` gets ``done/total``."""
 
     def __init__(self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False) -> None:
         self.name, self.total, self.unit, self.quiet, self.begun = name, total, unit, quiet, begun

@@ -44,11 +44,8 @@ def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
 
 
 def list_device_ids() -> list[str]:
-    """List the ids of the accelerators that this process was given.
-
-    They are those of CUDA, and those that a DRA driver names in the environment as Kubernetes' example driver does
-    (``GPU_DEVICE_4=gpu-4``).
-    """
+    """List the ids of the accelerators that this process was given: CUDA's, and those that a DRA driver names in the
+    environment as Kubernetes' example driver does (``GPU_DEVICE_4=gpu-4``)."""
     torch = sys.modules.get("torch")
     count = torch.cuda.device_count() if torch and torch.cuda.is_available() else 0
     ids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)] if torch else []

@@ -1,8 +1,7 @@
 """The token of a run's rollout servers: a file that servers and their clients read anew for each request.
 
 Each line is a token that a server takes; a client sends the first. So a token is changed without a refusal in between:
-add the new one as a second line, make it the first, remove the old one.
-"""
+add the new one as a second line, make it the first, remove the old one."""
 
 import contextlib
 import os
@@ -17,7 +16,7 @@ _SEEN = set[str]()
 
 def read_tokens(variable: str = VARIABLE) -> Sequence[str]:
     """Read the tokens that a server takes; empty: it asks for none. A file that is empty, as while it is replaced, or
-    that was there and is gone has a token that nobody else has: requests are refused, and tried again."""
+    that is gone since it was read, gives a random token that no client has: requests are refused, and tried again."""
     path, found = os.environ.get(variable), list[str]()
     with contextlib.suppress(FileNotFoundError):
         if path:

@@ -6,9 +6,8 @@ Three promises the rest of tuneloop builds on, on every scheme:
 * ``swap`` replaces a key only if it still holds the bytes the caller last saw (compare-and-swap);
 * a reader never sees half a key.
 
-Object stores give the two by conditional requests (RFC 9110 If-None-Match, If-Match). obstore's local
-store has no conditional replace, so files take an advisory lock and an atomic rename instead.
-"""
+Object stores give the first two by conditional requests (RFC 9110 If-None-Match, If-Match). obstore's local store has
+no conditional replace, so files take an advisory lock and an atomic rename instead."""
 
 import contextlib
 import errno
@@ -78,9 +77,8 @@ def open_for_reading(path: Path) -> io.BufferedReader:
 
 
 class Store:
-    """Keys and bytes below one URL. `url`: the prefix; keys are relative to it, with ``/`` between parts. S3 takes its
-    endpoint and keys from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, …); plain HTTP
-    endpoints are allowed when the endpoint says ``http://``."""
+    """Keys and bytes below one URL; keys are relative to it, with ``/`` between parts. S3 takes endpoint and
+    credentials from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, …); HTTP is allowed."""
 
     def __init__(self, url: str) -> None:
         self.url = normalize_url(url)
@@ -106,8 +104,7 @@ class Store:
                 return None
 
     def open(self, key: str) -> BinaryIO:
-        """Open `key` as a file: of an object only the parts that are read travel. Raises FileNotFoundError: it does not
-        exist."""
+        """Open `key` as a file: of an object only what is read travels. Raises FileNotFoundError: it does not exist."""
         if self.root is not None:
             return open_for_reading(self.root / key)
         with self._faults(key):
@@ -139,8 +136,7 @@ class Store:
                 raise Conflict(f"{self.url}/{key} exists") from error
 
     def swap(self, key: str, expected: bytes | None, data: bytes) -> None:
-        """Replace `key` if it still holds `expected` (None: if it is still absent). Raises Conflict: somebody else
-        wrote it since."""
+        """Replace `key` if it still holds `expected` (None: is still absent). Raises Conflict: it does not."""
         if expected is None:
             return self.create(key, data)
         if self.root is not None:
@@ -170,8 +166,7 @@ class Store:
                 os.replace(staged, self.root / key)
 
     def download(self, key: str, path: Path) -> None:
-        """Copy `key` to the local file `path`, which is made, or replaced, once all of it has arrived. Raises Corrupt:
-        the key does not exist."""
+        """Copy `key` to the local file `path`, made or replaced once all has arrived. Raises Corrupt: no such key."""
         staged = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
         with self._faults(key):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,8 +178,7 @@ class Store:
                 staged.unlink(missing_ok=True)
 
     def copy_file(self, key: str, path: Path, size: int | None = None) -> None:
-        """Write `key` to the local file `path`, which is there already: of a large object many ranges at a time. Its
-        `size` saves a request. Raises Corrupt: the key does not exist."""
+        """Write `key` to the existing local file `path`; its `size` saves a request. Raises Corrupt: no such key."""
         with self._faults(key):
             try:
                 if self.root is not None:
@@ -282,8 +276,7 @@ class Store:
             return False
 
     def check_writable(self) -> None:
-        """Create and delete a probe key. Raises UserError: the store refuses, or nothing here says with which keys to
-        ask it."""
+        """Create and delete a probe key. Raises UserError: the store refuses, or no keys to ask it with are set."""
         key = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
         try:
             self.create(key, b"")

@@ -36,10 +36,7 @@ def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[N
 
 
 def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: int = 1) -> Iterator[Made]:
-    """Yield `function` of each item, in order; another thread is at the next one while the caller has one in hand.
-
-    Several `threads` are at as many items, and at most so many results wait besides.
-    """
+    """Yield `function` of each item, in order; `threads` threads work ahead, and at most as many results wait."""
     waiting = deque[Future[Made]]()
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -55,11 +52,8 @@ def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: 
 
 @contextmanager
 def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
-    """Call `handler` with the number of each of these signals that arrives in the block.
-
-    A handler of the caller's hears them, too: who runs several stages has to know, also where this one ends well. Only
-    the main thread hears signals; in another one, whose caller owns them, this does nothing.
-    """
+    """Call `handler` with the number of each of these signals that arrives in the block. A handler of the caller's
+    hears them, too, as it may have more stages to run. Only the main thread hears signals; on another, do nothing."""
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
@@ -78,11 +72,10 @@ def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (
 
 
 def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> NoReturn:
-    """End this process with an exit code, after its threads and what is registered for its end, and `tell` it the code.
+    """End this process with an exit code, after its threads and exit functions have ended, and `tell` has got the code.
 
-    The interpreter is not taken apart. That takes half a second where torch is loaded, and threads of native libraries
-    may still run then, and abort a command that has succeeded ("terminate called without an active exception").
-    """
+    The interpreter is not finalized: that takes half a second where torch is loaded, and threads of native libraries
+    may still run then, and abort a command that has succeeded ("terminate called without an active exception")."""
     threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end: joins, then exit functions
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -93,9 +86,8 @@ def end_process(code: int, tell: Callable[[int], None] = lambda code: None) -> N
 
 
 class Background:
-    """What a stage leaves to be done once its output stands: at most one piece of work, on which no result depends. Who
-    needs what it makes, or changes what it reads, waits for it first. `beside`: whether stages follow in this process,
-    beside which it goes on; else it is done at once."""
+    """Work that a stage leaves until its output stands, one piece at most; no result depends on it. Whatever needs what
+    it makes, or changes what it reads, waits for it first. `beside`: run it on a thread, as more stages follow."""
 
     def __init__(self) -> None:
         self.beside = False

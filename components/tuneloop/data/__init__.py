@@ -3,8 +3,7 @@
 `n` is how many examples will be asked for in all splits together, `seed` decides their order; what follows are the
 source's own typed arguments, given to `data_prep` as ``source_args``. A source that reads files also has
 ``digest_source(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that changed.
-How rows are split and their answers checked belongs to the stage `data_prep`.
-"""
+How rows are split and their answers checked belongs to the stage `data_prep`."""
 
 import random
 import re
@@ -65,7 +64,7 @@ class Splits:
 
 
 class Columns(BaseModel, frozen=True, extra="forbid"):
-    """Which columns of a table hold what.
+    """Which columns of a table hold what. Completions of pairs may be text, or (TRL) one message of the assistant.
 
     Attributes:
         input: text that follows an instruction after an empty line, where it is not empty (Alpaca).
@@ -73,8 +72,6 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
         completion: a worked solution that ends in the answer, or the chosen one of a pair; None: there is none.
         rejected: the worse completion of a pair; None: there are no pairs.
         answer_regex: cuts the answer out of its column: the first group of the first match (GSM8K: ``#### (.+)``).
-
-    Completions of pairs may be chat messages as TRL has them: one message of the assistant's.
     """
 
     prompt: str = "prompt"

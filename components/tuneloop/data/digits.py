@@ -3,8 +3,7 @@
 A share of the SFT demonstrations copies the digits instead of reversing them. Reinforcement learning sharpens what
 a policy does already: after SFT this one can do both and prefers the wrong one, so there is something to sharpen.
 (Random wrong answers in their place teach it nothing to choose between, and no gain was seen.) A pair prefers the
-reversed digits to the copied ones (to fewer digits, where both are the same).
-"""
+reversed digits to the copied ones (to fewer digits, where both are the same)."""
 
 import random
 from collections.abc import Iterator

@@ -13,13 +13,8 @@ WORDS = {"+": "plus", "-": "minus", "*": "times"}
 def load_splits(
     n: int, seed: int, *, steps: Annotated[int, Field(ge=1, le=8)] = 2, tests: Annotated[int, Field(ge=1)] = 3
 ) -> Splits:
-    """Make tasks in random order, without an end; small ones repeat, and `data_prep` drops what it has seen.
-
-    Args:
-        n: how many are wanted; four times as many are tried.
-        steps: operations in a function, each done to the result of the one before.
-        tests: calls that a program is tested with.
-    """
+    """Make tasks in random order, four times the `n` that are wanted, since small ones repeat, and `data_prep` drops
+    repeats. A function has `steps` operations, each on the result of the one before; `tests` calls test a program."""
     rng = random.Random(seed)
     return Splits.of(_example(rng, steps, tests) for _ in range(4 * n + 64))
 

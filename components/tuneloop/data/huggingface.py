@@ -30,17 +30,14 @@ def load_splits(
     preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
-    """Load rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`.
+    """Load rows of a data set; without splits of their own, `eval` and `sft` are cut from `train_split`. Raises
+    UserError: no such data set, split or column, or no rows; Retryable: the hub does not answer.
 
     Args:
         name: its configuration, as ``datasets.load_dataset`` calls it.
         revision: branch, tag or commit on the hub.
         train_split: split of the training prompts; slices such as ``train[:1000]`` work for what is loaded by name.
         sft_columns, preference_columns: the same for demonstrations and pairs; None: as `columns`.
-
-    Raises:
-        UserError: no such data set, split or column, or no rows.
-        Retryable: the hub does not answer.
     """
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 

@@ -1,7 +1,5 @@
-"""Files: JSON Lines (``.jsonl``, ``.json``) or Parquet (``.parquet``), on a path or at a URL of the store.
-
-Rows are unpacked as they are asked for: a file may be larger than the machine's memory.
-"""
+"""Files, JSON Lines (``.jsonl``, ``.json``) or Parquet (``.parquet``), on a path or at a URL of the store. Rows are
+unpacked as they are asked for: a file may be larger than the machine's memory."""
 
 import bisect
 import itertools
@@ -41,9 +39,8 @@ def load_splits(
     preference_columns: Columns | None = None,
     shuffle: bool = True,
 ) -> Splits:
-    """Load rows of a file; without files of their own, `eval` and `sft` are cut from `train`, and without columns of
-    their own, `sft` and `preference` have those of `columns`. Raises UserError: a file that cannot be read, is empty or
-    lacks a column."""
+    """Load rows of a file. Without files of their own, `eval` and `sft` are cut from `train`; without columns of their
+    own, `sft` and `preference` have `columns`. Raises UserError: a file cannot be read, is empty or lacks a column."""
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
     def stream(name: str, file: str) -> Iterator[Example]:
@@ -101,10 +98,8 @@ def _open(path: str) -> BinaryIO | None:
 
 
 def json_lines(file: BinaryIO, field: str, path: str) -> Places[Row]:
-    """Index JSON Lines in a file that can be sought cheaply; eight bytes a row in memory.
-
-    A row that is not a JSON object, or not UTF-8, raises UserError once it is read.
-    """
+    """Index JSON Lines in a file that can be sought cheaply; eight bytes a row in memory. A row that is not a JSON
+    object, or not UTF-8, raises UserError once it is read."""
     starts, at = array("q"), 0
     for line in file:
         if line.strip():

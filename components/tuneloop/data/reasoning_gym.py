@@ -12,9 +12,8 @@ from tuneloop.data import Example, Splits
 
 
 def load_splits(n: int, seed: int, *, task: str, config: dict[str, Any] | None = None) -> Splits:
-    """Generate questions of one task as they are asked for. `n`: how many are wanted; four times as many are tried,
-    since small tasks repeat themselves. Raises UserError: no such task, settings that it refuses, or a task without
-    gold answers."""
+    """Generate questions of one task as they are asked for: four times the `n` that are wanted, since small tasks
+    repeat themselves. Raises UserError: no such task, settings that it refuses, or a task without gold answers."""
     if task not in DATASETS:
         close = [name for name in sorted(DATASETS) if task.split("_")[0] in name] or sorted(DATASETS)
         raise UserError("source_args.task", task, f"not a task of reasoning_gym; known: {', '.join(close)}")

@@ -39,12 +39,8 @@ def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
 def examine_answers(
     table: pa.Table, rewards: Mapping[str, float], timeout_s: float, progress: Callable[[int], None] | None = None
 ) -> pa.Table:
-    """Return `table` with a column ``trouble`` that says what is wrong with a gold answer; null if nothing is.
-
-    Args:
-        rewards: that judge them; may be none.
-        progress: see `score_all`.
-    """
+    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold answer by the
+    judgement of `rewards`, which may be none; null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
     found: list[str | None] = [None] * len(rows)
     if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
@@ -63,8 +59,7 @@ def examine_answers(
 @contextmanager
 def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.Table]]]:
     """Yield a `map` of tables, in order, by Ray Data: on the cluster that ``RAY_ADDRESS`` names (in a RayJob, its own),
-    else by the cores of this machine. Raises UserError: Ray is not installed; Retryable: the cluster does not answer,
-    or falls apart."""
+    else on this machine. Raises UserError: Ray is not installed; Retryable: the cluster does not answer, or fails."""
     try:
         import ray
         import ray.data
@@ -105,8 +100,7 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
 
 
 def write_tables(path: Path, tables: Iterable[pa.Table], schema: pa.Schema, optional: bool) -> None:
-    """Write tables to a Parquet file, a row group each, with the columns of `schema` alone; no file without a table, if
-    `optional`."""
+    """Write the columns of `schema` to Parquet, a row group a table; if `optional`, no file where there is no table."""
     tables = iter(tables)
     first = next(tables, None if optional else schema.empty_table())
     if first is None:

@@ -1,9 +1,8 @@
-"""Environments: what answers the policy between its turns. One file a variant.
+"""Environments, which reply to the policy between its turns; one file per variant.
 
-A variant is a module with ``create_environment(row, **args) -> Environment``: one environment an episode, from the row
-of prompts that it begins with (``prompt``, ``answer``, ``metadata`` as JSON, …) and the typed arguments of its own that
-are given as ``environment_args``. It is asked in the stage's own process, so what a policy says must not be run there:
-`python` runs it in `tuneloop.rewards.sandbox`. How an episode is put together belongs to `inference.multi_turn`.
+A variant is a module with ``create_environment(row, **args) -> Environment``, called once per episode with its row of
+prompts (``prompt``, ``answer``, ``metadata`` as JSON, …) and the arguments in ``environment_args``. It runs in the
+stage's own process, where a policy's code must not run: `python` runs that in `tuneloop.rewards.sandbox`.
 """
 
 import json
@@ -13,14 +12,12 @@ from typing import Any, Literal, Protocol
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a turn of the policy.
+    """What an environment replies to a turn of the policy.
 
     Attributes:
-        text: what the policy reads next; of no consequence where the episode is done.
-        done: whether the episode is over.
-        role: of the message, in a chat.
+        text: what the policy reads next, in a chat as a message of `role`; ignored where the episode is done.
         reward: of the whole episode so far, for the reward ``environment``; None: the environment has no opinion.
-        escape: what the turn tried, to get out of where it was shut in: the episode is over, and its outcome `escape`.
+        escape: what the turn tried in order to leave the sandbox: the episode is over, and its outcome is ``escape``.
     """
 
     text: str = ""

@@ -1,7 +1,5 @@
-"""A calculator: ``<tool_call>{"name": "calculator", "arguments": {"expression": "3 * (4 + 5)"}}</tool_call>``.
-
-A turn without a call is the final answer; the rewards of the row judge it.
-"""
+"""A calculator: ``<tool_call>{"name": "calculator", "arguments": {"expression": "3 * (4 + 5)"}}</tool_call>``. A turn
+without a call is the final answer; the rewards of the row judge it."""
 
 import ast
 import operator

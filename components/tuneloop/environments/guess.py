@@ -1,7 +1,4 @@
-"""A number to be found: the policy guesses, and hears ``higher`` or ``lower``. Its reward is 1 once it has found it.
-
-The number is the row's answer.
-"""
+"""A number to find: the policy guesses and reads ``higher`` or ``lower`` until it says the row's answer: reward 1."""
 
 import re
 from collections.abc import Mapping

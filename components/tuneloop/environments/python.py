@@ -1,8 +1,7 @@
 """Python as a tool: ``<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>``.
 
-A call is a program of its own, shut in as the reward ``code`` shuts programs in (`tuneloop.rewards.sandbox`): nothing
-is left of the calls before it. The policy reads what it printed. A turn without a call is the final answer; the
-rewards of the row judge it.
+Each call runs as a program of its own in `tuneloop.rewards.sandbox`, as with the reward ``code``, and the policy reads
+what it printed. A turn without a call is the final answer; the rewards of the row judge it.
 """
 
 from collections.abc import Mapping
@@ -23,12 +22,8 @@ def create_environment(
     memory_mb: Annotated[float, Field(gt=0)] = 256,
     output_kb: Annotated[float, Field(gt=0)] = 4,
 ) -> Environment:
-    """Begin an episode in which the policy may run programs. Raises UserError: programs cannot be shut in here.
-
-    Args:
-        seconds: what the calls of one turn may use together.
-        memory_mb, output_kb: what one call may use.
-    """
+    """Begin an episode in which the policy may run programs: `seconds` are for all calls of a turn together,
+    `memory_mb` and `output_kb` for each call. Raises UserError: the sandbox cannot be set up here."""
     check_sandbox("environment", "python")
     return Python(Limits(seconds, int(memory_mb * 2**20), int(output_kb * 2**10)))
 

@@ -1,4 +1,3 @@
 """What is inside an artifact: rows of rollouts, token ids, conversations, the canary.
 
-Here belong columns, encodings and their readers and writers. How a value is computed belongs to the stage that does it.
-"""
+Here belong columns, encodings, their readers and writers. How a value is computed belongs to the stage that does it."""

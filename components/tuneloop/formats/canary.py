@@ -1,11 +1,9 @@
 """The canary: a fixed token sequence whose log-probabilities tell one set of weights from another.
 
-Whoever writes weights computes it (`canary_logprobs`); whoever serves them must answer with the same numbers within
-a tolerance before a batch counts. The ids are derived from the vocabulary size alone, so both sides can name them.
-
-A training step moves these numbers by less than the tolerance, so a checkpoint's canary also has those of the version
-before: an engine must be nearer to its own version than to that one (`tell_versions_apart`).
-"""
+Whoever writes weights computes it (`canary_logprobs`); whoever serves them must answer with the same numbers within a
+tolerance before a batch counts. The ids are derived from the vocabulary size alone, so both sides can name them. A
+training step moves these numbers by less than the tolerance, so a checkpoint's canary also has those of the version
+before: an engine must be nearer to its own version than to that one (`tell_versions_apart`)."""
 
 import json
 import math
@@ -33,15 +31,9 @@ def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
 
 
 def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
-    """Compute the natural log-probability, at temperature 1, of each id but the first given those before it.
-
-    Args:
-        model: a causal language model of transformers; it is evaluated in its own dtype and left in its own mode.
-        ids: at least two token ids.
-
-    Returns:
-        ``len(ids) - 1`` floats, computed in float32 from the model's logits.
-    """
+    """Compute the natural log-probability, at temperature 1, of each of `ids` (at least two) but the first, given those
+    before it: ``len(ids) - 1`` floats, in float32 from the logits of `model`. This is a causal language model of
+    transformers; it is evaluated in its own dtype, and left in its own mode."""
     import torch
 
     device = next(model.parameters()).device
@@ -60,19 +52,15 @@ def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
 
 
 def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: Sequence[float]) -> dict[str, float]:
-    """Measure which of two versions an engine's log-probabilities belong to.
+    """Measure which of two versions an engine's log-probabilities (`answers`) belong to: the one that is claimed, or
+    the one before, for which the trainer computed `now` and `before`.
 
     The engine's noise is taken as Gaussian and equal at all positions. Its standard deviation is that of the answers
     across the line from the one version's numbers to the other's, and only what lies along the line counts: the
     discriminant of R. A. Fisher, "The use of multiple measurements in taxonomic problems" (1936).
 
-    Args:
-        answers: of the engine; `now`, `before`: of the trainer, for the version that is claimed and the one before.
-
-    Returns:
-        ``separation`` of the versions in standard deviations of the noise, 0 where they are the same; and
-        ``log_likelihood_ratio`` (nats) of `now` against `before`: positive where `now` is nearer.
-    """
+    Returns the ``separation`` of the versions in standard deviations of the noise, 0 where they are the same, and the
+    ``log_likelihood_ratio`` (nats) of `now` against `before`: positive where `now` is nearer."""
     step = [a - b for a, b in zip(now, before, strict=True)]
     if not (length := math.hypot(*step)):
         return {"separation": 0.0, "log_likelihood_ratio": 0.0}
@@ -84,12 +72,8 @@ def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: 
 
 
 def write_canary(model: Any, path: Path, vocab_size: int | None = None) -> None:
-    """Write ``canary.json`` for `model`: ``{"ids": [...], "logprobs": [...]}``.
-
-    Args:
-        model: loaded from the files that are served. Not the trainer's float32 masters, and not a model cast by
-            ``.to(dtype)`` either: that rounds the rotary frequencies, too (0.004 in log-probability on the tiny model).
-        vocab_size: ids stay below it; default: the model's configuration.
-    """
+    """Write ``canary.json`` for `model`: ``{"ids": [...], "logprobs": [...]}``, ids below `vocab_size` (default: the
+    model's). The model is loaded from the files that are served: neither the trainer's float32 masters, nor a model
+    cast by ``.to(dtype)``, which rounds the rotary frequencies, too (0.004 in log-probability on the tiny model)."""
     ids = canary_ids(vocab_size or model.config.vocab_size)
     path.write_text(json.dumps({"ids": ids, "logprobs": canary_logprobs(model, ids)}))

@@ -66,8 +66,7 @@ def make_rows(
 
 
 def open_rows(artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str) -> pq.ParquetFile:
-    """Open a Parquet file of the artifact given as `flag`, which the stage `maker` makes. Raises UserError: no such
-    file, a missing column, or no rows."""
+    """Open a Parquet file of input `flag`, made by `maker`. Raises UserError: no file, no such column, no rows."""
     table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
     for column in columns:
         if column not in table.schema_arrow.names:
@@ -122,9 +121,8 @@ class Completion:
 
     Attributes:
         ids: with the stop token, where there is one.
-        logprobs: natural logarithms, of the sampled distribution (temperature applied; at temperature 0 of the
-            distribution at temperature 1), one for each of `ids`.
-        finish_reason: ``stop``, ``length`` or ``abort``.
+        logprobs: natural logarithms, one for each of `ids`, of the sampled distribution (temperature applied; at
+            temperature 0 of the distribution at temperature 1).
         start_version, end_version: of the weights that made the first and the last token.
         versions: of each token, where they differ; else empty.
         prompt_logprobs: at temperature 1, of each id of the prompt but the first, where they were asked for.
@@ -141,14 +139,9 @@ class Completion:
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Episode(Completion):
-    """A completion of several turns; `ids` are all after the first prompt, with a log-probability of 0 for those of
-    replies, which have the version of the turn before.
-
-    Attributes:
-        mask: of each id, whether it was sampled.
-        last: the ids of the last turn.
-        about: `turns`, the environment's `reward`, and `escape` where the policy tried to get out of it.
-    """
+    """A completion of several turns: `ids` are all after the first prompt, with a log-probability of 0 for those of
+    replies, which have the version of the turn before. `mask`: whether each id was sampled; `last`: the ids of the last
+    turn; `about`: `turns`, the environment's `reward`, and `escape` where the policy tried to get out."""
 
     mask: list[bool] = field(default_factory=list)
     last: Ids = field(default_factory=list)

@@ -32,16 +32,9 @@ class Places(Sequence[T]):
 
 
 class Corpus(Places["Document"]):
-    """Documents by place, in a file of Arrow's that is mapped into memory; on the disk some 4.5 bytes a token.
-
-    Args:
-        file: that `write_corpus` wrote; its name is not needed any more once this is made.
-
-    Attributes:
-        names: of the documents.
-        extremes: the longest document, and the one with the highest token id, each with its name.
-        tokens: of all documents.
-    """
+    """Documents by place, in an Arrow `file` that `write_corpus` wrote and that is mapped into memory, so that its name
+    may go; some 4.5 bytes a token on disk. `names`: of the documents; `extremes`: the longest document, and the one
+    with the highest token id, each with its name; `tokens`: the number in all documents."""
 
     def __init__(self, file: str) -> None:
         reader = pa.ipc.open_file(pa.memory_map(file))
@@ -92,10 +85,8 @@ def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, and which of them are targets; the first never is, for nothing precedes it.
-
-    `labels` are what is to be predicted in place of each of `ids`, where that is something else.
-    """
+    """Token ids, and which of them are targets; the first never is, for nothing precedes it. `labels` are what is to be
+    predicted in place of each of `ids`, where that is something else."""
 
     ids: Sequence[int]
     targets: Sequence[int]

@@ -4,8 +4,7 @@ A prompt and its completion are tokenized apart and joined as ids: the border be
 between tokens, in training as in generation. After that nothing retokenizes: stages hand ids to one another.
 
 Text is text: what data, users or tools say never becomes a control token (one that the tokenizer marks as special),
-also where it is spelled like one. Those come from the chat template and from this module alone.
-"""
+also where it is spelled like one. Those come from the chat template and from this module alone."""
 
 import functools
 import hashlib
@@ -22,8 +21,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Load the tokenizer of a Hugging Face model directory. Raises UserError: the directory has none that can be
-    loaded, or it knows no end of sequence."""
+    """Load the tokenizer of a Hugging Face model directory. Raises UserError: it cannot be loaded, or has no EOS."""
     from transformers import AutoTokenizer
 
     if not any((model / name).is_file() for name in FILES):  # transformers would make an empty one up
@@ -39,14 +37,12 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """Encode a prompt: the ids that a completion follows.
+    """Encode a prompt, which is plain text or (`chat`) a JSON list of messages: the ids that a completion follows.
 
-    Chat messages go through the tokenizer's template, up to where the assistant speaks; what special tokens there
-    are, the template puts. Plain text gets the special tokens that the tokenizer itself prepends (Llama's BOS,
-    nothing for Qwen), as vLLM does; an end of sequence that it appends is dropped, since the text goes on.
-
-    `prompt` is plain text, or a JSON list of messages where `chat` is true. Raises UserError: messages without a chat
-    template, text that is not a list of messages, or a prompt of no token."""
+    Messages go through the tokenizer's template, up to where the assistant speaks; only the template adds special
+    tokens. Plain text gets the special tokens that the tokenizer itself prepends (Llama's BOS, nothing for Qwen), as
+    vLLM does; an end of sequence that it appends is dropped, since the text goes on. Raises UserError: messages without
+    a chat template, text that is not a list of messages, or a prompt of no token."""
     if chat:
         ids = _encode_chat(tokenizer, prompt)
     else:
@@ -69,12 +65,11 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[bool]]:
-    """Encode a whole conversation, and say which of its ids are the assistant's.
+    """Encode a whole conversation; return its ids, and of each whether it is a target.
 
-    Of every turn of the assistant all is a target up to its end of sequence, that one included. What the template puts
-    after that is not, nor are the others' messages, tools' results among them. Raises UserError: no turn of the
-    assistant; or a template that rewrites earlier turns (one that strips reasoning does), so that what is trained would
-    not be what is sampled."""
+    Each turn of the assistant is a target up to and with its end of sequence; what the template puts after that is not,
+    nor are other messages, tools' results among them. Raises UserError: no turn of the assistant; or a template that
+    rewrites earlier turns (one that strips reasoning does), so that what is trained would not be what is sampled."""
     turns = json.loads(messages)
     ids: list[int] = []
     targets: list[bool] = []
@@ -103,12 +98,8 @@ def encode_reply(
     Plain text is itself. In a chat it is what the template puts between the end of the assistant's turn and its next:
     the end of that message, a message of `role`, the opening of a new one. The template is tried on a conversation that
     stands for all; the policy's own turn, of which only the ids as sampled count, is never rendered. Raises UserError:
-    a template that cannot say this, does not end turns with one of `stops`, or rewrites the turn.
-
-    Args:
-        stops: ids that end a turn.
-        keep_reasoning: accept a template that takes reasoning out of the turn before.
-    """
+    a template that cannot say this, ends turns with none of the ids `stops`, or rewrites the turn; `keep_reasoning`
+    accepts one that takes reasoning out of the turn before."""
     if not chat:
         return encode_text(tokenizer, text)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}]
@@ -163,8 +154,7 @@ def _fold(text: str) -> str:
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-    """Render and encode messages. Strings in which a control token is spelled go through the template as placeholders,
-    and are then encoded as plain text."""
+    """Render and encode messages; strings that spell a control token are placeholders meanwhile, then plain text."""
     controls, found = _control_tokens(tokenizer, len(tokenizer)), list[str]()
     mark = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]  # nobody can write it into the messages
 

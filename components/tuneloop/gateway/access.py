@@ -30,8 +30,7 @@ LOCAL = "local"
 
 @contextmanager
 def translate_refusals(namespace: str) -> Iterator[None]:
-    """Say what a refusal of the API server means to a caller. Its silence is `Retryable`, and so is a refusal without a
-    namespace: then the gateway lacks rights."""
+    """Raise Refused if the API server refuses; Retryable if it fails or, with no `namespace`, refuses the gateway."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -62,8 +61,7 @@ class Caller:
 
 
 class TokenReviews:
-    """Tokens and rights of Kubernetes: who may create workflows in a namespace may have sessions there. `audience`:
-    that tokens must be meant for; empty: the API server's own."""
+    """Access by tokens for `audience` (empty: the API server), to namespaces where the caller may create workflows."""
 
     def __init__(self, api: Any, audience: str) -> None:
         from kubernetes import client
@@ -135,10 +133,7 @@ class TokenReviews:
 
 
 class TokenFile:
-    """One token in a file that only its owner reads, for the namespace ``local``.
-
-    Raises UserError where the file cannot be written, or others can read it.
-    """
+    """A token for the namespace ``local``, in a file. Raises UserError if it cannot be used, or others can read it."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,7 +1,5 @@
-"""The gateway's HTTP: sessions under ``/v1``, and Tinker's routes under ``/api/v1``, which go to the session's worker.
-
-docs/sharing.md has the routes and refusals. Of a request without a token no body is read.
-"""
+"""The gateway's HTTP (docs/sharing.md): sessions under ``/v1``, and under ``/api/v1`` Tinker's routes, which go to the
+session's worker. Of a request without a token no body is read."""
 
 import asyncio
 import itertools
@@ -40,8 +38,7 @@ PROXIED = (
 ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
 """What a request may name its session by."""
 SMALL, LARGE = 2**20, 2**25
-"""Bytes of a body at most: of what the gateway reads itself, and of what a worker gets (Tinker's client sends batches
-in pieces of 5 MB)."""
+"""Bytes of a body at most: for the gateway itself, and for a worker (Tinker's client sends batches in 5 MB pieces)."""
 HELD = 2**27
 """Bytes of all bodies at a time at most; with what is made of them they fit in the memory of the gateway's pod."""
 BODY_S = 60.0
@@ -91,11 +88,8 @@ class Gateway:
         return caller
 
     def create(self, caller: Caller, wanted: Wanted, key: str) -> tuple[Session, bool]:
-        """Return the session that this caller made under this key, and whether it is new.
-
-        Creations come one after the other, so that a quota holds: there is one gateway (its Deployment has one replica,
-        and replaces it by Recreate). Raises Refused (403, 409 or 429).
-        """
+        """Return the caller's session of this key, and whether it is new. Creations come one after the other, so that a
+        quota holds: the gateway has one replica, replaced by Recreate. Raises Refused (403, 409, 422, 429, 503)."""
         wanted = wanted.model_copy(update={"namespace": wanted.namespace or caller.namespace})
         if not wanted.namespace:
             raise Refused(422, "namespace: say which; your token belongs to none")
@@ -143,8 +137,7 @@ class Gateway:
         return parts[1], parts[3]
 
     async def reach(self, caller: Caller, id: str) -> Session:
-        """Return a session whose worker is there; wait for one that starts. Raises Refused: 404; 410, it is over; 503,
-        it has not started in time."""
+        """Return a session once its worker is there. Raises Refused: 404; 410, it is over; 503, it takes too long."""
         await asyncio.to_thread(self._place, caller, id)
         if known := self._found.get(id):
             return known
@@ -161,8 +154,7 @@ class Gateway:
             await asyncio.sleep(LOOK)
 
     async def forward(self, caller: Caller, id: str, method: str, path: str, headers: Any, body: bytes) -> Any:
-        """Forward a request to the worker of a session, and return its answer. Raises Refused as `reach`; 429, its
-        namespace has no tokens left; 503, it does not answer."""
+        """Forward a request to a session's worker. Raises Refused as `reach`; 429, no tokens left; 503, no answer."""
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))

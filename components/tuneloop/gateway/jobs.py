@@ -1,10 +1,7 @@
-"""Sessions as Jobs of Kubernetes, which hold all that is known of them: no database, and nothing to lose with a pod.
-
-A session is one Job with one pod, which is not started again when it fails: what it held is gone with it. (Where Kueue
-preempts the Job and admits it again, the new pod knows none of the models, and says so.) Annotations say what was
-asked for and by whom. The Job owns the pod, so that deleting it leaves nothing. The worker's key stands in the pod's
-environment: who may read Jobs of a namespace may use its sessions.
-"""
+"""Sessions as Jobs of Kubernetes, which hold all that is known of them: annotations say what was asked for and by whom.
+A Job has one pod, which is not started again when it fails: what it held is gone with it. (Where Kueue preempts the Job
+and admits it again, the new pod knows none of the models, and says so.) The worker's key stands in the pod's
+environment: who may read Jobs of a namespace may use its sessions."""
 
 import secrets
 from collections.abc import Mapping

@@ -1,9 +1,6 @@
-"""What a worker was asked to do: each request applied once, those to a model in the order of their numbers.
-
-A client that hears no answer sends its request again under the same number, and several at once may overtake one
-another. So a request is known by (stream, number): the same one again is the same request; a model's wait for those
-before them. One thread takes them; whoever wants a result waits for its future.
-"""
+"""Requests to a worker: each is applied once, those to a model in the order of their numbers. A client that hears no
+answer sends its request again under the same number, and requests may overtake one another. So a request is known by
+(stream, number), and a model's waits for those before it. One thread does them; a future has the result of each."""
 
 import math
 import threading
@@ -26,13 +23,8 @@ SWEEP = 60.0
 
 @dataclass(eq=False)
 class Entry:
-    """One request.
-
-    Attributes:
-        fingerprint: of what was asked.
-        batch: equal for requests that can be done together; None: alone.
-        until: when its result is dropped, by `time.monotonic`.
-    """
+    """A request. Those of an equal `batch` can be done together (None: alone); equal requests have one `fingerprint`.
+    Its result is dropped at `until`, by `time.monotonic`."""
 
     fingerprint: str
     work: "Callable[[list[Entry]], list[Any]]"
@@ -46,8 +38,7 @@ class Entry:
 
 @dataclass
 class Stream:
-    """The requests of one model or sampling session, by number. `following`: the number whose turn it is; None where
-    order does not matter."""
+    """The requests of a model or sampling session by number; `following` is the next one (None: they have no order)."""
 
     following: int | None
     last: int = 0
@@ -95,8 +86,7 @@ class Ledger:
             return f"{stream}:{number}"
 
     def future(self, request: str) -> Future[Any]:
-        """Return the future of a request's result; one that is there is kept `FETCHED` seconds from now. Raises
-        Refused (404) where there is no such request."""
+        """Return a request's future; a result that is there is kept `FETCHED` s from now on. Raises Refused (404)."""
         stream, _, number = request.rpartition(":")
         with self._changed:
             known = self._streams.get(stream)

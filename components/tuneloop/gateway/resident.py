@@ -59,12 +59,8 @@ class AdamParams(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The weights of one version, for sampling.
-
-    Attributes:
-        base: the checkpoint whose configuration and tokenizer they go with.
-        state: of the model with adapters merged in; None: those of `base` itself.
-    """
+    """The weights of one version, for sampling: the model's `state` with adapters merged in, or (None) those of the
+    checkpoint `base`, whose configuration and tokenizer they go with."""
 
     base: Artifact
     version: int
@@ -72,16 +68,9 @@ class Snapshot:
 
 
 class Resident:
-    """A model that is trained. Raises UserError where `policy` is not a checkpoint, or has no state to go on with.
-
-    Args:
-        lora: adapters to train in place of the model.
-        optimizer: go on with the optimizer's state, and the adapters, that `policy` has.
-
-    Attributes:
-        version: `policy`'s, and one more for each optimizer step since.
-        saved: the version that was opened or saved last.
-    """
+    """A model in training; with `lora`, adapters are trained in its place. With `optimizer` it goes on with the
+    optimizer's state and the adapters of `policy`. `version` is `policy`'s, and one more for each step since; `saved`
+    is the version opened or saved last. Raises UserError where `policy` is no checkpoint, or lacks that state."""
 
     def __init__(
         self, policy: Artifact, ranks: "Ranks", lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
@@ -94,13 +83,9 @@ class Resident:
     def forward_backward(
         self, data: Sequence[Datum], name: str, config: dict[str, float], forward_only: bool = False
     ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Add the gradient of a loss to what has been gathered since the last step. Raises UserError: the data is not
-        what the loss needs; then nothing has been added. After any other error part of it may have been, and the next
-        `optim_step` is refused.
-
-        Returns:
-            Log-probabilities of the target tokens, float32 ``[positions]`` of each datum; and ``loss:sum``.
-        """
+        """Add the gradient of a loss to those since the last step; return each datum's log-probabilities of its target
+        tokens, float32 ``[positions]``, and ``loss:sum``. Raises UserError, with nothing added, if the data does not
+        fit the loss. After any other error part of it may have been added, and the next `optim_step` is refused."""
         import torch
 
         if not data:
@@ -126,9 +111,8 @@ class Resident:
         return [by_datum[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Take one step with the gradients gathered since the last one. Raises UserError where there are none, they are
-        not finite, or not whole; then they are dropped, and nothing else has changed. After any other error (of the
-        device) there is no `trainer` any more: part of the weights and moments may be those after the step."""
+        """Take one step with the gradients since the last one. Raises UserError where there are none, or they are not
+        finite or not whole, and drops them. Any other error drops `trainer`, whose weights may be half updated."""
         if not self.gradients:
             raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
         trainer, step = self.trainer, self.trainer.step
@@ -184,9 +168,8 @@ class Resident:
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:
-        """Go on from another checkpoint, or with its weights alone and a new optimizer. Raises UserError where it is
-        not a checkpoint, lacks optimizer state, or has other adapters; then nothing has changed. After any other error
-        there may be no `trainer` any more."""
+        """Go on from a checkpoint, or with its weights alone. Raises UserError, changing nothing, where it is not one,
+        lacks optimizer state, or has other adapters. After any other error there may be no `trainer` any more."""
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
             raise UserError("load_state", policy.url, "was trained with other adapters; create a model from it instead")
@@ -223,8 +206,7 @@ class Sampler:
         self._ready: Snapshot | None = None
 
     def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """Sample the completions of each request. Raises UserError at a prompt that is empty, has unknown ids, or
-        leaves no room in the context."""
+        """Sample each request's completions. Raises UserError if a prompt is empty, too long, or of unknown ids."""
         import torch
 
         self._change(snapshot)
@@ -277,17 +259,10 @@ def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
 def compute_loss(
     name: str, logprobs: "Tensor", inputs: Mapping[str, "Tensor"], config: Mapping[str, float]
 ) -> "Tensor":
-    """Compute the loss of each target token, as Tinker has them (tinker-docs.thinkingmachines.ai/losses).
-
-    With ``r = exp(logprobs - sampled logprobs)`` and A the advantages: cross_entropy ``-w logprobs``;
-    importance_sampling ``-r A``; ppo ``-min(r A, clip(r) A)``; cispo ``-clip(r) A logprobs`` where no gradient goes
-    through the clipped ratio.
-
-    Args:
-        logprobs: float32 ``[targets]``, with gradient.
-        inputs: float32 ``[targets]`` each, those that `INPUTS` names.
-        config: what `check_options` gave.
-    """
+    """Compute Tinker's loss of each target token (tinker-docs.thinkingmachines.ai/losses) from `logprobs` and `inputs`,
+    all float32 ``[targets]``. Given ``r = exp(logprobs - sampled logprobs)`` and A the advantages, it is for
+    cross_entropy ``-w logprobs``; importance_sampling ``-r A``; ppo ``-min(r A, clip(r) A)``; cispo ``-clip(r) A
+    logprobs``, where no gradient goes through the clipped ratio. `config` is what `check_options` returned."""
     if name == "cross_entropy":
         return -inputs["weights"] * logprobs
     ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
@@ -300,8 +275,7 @@ def compute_loss(
 
 
 def _document(datum: Datum, needed: Sequence[str], policy: "Policy") -> Document:
-    """Return `datum` as the trainer takes it: one more token at the end, which nothing looks at, makes each position
-    one that predicts."""
+    """Return `datum` for the trainer: a token that nothing looks at is appended, so that each position predicts one."""
     length = len(datum.tokens)
     if not 0 < length <= policy.context:
         raise UserError("model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context")

@@ -40,14 +40,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Session:
-    """The models and sampling sessions of one session.
-
-    Requests are taken from any thread, and done by the one that calls `do`.
-
-    Args:
-        artifacts: URL of its name space; checkpoints of other sessions of the namespace lie beside it.
-        ranks: opens the device, when it is first needed.
-    """
+    """The models and sampling sessions of one session. Requests are taken from any thread, and done by the one that
+    calls `do`. Its checkpoints lie below the URL `artifacts`, those of the namespace's other sessions beside it;
+    `ranks` opens the device when it is first needed."""
 
     def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]") -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()

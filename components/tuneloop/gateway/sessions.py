@@ -47,13 +47,8 @@ class Wanted(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Session:
-    """A session that exists.
-
-    Attributes:
-        address: ``host:port`` of its worker, once there is one.
-        key: what its worker asks for.
-        reason: why it ended, or does not run yet.
-    """
+    """A session that exists. `address` is ``host:port`` of its worker, once there is one; `key` is the secret that the
+    worker requires; `reason` says why the session ended, or does not run yet."""
 
     name: str
     wanted: Wanted
@@ -140,8 +135,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_settings(path: Path | None) -> Settings:
-    """Read the settings in a YAML file; the defaults without one. Raises UserError where it cannot be read, or says
-    something unknown."""
+    """Read settings from a YAML file, or return the defaults. Raises UserError if it is unreadable or invalid."""
     try:
         return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
     except ValidationError as error:

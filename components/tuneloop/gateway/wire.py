@@ -1,8 +1,5 @@
-"""Tinker's protobuf messages, as far as they are served: token ids in, tensors in and out.
-
-`SCHEMA` has them with the field numbers of ``tinker_public.proto`` in the client library, release 0.38. Tensors are
-little-endian bytes of a dtype and a shape.
-"""
+"""Tinker's protobuf messages, as far as they are served: token ids in, tensors in and out, as little-endian bytes of a
+dtype and a shape. `SCHEMA` has the field numbers of ``tinker_public.proto`` in the client library, release 0.38."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -47,8 +44,7 @@ def read_address(body: bytes) -> tuple[str, int | None]:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Decode a ``ForwardBackwardRequest``. Raises UserError where it is another message, or has images, sound, sparse
-    tensors or bytes that do not fit in it."""
+    """Decode a ``ForwardBackwardRequest``. Raises UserError for any other bytes, images, sound or sparse tensors."""
     sent = _parse(body)
     config = {}
     for name, value in sent.loss_fn_config_v2.items():

@@ -1,16 +1,12 @@
-"""The process of one session: HTTP on the main thread, torch on another.
-
-::
+"""The process of one session, with HTTP on the main thread and torch on another::
 
     TUNELOOP_SESSION_KEY=… python -m tuneloop.gateway.worker --session team-a.session-1 --artifacts URL --port 8000
 
-It answers to who knows the key, the gateway: in the header ``X-Session-Key``. ``/api/v1/…`` is what Tinker's client
-library calls; every ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result.
-With ``--turns`` it computes only while it has the turn of its group (`tuneloop.sharing.turns`): for as long as requests
-follow one another. At SIGTERM, and when nobody asked for anything in ``--idle`` seconds, it does what it has accepted,
-and saves the models (`Worker.drain`). Exit codes: 0 then; 1 where what it keeps on the device is lost; 75 where it lost
-its turn in the midst of one.
-"""
+It answers the gateway, which knows the key (header ``X-Session-Key``). Tinker's client library calls ``/api/v1/…``: a
+``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result. With ``--turns`` it
+computes only while it has the turn of its group (`tuneloop.sharing.turns`), for as long as requests follow one another.
+At SIGTERM, and after ``--idle`` seconds without a request, it does what it has accepted, and saves the models
+(`Worker.drain`). Exit codes: 0 after that; 1 where the models on the device are lost; 75 where it lost its turn."""
 
 import argparse
 import asyncio
@@ -155,10 +151,8 @@ class Worker:
         return self.session.info(model_id)
 
     def drain(self, grace_s: float) -> None:
-        """Take nothing new, do what was accepted, save the models, and wait until results are fetched: in `grace_s`.
-
-        Half of it is for what was accepted, the rest for saving. One that waits for an earlier request is not awaited.
-        """
+        """Take nothing new, do what was accepted in half of `grace_s`, save the models in the rest, and wait until
+        results are fetched. A request that waits for an earlier one is not awaited."""
         ledger, begun, usable_s = self.session.ledger, time.monotonic(), grace_s - MARGIN_S
         half, deadline = begun + usable_s / 2, begun + usable_s
         ledger.close()

@@ -1,5 +1,2 @@
 """Sampling: engines, the rollout server and its loop, generation, multi-turn episodes, fleets, their conformance kit.
-
-Here belongs what turns prompts into completions and proves which weights did it. The stages that call it are in
-`stages`; what is trained is in `training`.
-"""
+All that turns prompts into completions and proves which weights made them; the stages that call it are in `stages`."""

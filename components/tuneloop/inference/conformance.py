@@ -1,8 +1,7 @@
-"""The protocol's tests, for any rollout endpoint: ours, another engine's, a gateway before a fleet.
+"""The protocol's tests, for any rollout endpoint: ``tuneloop endpoint check URL`` runs `CHECKS` in order.
 
-``tuneloop endpoint check URL`` runs `CHECKS` in order. Only ``POST <url>/generate`` is used. Without a reference, an
-endpoint is held against itself: what it samples against what it scores, one temperature against another, a prompt
-against its own continuation. With a checkpoint (``--policy``) it is held against the trainer's log-probabilities, too.
+Only ``POST <url>/generate`` is used. An endpoint is compared with itself (what it samples with what it scores, one
+temperature with another, a prompt with its own continuation), and with a checkpoint's canary, given ``--policy``.
 """
 
 import json
@@ -48,8 +47,7 @@ class Probe:
         return random.Random(seed).choices(range(3, self.vocabulary), k=length)
 
     def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the lines of an answer; closing the iterator hangs up. Raises Failed: the status is not 200, or a line
-        is not a JSON object."""
+        """Yield an answer's lines; closing it hangs up. Raises Failed: status not 200, or a line is no JSON object."""
         with self._send(body) as response:
             if response.status != 200:
                 raise Failed(f"answers {response.status}: {response.read().decode(errors='replace')[:300]}")

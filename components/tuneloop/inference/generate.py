@@ -80,13 +80,9 @@ class Job:
 def generate_completions(
     stage: Stage, policy: Artifact, job: Job, engine: Engine
 ) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
-    """Run `job` on the weights of `policy`, proved; leave facts and timings in the stage. Return the policy's
-    tokenizer, the requests, and for each its completions.
-
-    Raises:
-        UserError: a prompt that cannot be encoded or leaves too little room in the context.
-        StaleWeights: the engine serves other weights.
-    """
+    """Run `job` on `engine` once it is proved to serve `policy`; leave facts and timings in the stage. Return the
+    policy's tokenizer, the requests, and for each its completions. Raises UserError: a prompt cannot be encoded or
+    leaves too little room in the context; StaleWeights: the engine serves other weights."""
     model, options = policy.part("model"), job.options
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
@@ -138,21 +134,16 @@ def generate_completions(
 
 
 def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
-    """Open the engine that `options` name; it is closed when the block ends. Raises UserError: unknown, or arguments
-    that it does not take."""
+    """Open the engine that `options` name, for a ``with`` block. Raises UserError: it, or an argument, is unknown."""
     create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
 
 def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
-    """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried. Raises
-    StaleWeights: they differ still.
-
-    Returns:
-        ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and
-        where the canary has the version before what `tell_versions_apart` does. Below a separation of `SEPARATED` the
-        numbers do not tell the two apart: that it is not the one before is the engine's word then.
-    """
+    """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried. Return
+    ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and the
+    result of `tell_versions_apart`, if the canary has the version before: with a separation below `SEPARATED`, only the
+    engine's word tells `policy` from that version. Raises StaleWeights: they differ still."""
     result = compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         engine.load(policy, force=True)

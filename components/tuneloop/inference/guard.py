@@ -17,17 +17,17 @@ from tuneloop.inference import refusals
 HEADERS_S = 20.0
 """Seconds after its opening within which a request with a token is to be there."""
 STRANGERS = 1024
-"""Connections without one; of fewer descriptors than twice as many, half."""
+"""Most open connections without a token; half the limit of descriptors where that is less."""
 
 
 class TokenGuard:
-    """An application for who sends a token of the run's file, if there is one (`tuneloop.core.server_token`)."""
+    """Lets requests pass that have a token of the run's file, if there is one (`tuneloop.core.server_token`)."""
 
     def __init__(self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]) -> None:
         self.app, self.open_paths, self.max_bytes = app, open_paths, max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer 401 to who has no token; read no more of a body than `max_bytes` of its path, then answer 413."""
+        """Answer 401 to a request without a token; read at most `max_bytes` of a body for its path, else answer 413."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         left = most = self.max_bytes(scope["path"])
@@ -51,8 +51,8 @@ class TokenGuard:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP, closing connections without a token: after `HEADERS_S`, and the oldest of more than `STRANGERS`
-    (who has a token sends it at once). Peers are not told apart by their addresses: behind a proxy all have one."""
+    """uvicorn's HTTP, which closes connections without a token: each after `HEADERS_S`, and the oldest of more than
+    `STRANGERS` (clients with a token send it at once). Addresses tell nothing: behind a proxy all peers have one."""
 
     strangers: ClassVar[OrderedDict["TimedProtocol", asyncio.TimerHandle]] = OrderedDict()
     known = False  # whether the last request that was answered had one: the next may just be looked at

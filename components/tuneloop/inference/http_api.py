@@ -1,7 +1,5 @@
-"""The HTTP interface of a rollout server: token ids in and out, no text. docs/weights.md has its routes and refusals.
-
-All but ``/health`` and ``/metrics`` need the run's token, where there is one (`tuneloop.core.server_token`).
-"""
+"""The HTTP interface of a rollout server, in token ids, without text. docs/weights.md has its routes and refusals. All
+but ``/health`` and ``/metrics`` need the run's token, where there is one (`tuneloop.core.server_token`)."""
 
 import asyncio
 import contextlib
@@ -30,7 +28,7 @@ from tuneloop.inference.refusals import Refused, create_app
 ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
 OPEN = ("/health", "/metrics")
-"""Paths for whoever reaches the server: kubelets, Prometheus and autoscalers have no token."""
+"""Paths that need no token: kubelets, Prometheus and autoscalers have none."""
 BATCH_BYTES, ORDER_BYTES, ID_BYTES = 2**22, 2**16, 8
 """Most bytes of a body of ``/generate``, unless one prompt takes more; of any other; that a token id takes in one."""
 WAIT_S = 600.0
@@ -50,8 +48,7 @@ class GenerateBody(BaseModel):
 
 
 class HttpApi:
-    """The HTTP side of an `EngineLoop`, which may have a follower. `attempts`: where the starts of this server are
-    counted: those without an answer."""
+    """The HTTP side of an `EngineLoop`. `attempts`: the store that counts this server's starts without an answer."""
 
     def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
         self.loop, self.follower, self.attempts = loop, follower, attempts
@@ -78,7 +75,7 @@ class HttpApi:
         return app
 
     def limit_body(self, path: str) -> int:
-        """Return most bytes of a body: while one is parsed, some 100 ms for 4 MiB of token ids, nobody is answered."""
+        """Return the most bytes of a body: parsing one (100 ms for 4 MiB of token ids) holds up all other answers."""
         return ORDER_BYTES + (max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0)
 
     def served(self) -> dict[str, Any]:
@@ -147,8 +144,7 @@ class HttpApi:
     async def update(
         self, model_path: Annotated[str, Body()], weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")]
     ) -> dict[str, str]:
-        """Change to a checkpoint, verified: of its ``model`` directory or its reference, and
-        ``<version>@<digest of the checkpoint>``."""
+        """Serve a verified checkpoint, given by its ``model`` directory or reference and ``<version>@<its digest>``."""
         if self.follower:
             raise UserError("model_path", model_path, "this server follows --weights; publish the version there")
         path, digest = Path(model_path), weight_version.partition("@")[2]

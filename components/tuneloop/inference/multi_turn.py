@@ -1,8 +1,8 @@
 """Completions of several turns: the policy speaks, an environment replies, and so on, in one growing list of ids.
 
-The prompt of each turn is, id by id, what the engine was given and what it made in the turns before, and the encoded
-reply: nothing that was sampled is ever tokenized again. So one pass over the whole list gives every turn's
-log-probabilities, and `policy_update` needs to know no more than which tokens were sampled.
+The prompt of each turn is, id by id, the input and output of the engine in the turns before and the encoded reply: no
+sampled token is ever tokenized again. So one pass over the whole list gives every turn's log-probabilities, and all
+that `policy_update` needs to know is which tokens were sampled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +52,7 @@ class EpisodeOptions(Options):
     )
 
     def open_environment(self, row: Mapping[str, Any]) -> Environment:
-        """Open the environment of a new episode. Raises UserError: an argument that it does not take, or a row that it
-        cannot use."""
+        """Open the environment of a new episode. Raises UserError: an argument or the row does not suit it."""
         create = _find(self.environment or "", self.environment_args, "environment_args.")
         try:
             environment: Environment = validate_call(create)(row, **self.environment_args)
@@ -108,17 +107,12 @@ def play_episodes(
     seed: Callable[[str, int], int],
     done: Callable[[int], None],
 ) -> list[list[Episode]]:
-    """Play episodes, and return them in the order of `requests` and their seeds.
+    """Play episodes, and return them in the order of `requests` (one per row of prompts in `rows`) and of their seeds.
 
-    All that are alive take their turns together, and the environment hears every turn. An episode ends when it says
-    so; with the finish reason ``length`` where a turn meets `sampling.max_tokens`, after `how.max_turns` turns, and
-    where the reply and another turn would not fit the engine's context (the reply is left out then).
-
-    Args:
-        rows: of prompts, one a request.
-        seed: of an episode's name and the number of a turn, from the second turn on.
-        done: called with the number of requests whose episodes are over.
-    """
+    All that are alive take their turns together, and the environment hears every turn. An episode ends when it says so;
+    with the finish reason ``length`` where a turn meets `sampling.max_tokens`, after `how.max_turns` turns, and where
+    the reply and another turn would not fit the engine's context (the reply is left out). `seed` gets an episode's name
+    and the number of a turn after the first; `done`, the number of requests whose episodes are over."""
     everyone = [
         [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"]) for s in range(len(r.seeds))]
         for row, r in zip(rows, requests)

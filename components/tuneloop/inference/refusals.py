@@ -12,7 +12,7 @@ from tuneloop.core.component import from_validation
 from tuneloop.core.errors import Retryable, UserError
 
 REFUSAL_S = 1.0
-"""Seconds after which who has no valid token is told so: no more often does each of many connections ask."""
+"""Seconds before a request without a valid token is answered, so that each connection can try no more often."""
 
 
 class Refused(RuntimeError):
@@ -30,8 +30,7 @@ async def refuse_stranger(told: str) -> JSONResponse:
 
 
 def create_app(mistake: int) -> FastAPI:
-    """Make an application without pages that answers our errors: a user's with the status `mistake`, one that may pass
-    with 503."""
+    """Make an application that answers our errors: UserError with the status `mistake`, Retryable with 503."""
     app = FastAPI(openapi_url=None, strict_content_type=False)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:

@@ -6,12 +6,10 @@
     python -m tuneloop.inference.server --weights URL
     python -m tuneloop.inference.server
 
-One process: the engine on a thread of its own, HTTP (`tuneloop.inference.http_api`) on the main one. With
-``--weights`` a third thread follows the versions that a trainer publishes (docs/weights.md). With neither, it serves
-nothing until a client has it load a version.
+The engine has a thread of its own, HTTP (`tuneloop.inference.http_api`) the main one. With ``--weights`` a third thread
+follows the versions that a trainer publishes (docs/weights.md). With neither option, a client has to load a version.
 
-Exit codes: 0 after SIGTERM, 2 the user's mistake, 70 it was started too often without an answer, 75 the store is away
-or the engine has failed.
+Exit codes: 0 after SIGTERM, 2 a user's mistake, 70 too many starts without an answer, 75 no store, or a failed engine.
 """
 
 import argparse
@@ -49,8 +47,7 @@ UVICORN: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "lifespan": "off
 UVICORN |= {"log_level": "error", "access_log": False}  # a stranger's request fills no log
 UVICORN |= {"timeout_keep_alive": 75}  # longer than clients keep one, which may just be sending a request over it
 GRACE_S = 20
-"""How long running answers may take after SIGTERM, less than the 30 s that a pod has: what is left then is cut off, and
-its clients keep what they have, and ask another server for the rest. New requests are refused."""
+"""Seconds for running answers after SIGTERM, of a pod's 30; then they are cut off, and clients ask another server."""
 
 
 @report_errors
@@ -75,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT, before it serves: whoever waits for a version stops waiting; no library catches it."""
+    """SIGTERM or SIGINT before the server serves: it ends a wait for a version, and no library catches it."""
 
 
 def _stop(*_: Any) -> None:
@@ -121,10 +118,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 
 
 def _open_policy(ref: str) -> Artifact:
-    """Open the checkpoint to boot with; where old ones were deleted, the nearest before it that has its model.
-
-    Which of them it is matters to nobody: a client has the server load the version that it samples from.
-    """
+    """Open the checkpoint to boot with; where old ones were deleted, the nearest before it that has its model: any will
+    do, as a client has the server load the version that it samples from."""
     asked = policy = Artifact(ref)
     while before := policy.manifest.inputs.get("policy"):
         root = policy.manifest.root

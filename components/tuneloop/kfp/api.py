@@ -1,7 +1,4 @@
-"""The API of Kubeflow Pipelines as a task of a run reaches it: the images do not have kfp's own client.
-
-Messages are those of API v2beta1 (backend/api/v2beta1/run.proto).
-"""
+"""Kubeflow Pipelines' API v2beta1 (backend/api/v2beta1/run.proto) for tasks of a run, whose images have no kfp."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +15,9 @@ KEPT = (
     *("display_name", "description", "experiment_id", "pipeline_spec", "pipeline_version_reference"),
     *("runtime_config", "service_account"),
 )
-"""What a run is made of; the other fields of its message say how it went."""
+"""Fields of a run's message that another run like it is started with; the others tell how the run went."""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
-"""Of a backend with several users: what its PodDefaults mount into pods."""
+"""Token file that PodDefaults mount into the pods of a backend with several users."""
 
 
 class NotThere(UserError):
@@ -28,7 +25,7 @@ class NotThere(UserError):
 
 
 class RunApi:
-    """Reads and starts runs. All raise `Retryable` where the API does not answer, `UserError` where it refuses."""
+    """Reads and starts runs. Methods raise `Retryable` where the API does not answer, `UserError` where it refuses."""
 
     def __init__(self, address: str) -> None:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
@@ -38,8 +35,7 @@ class RunApi:
         return _call("GET", f"{self._runs}/{run_id}")
 
     def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:
-        """List the runs with a name, the newest first. With `part` also those whose name contains it; without,
-        only the newest hundred are looked at."""
+        """List the newest hundred runs of a name, newest first; with `part`, all runs whose name contains it."""
         query = {"experiment_id": experiment_id, "filter": match_name(name, part=part)}
         query |= {"sort_by": "created_at desc", "page_size": "100"}
         listed: list[dict[str, Any]] = []
@@ -60,11 +56,8 @@ class RunApi:
         return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
 
     def start_next_run(self, run_id: str) -> str:
-        """Start a run like `run_id`, of the same name, pipeline and parameters, unless one was started after it.
-
-        Its stages are committed, so that it goes on with the iteration of a loop that is not. A task that is tried
-        again finds the run that it has started. Raises Interrupted where somebody is stopping the run.
-        """
+        """Start a run like `run_id`, which goes on after the committed iterations, and return its id; that of a newer
+        run if a retried task finds one. Raises Interrupted where `run_id` is being stopped."""
         own = self.read_run(run_id)
         if newer := self.find_newer_run(own):
             return newer
@@ -92,17 +85,9 @@ def _call(method: str, url: str, body: Any = None) -> dict[str, Any]:
 def call_api(
     field: str, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Send a request and return the JSON of the answer.
-
-    Args:
-        field: the setting that names the address.
-
-    Raises:
-        Unavailable: nobody answers.
-        Retryable: the answer may be another later.
-        NotThere: the answer is 404.
-        UserError: the API refuses.
-    """
+    """Send a request and return the JSON of the answer; `field` is the setting that names the address. Raises
+    Unavailable without an answer and at status 429, 502, 503 and 504, Retryable at 500, NotThere at 404, and UserError
+    at any other refusal and at an answer that is not JSON."""
     try:
         status, answer = send_request(method, url, timeout_s=60.0, body=body, headers=headers)
     except Unanswered as error:

@@ -1,9 +1,7 @@
 """A tick of a schedule, as a task: ``python -m tuneloop.kfp.check_data --executor-input …``
 
-It makes the prompts anew, keeps none of them, and starts the run of their digest, by the rule of
-`tuneloop.cluster.schedule`: new data is a new run, data that was done with is skipped, a run that failed is resumed,
-and one that is under way is left alone, however many of KFP's runs it takes.
-"""
+It makes the prompts anew and starts the run named after their digest, by the rule of `tuneloop.cluster.schedule`: a run
+that has succeeded is not repeated, one that failed is resumed, and none starts while another is under way."""
 
 import re
 import sys
@@ -23,13 +21,9 @@ from tuneloop.stages.data_prep import data_prep
 
 
 def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]) -> str:
-    """Start the run of some data, unless it has succeeded or another run of the schedule is under way; say which, in a
-    line.
-
-    Args:
-        own: the run that the tick itself is.
-        wanted: ``schedule``, ``store``, ``pipeline_id`` and ``pipeline_version_id``.
-    """
+    """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule is under way; return
+    a line that says which. `own` is the tick's own run; `wanted` has ``schedule``, ``store``, ``pipeline_id`` and
+    ``pipeline_version_id``. Raises Interrupted where `own` is being stopped."""
     schedule = wanted["schedule"]
     name = f"{schedule}-{digest.partition(':')[2][:DIGITS]}"
     pattern = re.compile(rf"{re.escape(schedule)}-[0-9a-f]{{{DIGITS}}}")

@@ -1,8 +1,5 @@
-"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API.
-
-A run is known by its name: submitting the name again resumes it, for what it has committed ends at once. What goes
-wrong is one line (`UserError`, `Retryable`), whatever the client library raised.
-"""
+"""Runs of compiled pipelines on a Kubeflow Pipelines backend, through its API. Submitting a run's name again resumes
+it: its committed stages end at once. Errors of the client library become one line (`UserError`, `Retryable`)."""
 
 import io
 import json
@@ -76,7 +73,7 @@ def check_kfp_is_installed() -> None:
 
 @contextmanager
 def translate_api_errors(endpoint: str | None) -> Iterator[None]:
-    """Say in one line what a refusal of the API means."""
+    """Raise errors of the client library as UserError, or as Retryable where the API may answer later."""
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -106,7 +103,7 @@ def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
 
 @contextmanager
 def _plain_yaml() -> Iterator[None]:
-    """Text as PyYAML writes it: hera, once imported, has all of the process write it otherwise (``'n'`` for ``n``)."""
+    """Write text as PyYAML does: hera, once imported, changes that for the whole process (``'n'`` for ``n``)."""
     import yaml
 
     known: Any = yaml.Dumper.yaml_representers
@@ -201,7 +198,7 @@ def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[
 
 
 def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
-    """(task, pod) by start. Only API v1 says which pod a task had: it gives the Argo workflow."""
+    """List (task, pod) by start, from API v1: it alone gives the Argo workflow, which says which pod a task had."""
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
     manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
     workflow = json.loads(manifest)
@@ -217,7 +214,7 @@ def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
 
 
 def _get(client: Any, path: str) -> str | None:
-    """What the API answers at `path`, through the client's own connection; None if there is nothing."""
+    """Return the API's answer at `path`, over the client's own connection; None if there is nothing."""
     from kfp_server_api import ApiException
 
     with translate_api_errors(path):
@@ -233,14 +230,14 @@ def _get(client: Any, path: str) -> str | None:
 
 
 def _named(client: Any, run: str) -> list[Any]:
-    """The runs of that name, newest first."""
+    """List the runs of a name, newest first."""
     with translate_api_errors(run):
         listed = client.list_runs(page_size=100, sort_by="created_at desc", filter=match_name(run))
     return list(listed.runs or [])
 
 
 def _names(run: Any) -> dict[str, str]:
-    """Name of a task in the compiled graph, which states and logs go by → what the pipeline calls it."""
+    """Return a task's name in the compiled graph, by which states and logs know it → its name in the pipeline."""
     given = run.pipeline_spec or {}
     spec = given.get("pipeline_spec", given)
     graphs = [spec.get("root", {}), *spec.get("components", {}).values()]

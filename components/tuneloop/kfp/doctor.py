@@ -1,8 +1,5 @@
-"""Say what a Kubeflow Pipelines backend has and lacks for tuneloop's pipelines, before a run is sent to it.
-
-It is looked at through the Kubernetes API, in the namespace of the runs, and only read; what is shared with Argo is in
-`tuneloop.cluster.doctor`.
-"""
+"""Check before a run what a Kubeflow Pipelines backend lacks for tuneloop's pipelines. The checks change nothing; those
+shared with Argo are in `tuneloop.cluster.doctor`."""
 
 import json
 import shlex
@@ -33,7 +30,7 @@ SHOWN_TASKS = 12
 EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
 """What KFP's own manifests have in the executor's security context."""
 RELEASE = version("kfp")
-"""Of the SDK, which compiles the pipelines."""
+"""Release of the SDK, which compiles the pipelines."""
 SOURCE = "github.com/kubeflow/pipelines/manifests/kustomize"
 INSTALL = (
     f"kubectl apply -k '{SOURCE}/cluster-scoped-resources?ref={RELEASE}' && "
@@ -44,9 +41,8 @@ INSTALL = (
 def check_kfp(
     cluster: Connection, built: Any = None, settings: Any = None, *, endpoint: str | None = None
 ) -> list[Check]:
-    """Check whether a backend has what a pipeline needs. Raises UserError where the cluster does not answer, Retryable
-    where the API server is in trouble. `built` and `settings` are what a pipeline's ``build_kfp`` returned, and
-    its configuration; without them only what all pipelines need is looked at."""
+    """Check whether a backend has what all pipelines need and, where given, the pipeline `built` from the configuration
+    `settings`. Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
     documents: list[dict[str, Any]] = []
     if built:
         with compiled_package(built) as package:  # its specification, and its platform's if it has one
@@ -117,11 +113,8 @@ def check_executor(cluster: Connection) -> Iterator[Check]:
 
 
 def check_retries(cluster: Connection) -> Iterator[Check]:
-    """Report the controller's retries, whose policy is that of `kfp.retries`, too.
-
-    KFP's launcher ends with 143 when its pod is deleted, which the policy of KFP's own manifests, OnError, does not
-    cover.
-    """
+    """Check the retry policy of Argo's controller, which also applies to `kfp.retries`: OnError, that of KFP's own
+    manifests, does not cover exit code 143, with which KFP's launcher ends when its pod is deleted."""
     namespace, settings = common.find_controller_settings(cluster) or (None, {})
     defaults = settings.get("workflowDefaults") or {}
     retry = defaults.get("spec", {}).get("templateDefaults", {}).get("retryStrategy") or {}
@@ -161,10 +154,7 @@ def count_tasks(spec: Mapping[str, Any]) -> int:
 
 
 def predict_workflow_size(spec: Mapping[str, Any]) -> int:
-    """Predict the bytes of a run's workflow object.
-
-    The compiled pipeline is in it, once a component; its status grows with the tasks that run.
-    """
+    """Predict the bytes of a run's workflow object: the compiled pipeline, and a status that grows with the tasks."""
     return len(json.dumps(spec)) + NODE_BYTES * count_tasks(spec)
 
 

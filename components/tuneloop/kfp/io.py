@@ -1,9 +1,6 @@
-"""KFP's executor input and output, in JSON, as the launcher writes the one and reads the other.
-
-The launcher replaces ``{{$}}`` in a container's arguments by the executor input and, once the program has ended
-well, reads the file named in it: what stands there reaches metadata, the cache and the UI. The formats are the
-messages ``ExecutorInput`` and ``ExecutorOutput`` of KFP's pipeline_spec.proto. kfp itself is not needed.
-"""
+"""Read KFP's executor input and write its executor output, without kfp: the JSON of the messages ``ExecutorInput`` and
+``ExecutorOutput`` of KFP's pipeline_spec.proto. KFP's launcher puts the input in place of ``{{$}}`` in a container's
+arguments and, once the program has succeeded, passes the output file on to metadata, the cache and the UI."""
 
 import json
 from collections.abc import Mapping
@@ -22,12 +19,8 @@ SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
 
 @dataclass
 class Task:
-    """One execution of a component.
-
-    Attributes:
-        inputs: input artifact → its metadata; an optional one that was not passed is absent.
-        outputs: output artifact → what is to be said of it; `write` and `describe` fill it.
-    """
+    """One execution of a component. `inputs` maps each input artifact to its metadata (an optional one that was not
+    passed is absent), `outputs` each output artifact to its message, whose metadata `describe` sets."""
 
     parameters: dict[str, Any]
     inputs: dict[str, dict[str, Any]]
@@ -38,7 +31,7 @@ class Task:
 
     @classmethod
     def read(cls, text: str) -> "Task":
-        """From the executor input."""
+        """Read a task from the JSON of its executor input."""
         given = json.loads(text)
         inputs, outputs = given.get("inputs", {}), given["outputs"]
         parameters = dict(inputs.get("parameterValues", {}))

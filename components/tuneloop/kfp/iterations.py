@@ -1,10 +1,8 @@
 """The iterations of a loop in one task: ``python -m tuneloop.kfp.iterations --loop JSON … --executor-input …``
 
-`tuneloop.local.iterations` runs them, with the rollout server beside it if the engine has one. The task starts where
-the run has come to, by what is committed, and ends after a multiple of ``--per-task`` iterations; if more are to
-follow, it starts the next run of KFP at its end. What it tells KFP is said of the last iteration, and its curves go
-over all of the run.
-"""
+`tuneloop.local.iterations` runs them, beside the rollout server if the engine has one. The task starts after the last
+committed iteration and ends after a multiple of ``--per-task``; if more are to follow, it starts the next run of KFP.
+It reports the last iteration to KFP, and the curves of the whole run."""
 
 import argparse
 import contextlib
@@ -38,22 +36,17 @@ from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
 
 CURVE_POINTS = 500
-"""At most so many iterations are drawn, evenly spread."""
+"""The most iterations that are drawn, evenly spread."""
 BOOT_S = 600.0
 """Seconds in which a server is to be ready."""
 GRACE_S = 30.0
-"""Seconds that a server has for its end."""
+"""Seconds that a server has to end."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a loop has come.
-
-    Attributes:
-        last: number of the last iteration that is committed; 0: none is.
-        ended: no iteration follows it, because it is the last or its reward reaches the target.
-        carried: value → handle, as the next iteration takes it.
-    """
+    """How far a loop has come: `last` is the last committed iteration (0: none); `ended` says that none follows it, as
+    it is the last or reaches the target reward; `carried` maps the next iteration's values to their handles."""
 
     last: int
     ended: bool
@@ -61,7 +54,7 @@ class Position:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the iterations of an executor input; returns the exit code, that of the stage that failed if one did."""
+    """Run the iterations of an executor input; return the exit code, that of the stage that failed if one did."""
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
     parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
     parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
@@ -126,19 +119,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def get_output_name(value: str) -> str:
-    """Return the output artifact that has a value of the loop as the task leaves it."""
+    """Return the name of the output artifact that holds a value of the loop after the task's last iteration."""
     return f"last_{value}"
 
 
 @contextlib.contextmanager
 def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
-    """Run the rollout server, from the policy or the published versions in `values`; yields its endpoint. Raises
-    StageEnded, Interrupted or Unavailable where it did not become ready.
-
-    Args:
-        server: ``port``, ``engine_args`` and ``pull``; ``devices`` if it has GPUs of its own.
-        pod: what asks the server; once it is stopped, nobody waits for the server to be ready.
-    """
+    """Run the rollout server with the policy or the published versions in `values`, and yield its endpoint. `server`
+    has ``port``, ``engine_args``, ``pull`` and, if it has GPUs of its own, ``devices``. Where it does not become ready,
+    raises StageEnded (it exited), Unavailable (it takes too long) or Interrupted (`pod` was stopped meanwhile)."""
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
     command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
@@ -211,12 +200,8 @@ def find_position(
     target_reward: float,
     after: int = 0,
 ) -> Position:
-    """Find how far a loop has come. An iteration whose artifacts were deleted is run again, and so are those after it.
-
-    Args:
-        start: value → handle, as the iteration behind `after` is carried them.
-        after: an iteration that is known to be committed, and not to have ended the loop.
-    """
+    """Find how far a loop has come after the iteration `after`, which is committed, has not ended the loop, and carries
+    the handles `start` on. An iteration whose artifacts were deleted is run again, as are those behind it."""
     store = Store(run)
 
     def read(i: int) -> tuple[dict[str, Any], float] | None:

@@ -6,8 +6,7 @@
     …
     train("trl", job_name=f"{run}-trl", policy=model.outputs["checkpoint"], prompts=data.outputs["prompts"])
 
-The task's own pod only starts the job, prints what it prints, and ends with its exit code.
-"""
+The task's own pod only starts the job, prints what it prints, and ends with its exit code."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -42,13 +41,9 @@ def launch_step(
     cluster: Cluster | None = None,
     kfp: Kfp | None = None,
 ) -> Step:
-    """A step that launches `job` in the namespace ``kfp.jobs`` and ends as it does: ``step(name, job_name=…)``. Raises
-    UserError where the job has another name than `NAME`.
-
-    Args:
-        job: a manifest, its name `NAME`, with a `format_placeholder` where something belongs that only the run knows.
-        inputs, parameters: what is marked; arguments of the step, beside ``job_name``.
-    """
+    """Return a step ``step(name, job_name=…)`` that launches `job` in the namespace ``kfp.jobs`` and ends as it does.
+    `job` is a manifest with the name `NAME` and a `format_placeholder` for each of `inputs` and `parameters`, which the
+    step takes as arguments. Raises UserError where the job has another name."""
     cluster, kfp = (cluster or Cluster()).adjust_role("cpu", **SMALL), kfp or Kfp()
     if job["metadata"]["name"] != NAME:
         remedy = "render it with tuneloop.kfp.jobs.NAME: every run has a name of its own"

@@ -1,10 +1,8 @@
 """Run a job of the cluster as a task: ``python -m tuneloop.kfp.launch --namespace … --manifest … --executor-input …``
 
-The manifest is text with marks in it: ``@job_name@`` becomes a name made of that parameter of the task, the same for
-the same, so that a launcher that is started again finds the job that it has started; a mark with the name of another
-parameter becomes its value, one with the name of an input artifact its reference. Then `tuneloop.cluster.launch`
-follows the job, and this program ends as it did.
-"""
+The manifest holds ``@name@`` where a parameter's value or an input artifact's reference belongs; ``@job_name@`` becomes
+a name derived from that parameter alone, so that a restarted launcher finds its job. `tuneloop.cluster.launch` follows
+the job and prints what it prints, and this program ends with its exit code."""
 
 import argparse
 import json
@@ -22,7 +20,7 @@ READABLE = 30
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch and follow; returns the job's exit code."""
+    """Launch and follow the job; return its exit code."""
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.launch", description=__doc__)
     parser.add_argument("--executor-input", required=True)
     parser.add_argument("--manifest", required=True, help="JSON with marks")
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def job_name(text: str) -> str:
-    """A name that Kubernetes takes, of what is readable in `text`, and another for every other text."""
+    """Return a name that Kubernetes takes, made of the readable part of `text` and a hash of all of it."""
     readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:READABLE].strip("-")
     return f"{readable or 'job'}-{xxhash.xxh3_64_hexdigest(text.encode())[:8]}"
 

@@ -3,11 +3,9 @@
     init_local_runner(pipeline_root, cache=True)
     build_kfp(config)(run="mine", store="runs")
 
-kfp's `SubprocessRunner` takes lightweight Python components only: for others it would need the container's file
-system. Our stages need none: an image holds what this environment holds, and all paths come in the executor input.
-So the one check that refuses container components is lifted, and the warning about their image with it. The checks
-are methods of `SubprocessTaskHandler`; kfp 2.17 offers no way to plug in a handler.
-"""
+kfp's `SubprocessRunner` refuses container components, which might need their image's file system. Our stages do not:
+this environment holds what their image holds, and all paths come in the executor input. So two checks of
+`SubprocessTaskHandler` are lifted; kfp 2.17 offers no way to plug in a handler."""
 
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 
 def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None:
-    """Run pipelines and components that this process calls from now on here, in subprocesses. `pipeline_root` is a
+    """Have the pipelines and components that this process calls run here, in subprocesses. `pipeline_root` is a
     directory for handles, previews and kfp's cache; artifacts themselves lie in the store."""
     for check in ("validate_not_container_component", "validate_image"):
         setattr(SubprocessTaskHandler, check, lambda handler, subject: None)

@@ -1,12 +1,10 @@
 """A pipeline for Kubeflow Pipelines: a component for each of its stages, and the graph that calls them.
 
-A loop is one task, or its iterations are written out, a task a stage. KFP cannot leave a loop, hands nothing from one
-round of a ParallelFor to the next, and Argo, to which it translates, keeps the state of every task in an object of at
-most 1 MiB. So one task runs the iterations, and after `per_workflow` of them the run goes on in another run of KFP: its
-size is constant, however long the loop is. What follows the loop is no condition of KFP (a DAG whose last task is left
-out stays RUNNING in its metadata): those tasks do nothing, by what the handle of the policy says, while the loop goes
-on.
-"""
+A loop is one task, or a short one is written out, a task a stage. KFP cannot leave a loop, passes nothing from one
+round of a ParallelFor to the next, and compiles to Argo, which keeps the state of all tasks in an object of at most 1
+MiB. So one task runs the iterations, and after `per_workflow` of them another run of KFP continues: its size does not
+grow with the loop. The tasks after the loop have no condition of KFP (a DAG whose last task is skipped stays RUNNING in
+its metadata): while the loop goes on, the policy's handle tells them to do nothing."""
 
 import inspect
 import json
@@ -49,7 +47,7 @@ def build_pipeline(
     name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
 ) -> Any:
     """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`. Raises UserError at a
-    setting that Kubeflow Pipelines have nothing for, and at a step of the loop that is not among the stages."""
+    setting that Kubeflow Pipelines do not support, and at a step of the loop that is not among the stages."""
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
@@ -143,12 +141,8 @@ def is_written_out(config: LoopPipelineConfig) -> bool:
 
 @dataclass
 class LoopTasks:
-    """Draws a loop inside a pipeline.
-
-    Attributes:
-        shared: parameters of the pipeline that every stage which has them is given: the seed, the URL of weights.
-        values: artifacts that the first iteration starts from.
-    """
+    """Draws a loop inside a pipeline. `shared` are the pipeline's parameters for every stage that has them (the seed,
+    the URL of weights); `values` are the artifacts that the first iteration starts from."""
 
     loop: Loop
     steps: Steps
@@ -173,7 +167,7 @@ class LoopTasks:
         self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
 
     def finish(self, trained: Mapping[str, Any]) -> None:
-        """Evaluate the last policy, and make of it what the loop is to."""
+        """Evaluate the last policy, and make the tasks of the loop's `finish` steps."""
         values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
         self.call(check, f"{check.name}-after", self.url, values)
         for step in (each for each in self.loop.finish if each.name in self.steps):
@@ -201,15 +195,14 @@ class LoopTasks:
         return {name: known[wire] for name, wire in self.loop.carry.items()}
 
     def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
-        """Make the task of a step, which commits to `name` below `url`; where the engine is, KFP's stages know."""
+        """Make the task of a step, which commits to `name` below `url`; `endpoint` is a constant of KFP's stages."""
         wired = {k: values[wire] for k, wire in step.wires.items() if wire != "endpoint"}
         shared = {k: value for k, value in self.shared.items() if k in step.component.Params.model_fields}
         return self.steps[step.name](name, url=f"{url}/{name}", **wired, **shared, **more)
 
 
 def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> template.Step:
-    """Return the step that runs `tuneloop.kfp.iterations`, and the rollout server beside them. Raises UserError where a
-    stage spans several nodes."""
+    """Return the step that runs `tuneloop.kfp.iterations`. Raises UserError where a stage spans several nodes."""
     image = config.cluster.images.format(image="rollout")
     settings, engine = config.loop, config.engine
     if spread := [spec.component.template for spec in specs if spec.nodes > 1]:

@@ -46,7 +46,7 @@ def render_markdown_table(head: Sequence[str], rows: Any) -> str:
 
 
 def _rows(url: str, manifest: Manifest, file: str) -> Iterator[dict[str, Any]]:
-    """The rows of a table, read a few at a time; of its columns those of `COLUMNS`, in that order."""
+    """Yield the rows of a table, read a few at a time, with its columns among `COLUMNS`, in that order."""
     import pyarrow.parquet
 
     with Store(url).open(f"{manifest.root}/{file}") as opened:

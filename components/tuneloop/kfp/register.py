@@ -1,11 +1,8 @@
-"""The exported model in a model registry, as a task: ``python -m tuneloop.kfp.register --executor-input …``
+"""Register an exported model, as a task: ``python -m tuneloop.kfp.register --executor-input …``
 
-``kfp.model_registry`` is the address of a Kubeflow Model Registry, or ``mlflow+`` and that of an MLflow server. A model
-is registered once: a version that is there already, by the digest in its name, is left as it is. Its properties say of
-what it was made.
-
-Messages: kubeflow/model-registry, api/openapi/model-registry.yaml (v1); MLflow, REST API 2.0, "Model Registry".
-"""
+``kfp.model_registry`` is the address of a Kubeflow Model Registry (its api/openapi/model-registry.yaml, v1), or
+``mlflow+`` and that of an MLflow server (REST API 2.0). A model whose digest is registered already is left as it is.
+Properties of a version name the artifacts that the model was made of."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +19,7 @@ from tuneloop.kfp.stage import find_reason_to_skip
 FIELD = "kfp.model_registry"
 MLFLOW = "mlflow+"
 DIGITS = 12
-"""Of the model's digest, in a version's name."""
+"""Digits of the model's digest in a version's name."""
 
 
 def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:

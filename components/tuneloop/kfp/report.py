@@ -9,7 +9,7 @@ from tuneloop.ui.report import render_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of whatever the run has committed; also of one that failed."""
+    """Write the report of what the run has committed, also if it failed."""
     task = Task.read(argv[1])
     run = Run(task.parameters["run"], task.parameters["store"])
     task.write("report", render_page(run))

@@ -1,7 +1,6 @@
-"""What KFP cannot see, done in the stage's own process: its launcher turns every exit code into 1, so it cannot tell
-what may pass (75) from the user's mistake (2). So a stage that ends with 75 by itself is run again here, within the
-same budget as on Argo (`tuneloop.core.attempts`); one that was asked to end is not.
-"""
+"""Retry a stage in its own process: KFP's launcher turns every exit code into 1, so KFP cannot tell what may pass (75)
+from the user's mistake (2). A stage that ends with 75 by itself is run again within the same budget as on Argo
+(`tuneloop.core.attempts`); one that was asked to end is not."""
 
 import contextlib
 import os
@@ -28,14 +27,8 @@ def retry_in_process(
     run: Callable[[], int], read_progress: Callable[[], str], pause_s: float = PAUSE_S, *, url: str = ""
 ) -> int:
     """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived; return the
-    last code.
-
-    Ranks of torchrun are not run again: they would have to agree on it.
-
-    Args:
-        run: returns an exit code; finds by itself what an earlier call has committed.
-        read_progress: names what was reached so far; another text than before is progress.
-    """
+    last code. `run` finds by itself what an earlier call has committed; a text of `read_progress` that differs from the
+    last one is progress. Ranks of torchrun are not run again: they would have to agree on it."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return run()
     stopped = threading.Event()

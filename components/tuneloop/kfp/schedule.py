@@ -1,9 +1,6 @@
-"""A pipeline that runs again when its data has changed: looked at by the clock, started by the digest of its prompts.
-
-`create_schedule` uploads the pipeline, and creates a recurring run of another one, whose only task makes the prompts
-anew and starts the pipeline where they are new (`tuneloop.kfp.check_data`). The run's name cannot be the tick's time:
-the macro ``[[ScheduledTime]]`` is not replaced where a run's parameters are read (kubeflow/pipelines#12494).
-"""
+"""Run a pipeline again when its data has changed: `create_schedule` uploads it and creates a recurring run of another
+one, whose task makes the prompts anew and starts the first if they are new (`tuneloop.kfp.check_data`). The tick's time
+cannot name a run: KFP leaves ``[[ScheduledTime]]`` in parameters as it is (kubeflow/pipelines#12494)."""
 
 import contextlib
 import os
@@ -45,13 +42,9 @@ def create_schedule(
     root: str | None = None,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Look for new data at each tick of `cron`, one look at a time and none for ticks that were missed. Raises
-    UserError at fields that are not five, a name that is no name of a run, or no stage `data_prep`.
-
-    Args:
-        name: of the schedule; its runs are ``<name>-<first 8 digits of the prompts' digest>``.
-        cron: five fields, as for Argo; KFP's sixth, the seconds, is 0.
-    """
+    """Look for new data at each tick of `cron` (five fields), one look at a time and none for ticks that were missed;
+    the runs are called ``<name>-<first 8 digits of the prompts' digest>``. Raises UserError at other than five fields,
+    a name that a run cannot have, a schedule of that name, and a pipeline without the stage `data_prep`."""
     check_schedule_name(name)
     fields = convert_cron(cron)
     with translate_api_errors(name):
@@ -77,8 +70,7 @@ def create_schedule(
 
 
 def delete_schedule(client: Any, name: str) -> None:
-    """Delete the recurring runs of that name; the runs they started stay, and the pipeline. Raises UserError where
-    there is none."""
+    """Delete the recurring runs of a name, but neither pipeline nor runs. Raises UserError where there is none."""
     with translate_api_errors(name):
         found = client.list_recurring_runs(filter=match_name(name)).recurring_runs or []
         if not found:
@@ -88,7 +80,7 @@ def delete_schedule(client: Any, name: str) -> None:
 
 
 def convert_cron(cron: str) -> str:
-    """Convert a schedule to KFP's form, which begins with the seconds."""
+    """Convert five cron fields to KFP's six, which begin with the seconds. Raises UserError at other than five."""
     if len(cron.split()) != 5:
         raise UserError("--cron", cron, "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week")
     return f"0 {cron}"
@@ -108,8 +100,7 @@ def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
 
 
 def find_data_parameters(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the parameters that a compiled pipeline's stage `data_prep` has. Raises UserError where there is no such
-    stage."""
+    """Return the parameters of a compiled pipeline's stage `data_prep`. Raises UserError where it has no such stage."""
     executors = spec["deploymentSpec"]["executors"]
     labels = {label for label, each in executors.items() if DATA_PREP in each["container"].get("command", ())}
     components = {k for k, each in spec["components"].items() if each.get("executorLabel") in labels}

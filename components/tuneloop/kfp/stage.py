@@ -1,18 +1,14 @@
-"""Run a stage as a task of Kubeflow Pipelines: ``python -m tuneloop.kfp.stage tuneloop.stages.sft:sft --executor-input
-…``
+"""Run a stage as a task of KFP: ``python -m tuneloop.kfp.stage tuneloop.stages.sft:sft --executor-input …``
 
-The stage's own program runs, with the flags that the executor input stands for, and ends with its own exit code.
-Then what was committed is told to KFP: a *handle* (the reference, digest, version and results, as the metadata of an
-artifact that holds the manifest), scalars, a preview, curves. The weights stay in the store; KFP carries handles.
+The stage's program runs with the flags of the executor input and ends with its own exit code; a stage of several nodes
+is a JobSet, which this program launches and follows. Then KFP is told what was committed: a *handle* (reference,
+digest, version and results, as the metadata of an artifact that holds the manifest), scalars, a preview, curves. The
+weights stay in the store.
 
-A stage of several nodes is a JobSet, which this program launches and follows in its stead.
-
-**The end of a loop.** A graph of KFP cannot leave a loop, so the stages of written-out iterations after the last one
-run as empty tasks: the `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle
-``target_reached_at``, a stage of a later iteration that is given such a handle does nothing and gives none on, and
-`policy_update` passes the policy. So do the stages after a loop that goes on in another run: they are given a handle
-marked ``continued_after``.
-"""
+**The end of a loop.** KFP cannot leave a loop, so the stages of written-out iterations after its end run as empty
+tasks. The `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle
+``target_reached_at``; a later iteration's stage with such an input does nothing and passes nothing on, except the
+policy. So do the stages after a loop that goes on in another run, by the mark ``continued_after``."""
 
 import argparse
 import json
@@ -44,7 +40,7 @@ REACHED, CONTINUED = "target_reached_at", "continued_after"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a stage (``module:attribute``) for an executor input, here or as a JobSet; returns the exit code."""
+    """Run a stage (``module:attribute``) for an executor input, here or as a JobSet; return the exit code."""
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.stage", description=__doc__)
     parser.add_argument("stage")
     parser.add_argument("--executor-input", required=True)
@@ -72,10 +68,8 @@ def main(argv: Sequence[str]) -> int:
 def launch_jobset(
     stage: Component, task: Task, *, nodes: int, processes: int, cluster: dict[str, Any], namespace: str
 ) -> int:
-    """Run the stage as a JobSet and follow it to its end; its exit code. What is committed already starts nothing.
-
-    The job is named after its output, so that a launcher that was evicted finds the job that it has started.
-    """
+    """Run the stage as a JobSet, unless its output is committed; return the exit code. The JobSet is named after the
+    output, so that a launcher that was evicted finds the one that it has started."""
     if find_manifest(url := task.parameters[URL]) is not None:
         return 0
     wanted = Cluster(**cluster)
@@ -98,7 +92,7 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
 
 
 def find_reason_to_skip(task: Task) -> str:
-    """Return why this task has nothing to do, or nothing: the loop ended before it, or has not ended in this run."""
+    """Return why this task has nothing to do, or ``""``: the loop ended before it, or has not ended in this run."""
     for handle in task.inputs.values():
         last = handle.get(REACHED)
         if last is not None and ("ref" not in handle or last < task.parameters.get("iteration", 0)):
@@ -139,7 +133,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
 
 
 def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
-    """Build what one task passes to the next about an artifact; KFP's metadata take no null."""
+    """Build an artifact's handle, which one task passes to the next, without nulls: KFP's metadata take none."""
     version = {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
     return {
         "ref": f"{url}@{manifest.digest}",
@@ -161,7 +155,7 @@ def encode_parameter(value: Any) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """KFP's numbers have no integers: 3.0 is 3, also inside of lists and maps."""
+    """Turn whole floats into integers, also inside lists and maps: KFP's numbers have no integers."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):

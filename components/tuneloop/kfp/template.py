@@ -1,9 +1,7 @@
-"""A stage as a KFP component, and what its pods ask for; nothing about graphs. The twin of `tuneloop.argo.template`.
+"""A stage as a KFP container component, and what its pods ask for: the twin of `tuneloop.argo.template`.
 
-Every stage is a container component: its image, its program (`tuneloop.kfp.stage`) and the executor input. Inputs are
-the stage's input artifacts, the URL of its output, and all its parameters; the outputs are a typed handle of what it
-committed, its results, and what the UI shows of it.
-"""
+A component takes the stage's input artifacts, the URL of its output and all its parameters; it gives a typed handle of
+what the stage committed, its results, and what the UI shows."""
 
 import inspect
 import json
@@ -34,12 +32,10 @@ Step = Callable[..., dsl.PipelineTask]
 
 
 def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp: Kfp) -> Step:
-    """The stage as a function to be called in a pipeline: ``step("sft", url=…, policy=…) -> task``.
-
-    Its first argument is the task's name in the UI; the others are the stage's input artifacts, ``url`` (where its
-    output is committed) and the `dynamic` parameters. Raises UserError at a parameter that the stage refuses. The
-    parameters of `spec` are resolved here, once, and each is an argument of the task. A stage of several nodes is a
-    JobSet, which the task's own pod launches in the namespace ``kfp.jobs``."""
+    """Return the stage as a function that makes its task in a pipeline: ``step("sft", url=…, policy=…)``. It takes the
+    task's name in the UI, the input artifacts, ``url`` (where the output is committed) and the `dynamic` parameters;
+    the other parameters are resolved here, once. A stage of several nodes is a JobSet, which the task's pod launches in
+    the namespace ``kfp.jobs``. Raises UserError at a parameter that the stage refuses."""
     component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
     spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
     fixed = {k: v for k, v in component.resolve_constants({**given, **spread}, dynamic).items() if v is not None}
@@ -61,8 +57,8 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
 
 
 def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of a task with each artifact once; `SAME` says which input is which other. `inputs` are
-    the input artifacts as the component lists them: of two that are the same, the first is passed."""
+    """Return the arguments of a task with each artifact once; `SAME` says which input is which other. `inputs` are the
+    input artifacts as the component lists them: of two that are the same, the first is passed."""
     passed: dict[str, Any] = {}
     first: dict[str, str] = {}
     same: dict[str, str] = {}
@@ -78,10 +74,8 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
 def define_uncached_step(
     name: str, summary: str, kinds: Mapping[str, Any], about: Mapping[str, str], cluster: Cluster, kfp: Kfp
 ) -> Step:
-    """Return a program of ours as a step whose task never comes from KFP's cache: it reads what is there by now.
-
-    It needs an argument of each of `kinds`.
-    """
+    """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, as it reads what is there by now.
+    `kinds` maps its inputs and outputs, none of them optional, to their types."""
     image, signature = cluster.images.format(image="base"), {name: (kind, REQUIRED) for name, kind in kinds.items()}
     made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
     return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
@@ -103,8 +97,8 @@ def make_step(
 def stage_component(
     component: Component, image: str, processes: int = 1, passed: Iterable[str] = (), extra: Sequence[str] = ()
 ) -> Any:
-    """The stage as a `kfp.dsl` container component. It must have the parameters `passed`, though their default is
-    None (kfp.local cannot leave out an integer)."""
+    """Return the stage as a `kfp.dsl` container component, which has the parameters `passed` even where their default
+    is None (kfp.local cannot leave out an integer)."""
     signature, about = stage_signature(component, {*passed})
     _, *start, module = component.command(processes)
     command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]
@@ -112,7 +106,7 @@ def stage_component(
 
 
 def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
-    """Name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
+    """Return name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
     fields = {k: f for k, f in component.Params.model_fields.items() if k in passed or f.default is not None}
     ends_loop = component.role == "trainer" and "iteration" in fields
     signature: dict[str, tuple[Any, Any]] = {
@@ -150,10 +144,8 @@ def define_container_component(
     command: list[str],
     extra: Sequence[str] = (),
 ) -> Any:
-    """Define a container component whose program gets the executor input, and `extra`.
-
-    Its program starts with ``python3``: kfp.local puts its own interpreter there.
-    """
+    """Define a container component whose program gets the executor input and `extra`. `command` begins with
+    ``python3``, in whose place kfp.local puts its own interpreter."""
 
     def program(*_: Any) -> dsl.ContainerSpec:
         arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER, *extra]
@@ -172,8 +164,7 @@ def define_container_component(
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set what the task's pod requests: resources, its queue, access to its store, no rights. Raises UserError where it
-    should share devices."""
+    """Set the resources, queue, store and rights of a task's pod. Raises UserError where it should share devices."""
     if cluster.share:
         remedy = "Kubeflow Pipelines have no field for claims, and no step that gives them back: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)
@@ -212,7 +203,7 @@ def configure_task_pod(
 
 
 def _artifacts(component: Component) -> dict[str, Any]:
-    """The stage's output artifacts: the handle first, then what the UI shows."""
+    """Return the stage's output artifacts: the handle first, then what the UI shows."""
     outputs: dict[str, Any] = {component.output: TYPES.get(component.kind, Dataset)}
     if component.kind != "metrics":
         outputs["results"] = Metrics
@@ -223,7 +214,7 @@ def _artifacts(component: Component) -> dict[str, Any]:
 
 
 def _parameter(field: FieldInfo) -> tuple[Any, Any]:
-    """The kfp type and default of a parameter; one that may be None may be left out."""
+    """Return the kfp type and default of a parameter; one that may be None may be left out."""
     kind = _kind(field.annotation)
     if field.is_required():
         return kind, REQUIRED

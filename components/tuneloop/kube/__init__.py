@@ -1,5 +1,2 @@
-"""The connection to a Kubernetes API server, and what its errors mean.
-
-Here belongs what every client of the API needs, whatever it creates. What is created, watched or deleted belongs to
-`cluster`, `sharing` or `inference.fleet`.
-"""
+"""The connection to a Kubernetes API server, and what its errors mean: what every client of the API needs. The objects
+that clients create, watch and delete belong to `cluster`, `sharing` and `inference.fleet`."""

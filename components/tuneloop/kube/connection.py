@@ -14,7 +14,7 @@ from tuneloop.core.errors import Retryable, Unavailable, UserError
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
-"""In an owner reference: with name and uid of a workflow, what its object shall not outlive."""
+"""Owner reference, without name and uid, to the Workflow with which an object is to be deleted."""
 NAMESPACE = "tuneloop"
 IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
@@ -37,10 +37,8 @@ class ApiRefusal(UserError):
 
 @contextmanager
 def translate_api_errors(host: str, context: str) -> Iterator[None]:
-    """Say in one line what a refusal of the API server means.
-
-    One that does not answer is the user's mistake only where a user said which one: a pod's own will be back.
-    """
+    """Raise an error of the client library as `ApiRefusal` or `Unavailable`; a server that does not answer as
+    `Unreachable`, but as `Unavailable` in a pod, whose own server will be back."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -59,11 +57,8 @@ def translate_api_errors(host: str, context: str) -> Iterator[None]:
 
 
 def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
-    """Call `look` until the API server is not in trouble, and return what it gives.
-
-    It is called again after `pause` seconds, then after twice, four times as many, up to 30. Raises Retryable or
-    Unreachable where it was in trouble for `patience` seconds.
-    """
+    """Call `look` until the API server is not in trouble, and return its result. Pauses double from `pause` to 30
+    seconds. Raises Retryable or Unreachable after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -86,7 +81,7 @@ def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
 
 @contextmanager
 def ignore_refusals(*statuses: int) -> Iterator[None]:
-    """End the block where the API server refuses a call in it with one of these statuses, and go on behind it."""
+    """Leave the block without an error where the API server refuses a call in it with one of these statuses."""
     try:
         yield
     except ApiRefusal as error:

@@ -19,8 +19,7 @@ from tuneloop.local.results import Call, Result, Scope
 from tuneloop.workflow.expression_values import format_value
 
 OnNode = Callable[[Node], None]
-"""Called with a copy of a node whenever its phase, message, progress or `daemoned` changes, one call at a time, in the
-order of ``nodes.jsonl``."""
+"""Called with a copy of a node each time it changes, one call at a time, in the order of ``nodes.jsonl``."""
 OnLog = Callable[[Node, str], None]
 """Called with each line (without its end) a pod writes, one call at a time."""
 
@@ -29,9 +28,7 @@ class Execution:
     """What the nodes of a run share: its tags, its journal, and the pods that run.
 
     Attributes:
-        status: ``workflow.status``.
         stopping: set when the run is to end; nothing starts any more.
-        stopped_by: the signal that stopped the run.
         published: global outputs by their tags; replaced, never changed, because threads read it.
         slots: places of the pods that may run at a time; daemons take none.
     """

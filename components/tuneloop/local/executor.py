@@ -1,8 +1,5 @@
-"""Run an Argo Workflow on this machine: the very one that `render` writes and `submit` sends.
-
-A run of several workflows (`execute_parts`) has one work directory. A pod is a process group. What a run leaves behind,
-and how to read it live: `tuneloop.local.journal`.
-"""
+"""Run an Argo Workflow on this machine, as `render` writes it and `submit` sends it. Each pod is a process group. The
+workflows of a run of several (`execute_parts`) share a work directory, which `tuneloop.local.journal` describes."""
 
 import json
 import os
@@ -29,12 +26,7 @@ from tuneloop.workflow.settings import LOCAL, NEXT
 
 @dataclass
 class Outcome:
-    """How a run ended.
-
-    Attributes:
-        phase: ``Succeeded``, ``Failed`` or ``Error``.
-        exit_code: 0; 130/75 stopped by SIGINT/SIGTERM; 2, 3 or 75 if a pod failed so; else 1.
-    """
+    """How a run ended: `phase` is ``Succeeded``, ``Failed`` or ``Error``, `exit_code` as `outcome_code` returns it."""
 
     phase: str
     message: str
@@ -57,11 +49,9 @@ def execute_workflow(
     on_node: OnNode | None = None,
     on_log: OnLog | None = None,
 ) -> Outcome:
-    """Run `workflow` to its end. Raises UserError before anything runs: at a field the executor has no meaning for, an
-    unknown argument, a missing one.
+    """Run `workflow`. Raises UserError, before it starts, at an unsupported field or an unknown or missing argument.
 
     Args:
-        workdir: state and logs of this run; see `tuneloop.local.journal`.
         entrypoint: another template to start at; its inputs are taken from `arguments`.
         parallelism: pods at a time, daemons apart; default: the spec's, else the number of cores, at least 4.
         warm: start tuneloop's own stages as forks of a process that has imported torch (`tuneloop.local.warm`).
@@ -97,12 +87,9 @@ def execute_workflow(
 def execute_parts(
     workflow: Mapping[str, Any], *, workdir: Path, arguments: Mapping[str, str] | None = None, **options: Any
 ) -> Outcome:
-    """Run `workflow`, and those that it goes on in, to the end, and return the last one's outcome, as
-    `tuneloop.cluster.continue_run` does on a cluster.
-
-    Each part is executed by itself, under the name it would have there; `tuneloop.local.journal.read_state` shows them
-    as one run. A resumed run starts at the part that did not end well. Raises UserError as `execute_workflow`.
-    """
+    """Run `workflow` and the workflows that continue it (`tuneloop.cluster.continue_run`), and return the outcome of
+    the last. Each has the name that it would have on a cluster; `tuneloop.local.journal.read_state` shows all of them
+    as one run. A resumed run starts at the workflow that did not succeed. Raises UserError as `execute_workflow`."""
     state = read_state(workdir)
     done = list(state.parts) if state else []
     metadata = workflow.get("metadata", {})
@@ -167,7 +154,7 @@ def _run_apart(execution: Execution, work: Callable[[], Result]) -> Result:
 
 
 def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
-    """Return what the templates have for which a warm process pays."""
+    """Return the kinds of warm processes from which commands of the templates can be forked."""
     containers = [template.get("container") or {} for template in templates]
     commands = [[*container.get("command", []), *container.get("args", [])] for container in containers]
     kinds: dict[Kind, bool] = {"stages": any(map(is_stage, commands)), "server": any(map(is_server, commands))}

@@ -1,8 +1,6 @@
-"""Graphs of a local run: templates, DAGs, recursion; the names by which tags find what goes into them and comes out.
-
-The semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task
-runs on a thread of its own; what bounds the work is how many pods may run at a time.
-"""
+"""Graphs of a local run: templates, DAGs, recursion; the names by which tags find their inputs and outputs. The
+semantics are those of the Argo controller 3.7 (https://argo-workflows.readthedocs.io/en/release-3.7/). Each task has a
+thread of its own; the work is bounded by the number of pods that may run at a time."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -67,7 +65,7 @@ def _attempt(execution: Execution, template: Mapping[str, Any], node: Node, call
 
 
 def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, result: Result) -> Result:
-    """Return `result`, unless a server's end brought it about: then what failed is the server, and nothing else."""
+    """Return `result`, or ``Omitted`` where a server's end brought it about: what failed is then the server alone."""
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
         return result
@@ -106,7 +104,7 @@ class Graph:
                 thread.join()
 
     def _scope_behind(self, results: Mapping[str, Result]) -> Scope:
-        """Return the tags of who comes behind the tasks that have these results."""
+        """Return the tags that tasks after those with these results can use."""
         scope = dict(self.scope)
         for name, result in results.items():
             scope |= result_scope(name, result)
@@ -194,7 +192,7 @@ def _thread(work: Any, *args: Any) -> threading.Thread:
 
 
 def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Scope:
-    """Return what a ``depends`` may ask of the tasks `names`."""
+    """Return the names that a ``depends`` condition can use for the tasks `names`."""
     scope: Scope = {}
     for name in names:
         result = results[name]

@@ -1,10 +1,8 @@
-"""Iterations of a loop in one process: ``python -m tuneloop.local.iterations --loop JSON --value policy=REF …``
+"""Run iterations of a loop in one process: ``python -m tuneloop.local.iterations --loop JSON --value policy=REF …``
 
-The stages run one after another, each with the flags that it would have in a pod of its own; it commits the same bytes,
-for a stage seeds every stream that it draws from, and what it changes of torch's determinism and random state is put
-back after it. Each is committed and resumable by itself: a pod that takes over finds what is committed, and goes on
-behind it. Exit codes are those of a stage.
-"""
+The stages run one after another, each with the flags that it would have in a pod of its own. It commits the same bytes
+as there: it seeds every random stream that it draws from, and torch's determinism and random state are restored after
+it. A pod that takes over goes on after the last stage that is committed. Exit codes are those of a stage."""
 
 import argparse
 import contextlib
@@ -45,15 +43,8 @@ class StageEnded(Exception):
 
 
 class Iterations:
-    """Runs a loop from an iteration on.
-
-    Attributes:
-        stopped: whether a signal asked for the end; no further stage begins then.
-
-    Args:
-        per_pod: iterations after whose multiples a pod ends.
-        auto: end before that where the pod is long enough (`PodLength`).
-    """
+    """Runs a loop from an iteration on. The pod ends after a multiple of `per_pod` iterations or, with `auto`, where
+    `PodLength` decides, if that is earlier. `stopped`: a signal asked for the end, and no further stage begins."""
 
     def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False) -> None:
         self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
@@ -62,14 +53,8 @@ class Iterations:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, values: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-        """Run to the end of the pod's part; to be called under `handle_signals`.
-
-        Args:
-            values: what the first iteration starts from; ``iteration`` is its number.
-
-        Returns:
-            the exit code, and the outputs: the number of the last iteration, what it hands on, and its mean reward.
-        """
+        """Run the pod's iterations within `handle_signals`. `values` are what the first starts from, ``iteration`` its
+        number. Returns the exit code and, if it is 0, the last one's number, what it hands on, and its mean reward."""
         outputs: dict[str, str] = {}
         code, first = 0, int(values["iteration"])
         BACKGROUND.beside = True
@@ -137,10 +122,8 @@ class Iterations:
             return 128 - code if code < 0 else code  # as a shell says of one that signal -code ended
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Begin no further stage after SIGTERM or SIGINT; to be entered by the main thread.
-
-        A stage of this process handles them itself; one in another is sent them.
-        """
+        """Begin no further stage after SIGTERM or SIGINT, and send these to a stage in a process of its own; a stage of
+        this process handles them itself. To be entered by the main thread."""
 
         def stop(number: int) -> None:
             self.stopped = True
@@ -151,13 +134,13 @@ class Iterations:
 
 
 class PodLength:
-    """Decides how many iterations a pod runs (`count_iterations`), by its first two that have something to do.
+    """Decides how many iterations a pod runs (`count_iterations`), by its first two that have work to do. `first`:
+    number of the iteration that the pod begins with.
 
-    A new pod costs the time between pods, from the last commit before it to its first stage, and what its first
-    iteration takes longer than the second: libraries are imported, updates replayed. Of the former the least that a pod
-    of this run has measured counts: to wait for quota, a server, or who resumes the run makes no pod longer, or runs
-    that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this. `first`:
-    number of the iteration that the pod begins with."""
+    A new pod costs the time between pods, from the last commit before it to its first stage, and the time by which its
+    first iteration is longer than the second: libraries are imported, updates replayed. The time between pods is the
+    least that a pod of this run has measured: a wait for quota, a server or a resume makes no pod longer. Otherwise
+    runs that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this."""
 
     def __init__(self, run: str, first: int) -> None:
         self._store = Store(run)
@@ -172,8 +155,7 @@ class PodLength:
         return self._store.get(f"iterations/{number}/{stage}/{MANIFEST}") is None
 
     def choose_last(self, number: int, seconds: float, last: int) -> int | None:
-        """Choose the pod's last iteration, at most `last`, once `number` is done, which took `seconds`; record and say
-        it; None: not yet."""
+        """Choose the pod's last iteration, at most `last`, after `number` took `seconds`; None: not yet."""
         if not self._begun:
             self._begun, self._first_s = number, seconds
             if number < last:

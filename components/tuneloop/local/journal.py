@@ -1,21 +1,14 @@
-"""What a local run leaves in its work directory, and how to read it, also while it runs.
-
-Files below the work directory (``workdir``):
+"""The files that a local run leaves in its work directory, and how to read them, also while it runs.
 
 ``nodes.jsonl``
     One JSON object a line, appended. ``{"kind": "workflow", …}`` (see `Workflow`) opens a session (phase ``Running``)
-    and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node as it is at that moment.
-    Last in a line is ``"sum"``, an xxh3-64 of what is before it: a line that is damaged or torn is as if it were not
-    there. The newest line of an id counts. A resumed run appends a new session: node lines of earlier sessions are
-    history.
-    A run of several workflows has a session of each; those that ended well and go on (output ``next``) count, too.
-``logs/<node id>.log``
-    Standard output and error of a pod, raw.
-``nodes/<node id>/``
-    The pod's private directory: output files, progress file.
-``lock``
-    Held (flock) by the executor as long as it lives; shared, for a moment, by whoever looks whether one is running.
-"""
+    and closes it; ``{"kind": "node", …}`` (see `Node`) is a whole node at that moment; the newest line of an id counts.
+    A line ends with ``"sum"``, the xxh3-64 of what is before it; lines that are damaged or torn are skipped. A resumed
+    run appends a session, and nodes of earlier ones are history, except where a run has several workflows: the sessions
+    of those that succeeded and go on (output ``next``) count, too.
+``logs/<node id>.log``: standard output and error of a pod, raw.
+``nodes/<node id>/``: the pod's private directory: output files, progress file.
+``lock``: held (flock) by the executor while it lives; shared, for a moment, by a process that looks for an executor."""
 
 import fcntl
 import functools
@@ -96,11 +89,10 @@ class Workflow:
 
 @dataclass
 class State:
-    """A run as `read_state` found it.
+    """A run as `read_state` found it; `workflow` is that of the newest session.
 
     Attributes:
-        workflow: of the newest session.
-        nodes: id → node of the newest session, in the order they appeared.
+        nodes: id → node of the newest session, and of workflows before it that go on, in the order they appeared.
         alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
         parts: of a run of several workflows (`execute_parts`), where each that ended well goes on, as JSON.
     """

@@ -32,14 +32,12 @@ SHARED = ("/tmp", "/dev/shm")
 
 
 class PodFilesystem:
-    """The files of one pod, below `root` (emptied first).
+    """The files of one pod, below `root`, which is emptied first.
 
-    On a cluster every pod has its own ``/tmp/tuneloop/outputs``; here they share one machine. So each path that a
-    template declares (an output parameter's, an emptyDir's) is mapped below the node's directory, by rewriting it
-    wherever it appears in the command, the arguments and the environment. A directory that holds declared outputs is
-    mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``. ``/tmp`` and ``/dev/shm`` as
-    emptyDirs are the machine's own.
-    """
+    All pods of this machine share its file system. So each path that a template declares (an output parameter's, an
+    emptyDir's) is mapped below `root`, by rewriting it in the command, the arguments and the environment. A directory
+    that holds declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
+    ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own."""
 
     def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
         self.root = root
@@ -173,8 +171,7 @@ def _build_environment(
 
 
 def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
-    """Put the token of the run's servers, which stays the same until it is replaced, and the sandbox's, if this machine
-    has one, where a template has their Secrets."""
+    """Link the tokens of the run's servers and of this machine's sandbox to where a template mounts their Secrets."""
     mounted = {mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())}
     for volume in template.get("volumes", ()):
         if "secret" in volume:
@@ -193,8 +190,7 @@ def _last_words(log: Path) -> str:
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
-    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``; nobody waits longer than `default`
-    for a process of this machine."""
+    """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``; it is `default` at most."""
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
     except json.JSONDecodeError:  # it may be YAML; a cluster's reader takes care of it

@@ -1,9 +1,8 @@
-"""Try on rewards and environments what a policy may try; `tuneloop probe` prints what it would gain.
+"""Attack rewards and environments as a policy may; `tuneloop probe` prints what each attack gains.
 
-The attacks are data, one file a class, in ``tuneloop/rewards/attacks``. Each is a completion; for an environment a
-turn, and once more the argument of its tool. One gains if it gets more than wrong answers do, or than guessing among
-the answers that it names would (`chance`).
-"""
+The attacks are data, one file a class, in ``tuneloop/rewards/attacks``. Each is a completion; for an environment it is
+a turn, and once more the argument of its tool. It gains if it scores more than the best wrong answer, and than guessing
+among the answers that it names would (`chance`)."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What goes into a template, and what it comes to."""
+"""The call of a template, and its result."""
 
 import threading
 from collections.abc import Mapping
@@ -14,13 +14,8 @@ Scope = dict[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a template.
-
-    Attributes:
-        name: the node's path, ``grpo.loop.next``.
-        parent: id of the node it belongs to.
-        depth: templates entered above it.
-    """
+    """One use of a template: `name` is the node's path, ``grpo.loop.next``, `parent` the id of the node that it belongs
+    to, and `depth` the number of templates entered above it."""
 
     template: str
     name: str
@@ -31,7 +26,7 @@ class Call:
 
 @dataclass
 class Result:
-    """What a node came to. `phase`: one of `tuneloop.local.journal.DONE`, or ``Running`` for a daemon that is ready."""
+    """The result of a node. `phase`: one of `tuneloop.local.journal.DONE`; ``Running`` for a daemon that is ready."""
 
     phase: str
     message: str = ""
@@ -51,7 +46,7 @@ class Result:
 
 
 class Daemon(Protocol):
-    """What runs on behind a node that is ready."""
+    """A process that goes on after its node is ready; `result` says how it ended, once `over` is set."""
 
     over: threading.Event
     result: Result

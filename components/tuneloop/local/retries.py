@@ -18,7 +18,7 @@ from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.manifest import parse_duration
 
 FIRST: Scope = {"lastRetry.exitCode": "0", "lastRetry.status": "", "lastRetry.duration": "0", "lastRetry.message": ""}
-"""What a first attempt reads of the one before."""
+"""The tags of the attempt before, as a first attempt reads them."""
 POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
 
 
@@ -87,7 +87,7 @@ class Attempts:
         return not self.execution.pause(pause, self.node.name)
 
     def _announce_restart(self, result: Result) -> str:
-        """Say what people read of a server that died, and is started again."""
+        """Return the message that a server died and is started again."""
         signal = name_signal(result.code)
         died = f"server died: {signal}" if signal else result.message
         # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
@@ -99,7 +99,7 @@ class Attempts:
 
 
 def _announce(result: Result, number: int, pause: float) -> str:
-    """Say what people read of an attempt before another: the class of its end, and its last words."""
+    """Return the message before another attempt: the class of the last one's end, and its last words."""
     end = classify_end(result.phase, result.code, result.message)
     # What ends with 75 says its class itself; the number says no more.
     reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
@@ -107,8 +107,7 @@ def _announce(result: Result, number: int, pause: float) -> str:
 
 
 class _RestartedDaemon:
-    """A daemon under a retry strategy: when it ends by itself it is started again, at the same address. `over`: set
-    when it has ended for good; `result` says how."""
+    """A daemon that is restarted, at the same address, when it ends by itself; `over` is set when it stays ended."""
 
     def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
         self._attempts, self._daemon = attempts, daemon

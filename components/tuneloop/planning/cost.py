@@ -13,8 +13,7 @@ from tuneloop.workflow.rendered_stages import read_stage
 
 
 def estimate_cost(workflow: Mapping[str, Any], run: Run, price: float | None) -> Iterator[str]:
-    """Yield lines: the hours of a workflow whose stages take what they took in `run`, and what they cost at `price`
-    for an accelerator and hour."""
+    """Yield lines: a workflow's hours, by what its stages took in `run`, and their cost at `price` a device hour."""
     seconds: dict[str, list[float]] = {}
     for entry in run.entries:
         seconds.setdefault(entry.manifest.stage.replace("_", "-"), []).append(entry.seconds)

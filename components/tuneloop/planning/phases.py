@@ -1,9 +1,8 @@
-"""What a recorded run took, stage by stage: what a plan of other ways to run it rests on.
+"""Read what a recorded run took, stage by stage, to plan other ways to run it.
 
-A stage holds its device as long as its pod lives. So its seconds are its pod's, where the run's state is here (a run
-on this machine), else from when it began to work until it committed. What lies between the end of what it waits for and
-that is its lead: the median over the iterations, lest the pause of a run that was resumed counts.
-"""
+A stage holds its device as long as its pod lives. So its seconds are its pod's where the run was on this machine, else
+those from the beginning of its work to its commit. Its lead is the time from the end of what it waits for to its own
+beginning: the median over the iterations, so that the pause before a resume does not count."""
 
 import dataclasses
 import statistics

@@ -1,8 +1,6 @@
-"""What a rendered workflow will do before it does it: graph, pods, accelerators, steps, tokens, memory.
-
-Everything is read from the workflow itself (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`).
-Counts are upper bounds where the graph decides while it runs (``when``, loops that may stop early), and say so.
-"""
+"""What a rendered workflow will do: graph, pods, accelerators, steps, tokens, memory. Everything is read from the
+workflow (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`). Counts are upper bounds where the graph
+decides while it runs (``when``, loops that may stop early), and say so."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,9 +191,8 @@ def compare_iterations_per_pod(
     """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, whether it is the plan's.
 
     Args:
-        chosen: iterations a pod.
-        part: of a workflow, and so the most of a pod.
-        idle: those of them that leave the accelerators of a pod idle that they share with others.
+        part: iterations of a workflow, and so the most of a pod.
+        idle: stages of `loop` that leave idle the accelerators that they share with others of their pod.
         seconds: stage → how long it works in an iteration, of a recorded run.
     """
     told = f"{sum(seconds.get(stage, 0.0) for stage in idle):.1f} s" if seconds else f"{' and '.join(idle)}'s"

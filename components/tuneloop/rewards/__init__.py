@@ -1,6 +1,5 @@
 """Reward functions: one file a reward, with ``score(completion, answer, metadata) -> float`` and ``RANGE``.
 
-`scoring` runs them with a time limit, `sandbox` confines the code that a policy writes. No reward knows another.
-"""
+`scoring` runs them with a time limit, `sandbox` confines the code that a policy writes. No reward knows another."""
 
 NOT_VARIANTS = ("sandbox", "scoring")

@@ -8,8 +8,7 @@
 
 What is expected never enters the sandbox, so that a program cannot copy it; an assertion of another form would have
 to be decided inside, by whoever is judged, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
-tests together, see `sandbox`, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
-"""
+tests together, see `sandbox`, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64)."""
 
 import ast
 import re
@@ -48,11 +47,9 @@ class Test:
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
-    """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`.
-
-    The last fenced block is the program, else all of it. None without tests, with one of no form
-    above, or with other limits. Raises Escape where the program tried to get out; no further test is run.
-    """
+    """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`. The
+    last fenced block is the program, else all of it. None without tests, with one of another form, or with other
+    limits. Raises Escape where the program tried to get out; no further test is run."""
     tests = [_test(given) for given in metadata.get("tests") or []]
     if not tests or None in tests:
         return None

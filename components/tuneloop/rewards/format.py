@@ -1,17 +1,12 @@
-"""Form: the whole completion matches a regular expression, ``metadata["format"]["pattern"]``.
-
-Set it for all prompts with ``--reward-args '{"format": {"pattern": "<think>.*</think>.*"}}'`` of `data_prep`.
-"""
+"""Form: the whole completion matches a regular expression, ``metadata["format"]["pattern"]``. Set it for all prompts
+with ``--reward-args '{"format": {"pattern": "<think>.*</think>.*"}}'`` of `data_prep`."""
 
 import re
 from typing import Any
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """Return 1.0 if the pattern matches all of the stripped completion (a dot matches line ends, too), else 0.0.
-
-    None where the metadata hold no pattern.
-    """
+    """Return 1.0 if the pattern matches the stripped completion (dots match line ends), else 0.0; None without one."""
     if (pattern := metadata.get("format", {}).get("pattern")) is None:
         return None
     return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)

@@ -1,9 +1,6 @@
-"""Soft punishment of length: DAPO's (arXiv 2503.14476, eq. 13), over the characters of the completion.
-
-``metadata["length_penalty"]`` holds `max_length`, from where it is -1, and `buffer`, the length before that over
-which it falls linearly from 0. Characters, not tokens: a verifier sees text, and the gold answers are checked
-before there is a tokenizer.
-"""
+"""Soft punishment of length: DAPO's (arXiv 2503.14476, eq. 13), over the characters of the completion: a verifier sees
+text, not tokens, and the gold answers are checked before there is a tokenizer. ``metadata["length_penalty"]`` holds
+`max_length`, from where it is -1, and `buffer`, the length before that over which it falls linearly from 0."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
-"""The verifier of the reasoning_gym task that a prompt came from; ``metadata["reasoning_gym"]`` names it.
-
-The source of the same name keeps there the task, its config, and the entry that the verifier compares with.
-"""
+"""The verifier of the reasoning_gym task that a prompt came from. ``metadata["reasoning_gym"]``, which the source of
+the same name writes, has the task, its config, and the entry that the verifier compares with."""
 
 import functools
 import json

@@ -6,20 +6,19 @@ A reward is a module of the family ``rewards`` (or ``package.module:function``):
 
     def score(completion: str, answer: str, metadata: dict) -> float | None | tuple[float, dict[str, float]]: ...
 
-None says that it cannot judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown
-is to say besides; `Escape` is for a completion whose program tried to leave its sandbox. An episode in which the policy
-tried that of its environment is an escape whatever its rewards say. Rewards run in a forked process that reports after
-every call; the parent watches the clock. Only those whose module says ``TRUSTED = True``, since no completion can make
-them hang, crash or take memory, are called by the stage itself. Whatever a call does (raise, exit, crash the
-interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the process is replaced
-where it must be and the next call is judged afresh: one bad call costs its own row only.
-Modules are imported before the fork, so that a replacement starts in milliseconds.
+None says that it cannot judge (the gold answer does not parse, metadata is missing); a pair adds what the breakdown is
+to say besides; `Escape` is for a completion whose program tried to leave its sandbox. An episode in which the policy
+tried to leave its environment is an escape whatever its rewards say.
+
+Rewards run in a forked process that reports after every call; the parent watches the clock. The stage itself calls only
+those whose module says ``TRUSTED = True``: no completion can make them hang, crash or take memory. Whatever a call does
+(raise, exit, crash the interpreter, hang in C with signals blocked, return NaN or something outside `RANGE`), the
+process is replaced where it must be and the next call is judged afresh: one bad call costs its own row only. Modules
+are imported before the fork, so that a replacement starts in milliseconds.
 
 A policy must gain nothing by how its text is judged. A call that spends all its time computing, or twice runs out of
 memory or kills its process, was ended by the completion, and that is a score: the least that the reward can give. A
-call that waits, or whose process got no processor, was hindered by its host: it has no score, and may have one another
-time.
-"""
+call that waits, or whose process got no processor, was hindered by its host: it has no score, but may get one later."""
 
 import contextlib
 import ctypes
@@ -64,8 +63,7 @@ class Outcome:
     Attributes:
         outcome: ``score``, or what kept it from one: ``escape``, else the first failure among its rewards.
         score: the weighted sum of its rewards; None unless `outcome` is ``score``.
-        breakdown: reward name → its value before weighting, or what went wrong with it; ``name.part`` → what a reward
-            says besides.
+        breakdown: reward → its value before weighting, or what went wrong; ``reward.part`` → what it says besides.
     """
 
     outcome: Kind
@@ -75,8 +73,7 @@ class Outcome:
 
 class Reward(NamedTuple):
     """A reward function, the closed interval it promises to stay in, whether it judges an episode with an environment
-    only (``NEEDS_EPISODE``), so that a gold answer by itself cannot be checked with it, and whether no completion can
-    make it hang, crash or take memory (``TRUSTED``), so that it needs no process of its own."""
+    only (``NEEDS_EPISODE``), so that it cannot check a gold answer by itself, and whether it is ``TRUSTED``."""
 
     function: Callable[[str, str, dict[str, Any]], float | tuple[float, dict[str, float]] | None]
     low: float
@@ -123,8 +120,7 @@ def find_reward(name: str) -> Reward:
 
 @functools.lru_cache(maxsize=1024)
 def parse_spec(text: str) -> Mapping[str, float]:
-    """Parse and check a ``reward_spec`` (JSON object name → weight). Raises UserError where it is not such an object,
-    is empty, or a weight is not finite."""
+    """Parse a ``reward_spec`` (JSON object name → finite weight). Raises UserError: it is none, or names no reward."""
     try:
         spec = json.loads(text)
     except (TypeError, ValueError):
@@ -138,8 +134,7 @@ def parse_spec(text: str) -> Mapping[str, float]:
 
 
 def may_pass(outcome: Outcome) -> bool:
-    """Return whether judging a rollout without a score again may give one: its rewards were hindered, they did not fail
-    by themselves, which they would do again on the same text."""
+    """Return whether judging again may give a score: no reward failed by itself, as it would again on the same text."""
     reasons = [value for value in outcome.breakdown.values() if isinstance(value, str)]
     return outcome.outcome in ("timeout", "infra_error") and not any(r.startswith((RAISED, RETURNED)) for r in reasons)
 
@@ -163,13 +158,12 @@ def score_all(
     exist or a malformed spec; before anything is scored.
 
     Args:
-        rows: each with ``completion``, ``answer``, ``reward_spec`` (JSON object name → weight) and ``metadata``
-            (JSON object or empty).
+        rows: each with ``completion``, ``answer``, ``reward_spec`` (`parse_spec`) and ``metadata`` (JSON, or empty).
         timeout_s: seconds that one call of a reward that is not trusted may take.
         workers: processes; each takes every `workers`-th call.
         memory: bytes that judging may take in each, beyond what the stage itself has; None: no limit.
-        punish: whether a completion that ends a reward's call gets the least that this can give, and
-            ``NAME.timeout`` or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
+        punish: whether a completion that ends a reward's call gets the least that this can give, and ``NAME.timeout``
+            or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
     """
     specs = [parse_spec(row["reward_spec"]) for row in rows]

@@ -24,11 +24,8 @@ SIGNATURES = """- `provenance.sigstore.json` names all that the model was made f
 
 
 def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, builder: str) -> Path:
-    """Sign a checkpoint's files and a statement of what they were made from, and return the directory with both.
-
-    A card is written if there is none. Raises UserError where the checkpoint or what it was made from does not pass the
-    audit, and where the directory is there and has other files, but for a card and a license.
-    """
+    """Sign a checkpoint's files and a statement of their sources, add a model card if missing; return their directory.
+    Raises UserError for a failed audit, or a directory with files other than the checkpoint's, a card and a license."""
     version = entry.manifest.facts["version"]
     directory = (output or Path(f"{run.name}-v{version}")).absolute()
     judged, chain = _prove(run, entry)
@@ -44,11 +41,8 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
 
 
 def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str:
-    """Upload a checkpoint's model to a repository of the Hugging Face hub, with a card, and return its commit's URL.
-
-    The repository is made if it is not there. In it weights of an earlier push go. Raises UserError where the
-    checkpoint or what it was made from does not pass the audit, or the hub refuses; Unavailable where it is away.
-    """
+    """Upload a checkpoint's model and a card to a Hugging Face repository, made if missing, in place of earlier
+    weights; return the commit's URL. Raises UserError if the audit fails or the hub refuses, Unavailable if away."""
     try:
         from huggingface_hub import HfApi, errors
         from huggingface_hub.utils import validate_repo_id

@@ -1,9 +1,6 @@
-"""Audit of a run: whether all that it has committed fits together, proved by SHA-256 from its root to its files.
-
-An artifact's digest covers the digests of its inputs (`tuneloop.core.artifacts`), so the artifacts of a run are a hash
-tree, and its *root* is one digest over them all. Who holds the root, told by somebody they trust, need not trust the
-store.
-"""
+"""Audit of a run: whether all that it has committed fits together, proved by SHA-256 from its root to its files. As an
+artifact's digest covers those of its inputs, a run's artifacts are a hash tree, and its *root* is one digest over all
+of them: whoever has the root from somebody they trust need not trust the store."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,15 +15,9 @@ from tuneloop.training.old_checkpoints import HISTORY, STATE, STATE_FACT
 
 @dataclass(frozen=True)
 class Proof:
-    """What the audit of one artifact, or of an input from outside the run, came to.
-
-    Attributes:
-        key: of the artifact below the run's URL; of an input from outside, its reference.
-        files: how many files hold what was committed; None where they were not read.
-        problems: a line each; empty where everything fits.
-        deleted: of a checkpoint of the loop, which later ones follow, manifest and history alone are left, as retention
-            leaves them; they are proved.
-    """
+    """The audit of the artifact `key`, or of an input from outside the run, by its reference. `files` counts those that
+    hold what was committed (None: not read); `problems` has a line for each flaw. `deleted`: of an old checkpoint of
+    the loop only manifest and history are left, as retention leaves them, and these are proved."""
 
     key: str
     files: int | None
@@ -41,11 +32,9 @@ def compute_root(run: Run) -> str:
 
 
 def audit_run(run: Run) -> Iterator[Proof]:
-    """Prove each artifact of a run, oldest first, and whatever they were made from outside it; then trainer's states.
-
-    Manifests are read again from the store, never from the run's index. A file is proved by its SHA-256; an input by
-    an artifact of that digest; a state, which the root leaves out, by what its checkpoint says of it.
-    """
+    """Prove each artifact of a run, oldest first, and its inputs from outside the run; then the trainer's states.
+    Manifests are read from the store again, never from the run's index. A file is proved by its SHA-256, an input by an
+    artifact of that digest, and a state, which the root leaves out, by what its checkpoint states of it."""
     run.refresh(whole=True)
     known = {entry.manifest.digest for entry in run.entries}
     for entry in run.entries:

@@ -1,6 +1,4 @@
-"""What each policy version took from the trainer to the tokens that it made, whichever way it went: six timings, which
-docs/weights.md explains ("What each version took").
-"""
+"""Timings of each version on its way from the trainer to its tokens (docs/weights.md, "What each version took")."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,14 +15,9 @@ from tuneloop.weights.publication import read_publication, read_publications
 
 @dataclass(frozen=True)
 class Delivery:
-    """One version. Seconds; None where it is not known, or does not exist on this way.
-
-    Attributes:
-        way: ``pulled``, ``refitted``, or ``published`` where nobody has asked for it yet.
-        replicas: that are known to have served it.
-        behind: of the tokens that were asked of it, in versions, the mean.
-        proved: tensors read back identical, of how many.
-    """
+    """The delivery of one version; `way` is ``pulled``, ``refitted``, or ``published`` where nobody has asked for it
+    yet. Fields that are unknown, or not of this way, are None. `replicas` are known to have served it; `behind` is the
+    mean staleness of the tokens asked of it, in versions; `proved` is ``n/m``: of m tensors n read back identical."""
 
     version: int
     way: str

@@ -1,9 +1,6 @@
-"""Forks: runs that begin where another one stood at the end of an iteration, with other settings.
-
-A fork is its pipeline's workflow, begun where a long loop goes on in another workflow (`tuneloop.argo.loop`), with the
-references of what the other run has committed: nothing is copied. Where it came from stands in
-``<store>/<fork>/fork.json``, and a pin keeps what it begins from (`tuneloop.training.old_checkpoints`).
-"""
+"""Forks: runs that begin at the end of another run's iteration, with other settings. A fork is its pipeline's workflow,
+begun where a long loop goes on in another workflow (`tuneloop.argo.loop`), with references to what the other run has
+committed: nothing is copied, and pins keep it from retention. ``<store>/<fork>/fork.json`` names the origin."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,9 +24,7 @@ from tuneloop.workflow.rendered_stages import container_of, read_stage
 
 def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> dict[str, Any]:
     """Build the workflow of a fork, which goes on from the end of an iteration of `run`; 0: from before the first.
-
-    Raises UserError where that was not committed, the loop ends with it, or a setting changes what was done.
-    """
+    Raises UserError where that was not committed, the loop ends with it, or a setting changes what was done."""
     workflow, loop = found.build(settings), getattr(found.module.build_argo, "loop", None)
     made = {entry.stage: entry for entry in run.entries if entry.iteration == max(iteration, 1)}
     if loop is None or not {step.name for step in loop.steps} <= made.keys():
@@ -52,10 +47,7 @@ def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> 
 
 
 def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any) -> None:
-    """Record where the fork `name` of `run` comes from, keep that from retention, and publish what its servers pull.
-
-    Raises UserError where the name cannot be used, or is another run's.
-    """
+    """Record and pin a fork's origin, and publish what its servers pull. Raises UserError for a bad or taken name."""
     check_name(name, "--name")
     store = Store(f"{run.store_url}/{name}")
     given = {p["name"]: str(p.get("value")) for p in workflow["spec"]["arguments"]["parameters"]}

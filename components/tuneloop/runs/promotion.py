@@ -1,7 +1,5 @@
-"""Promoted versions: names, such as ``production``, of weight versions that passed a gate.
-
-``<store>/promoted.json`` lists all promotions, the newest last; it is only ever added to.
-"""
+"""Promotions: names such as ``production`` for weight versions that passed a gate. ``<store>/promoted.json`` lists all
+promotions, the newest last; it is only appended to."""
 
 import os
 import time
@@ -38,11 +36,8 @@ class Promotion(TypedDict):
 
 
 def promote_version(run: Run, version: int, name: str, least: Mapping[str, float]) -> dict[str, Any]:
-    """Give a version of a run a name, if it passes the gate; from then on retention keeps it.
-
-    The gate is an audit of the version, its newest evaluation that has these results and all that both were made from,
-    and that this reached the `least` of each. Raises UserError where it does not pass, or is not in the run.
-    """
+    """Name a version, if it, its newest evaluation with these results and their sources pass the audit, and `least` is
+    reached. Retention keeps the version from then on. Raises UserError where it does not pass, or is not in the run."""
     check_name(name, "NAME")
     entry = find_made(run, f"v{version}")
     judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key]

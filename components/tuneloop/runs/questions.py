@@ -23,8 +23,7 @@ COLUMNS = ("request_id", "group", "prompt", "completion", "answer", "metadata", 
 
 
 def find_made(run: Run, which: str) -> Entry:
-    """Find the checkpoint of a version (``v4``) or of an iteration (``3``); of one without, its newest artifact. Raises
-    UserError where the run has none."""
+    """Find the checkpoint of a version (``v4``) or iteration (``3``; else its newest artifact), or raise UserError."""
     ordered = sorted(run.entries, key=lambda entry: entry.manifest.role == "trainer")
     made = {str(entry.iteration): entry for entry in ordered if entry.iteration}
     made |= {f"v{entry.manifest.facts['version']}": entry for entry in run.checkpoints}
@@ -50,16 +49,9 @@ def explain_artifact(run: Run, entry: Entry) -> Iterator[tuple[str, dict[str, st
 
 
 def rescore_run(run: Run, spec: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Judge the stored rollouts by another reward, within the limits that the run's own had. Raises UserError: a reward
-    that does not exist; the run has no rollouts with scores.
-
-    Args:
-        spec: JSON object reward → weight.
-
-    Yields:
-        each iteration and its rows, with that score as ``rescored`` and its distance from `score` as ``change``,
-        infinite where one of the two is missing.
-    """
+    """Judge the stored rollouts by another reward, a JSON object reward → weight, within the limits of the run's own.
+    Yields each iteration and its rows, with the new score as ``rescored`` and its distance from ``score`` as
+    ``change``, infinite where only one exists. Raises UserError for an unknown reward, or a run without scores."""
     scored = {entry.iteration or 0: entry for entry in run.with_role("scorer")}  # a later one adds to an earlier one
     if not scored:
         raise UserError("run", run.name, "has no scored rollouts")

@@ -44,8 +44,7 @@ def get_run_directory(name: str, store: str) -> Path:
 
 
 def write_record(record: Record, workflow: str, replaced: Record | None = None) -> None:
-    """Write the record of a new run, its configuration and its rendered workflow; the record last. Raises UserError
-    where the name cannot be used, or is taken by a run with another configuration or store."""
+    """Write configuration, workflow and then the record of a new run. Raises UserError for a bad or taken name."""
     check_name(record.run)
     place = Store(str(get_run_directory(record.run, record.store)))
     if replaced:
@@ -85,8 +84,7 @@ def read_record(name: str, store: str) -> Record | None:
 
 
 def list_runs(store: str = ROOT) -> list[str]:
-    """List the runs below `store`: those started on this machine, damaged ones too, and in an object store also what
-    others have put there."""
+    """List the runs below `store` that were started here, damaged ones too; of an object store also those of others."""
     here = {path.parent.name for path in get_run_directory("x", store).parent.glob("*/run.json")}
     if local_path(store) is None:  # the state of such runs lies together, whatever their store
         here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}

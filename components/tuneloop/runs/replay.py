@@ -1,8 +1,5 @@
-"""Replay: compute an artifact of a run once more, from the inputs and parameters that its manifest names.
-
-A stage is a function of these, so what comes out must have the same digest; where it does not, the first difference is
-named. Nothing is written to the run.
-"""
+"""Replay: compute an artifact of a run again, from the inputs and parameters that its manifest names. A stage is a
+function of these: a digest that differs is a fault, and the first difference is named. The run stays as it is."""
 
 import dataclasses
 import tempfile
@@ -30,13 +27,9 @@ class Replayed:
 
 
 def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iterator[Replayed]:
-    """Compute the artifacts of an iteration again, in this process and in their order. Raises UserError: there is none;
-    it is not of a stage of tuneloop's, or of one process; an input is gone.
-
-    Args:
-        iteration: 0: what is outside the loop.
-        stage: the last part of an artifact's key, ``policy-update``; None: all.
-    """
+    """Compute an iteration's artifacts again (0: those outside the loop), in this process and in their order; of
+    `stage`, the last part of an artifact's key, that one alone. Raises UserError where there is none, an input is gone,
+    or it was not made by a stage of tuneloop's in one process."""
     chosen = [e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)]
     if not chosen:
         known = ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration})) or "none"

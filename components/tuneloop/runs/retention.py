@@ -1,9 +1,6 @@
-"""What a run no longer needs: data of attempts that did not commit, resume points of stages that did, old checkpoints.
-
-An artifact's manifest names the one directory that is the artifact (`tuneloop.core.artifacts`); what else lies below
-its URL was written by attempts that lost a race or died. Nothing that was written to lately is touched: a stage may
-still be at it, on whatever machine.
-"""
+"""Data that a run no longer needs: of attempts that did not commit, resume points of stages that did, old checkpoints.
+A manifest names the one directory that is the artifact; other data below its URL is of attempts that lost a race or
+died, and is not touched if it was written to lately: a stage may still be running, on any machine."""
 
 import contextlib
 import time
@@ -27,14 +24,10 @@ class Leftover:
 
 
 def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
-    """Find what `delete_leftovers` would delete, by key. Raises UserError: `keep` is below 1.
-
-    Args:
-        keep: checkpoints of the loop to keep, the newest; None: all. Pinned ones stay, too, and those without which one
-            that is kept cannot be trained on: the base of its adapters, and all since the trainer's state was written.
-            Others keep manifest and history, so that the run still resumes and reports, but they cannot be loaded.
-        idle: seconds since the last write.
-    """
+    """Find what `delete_leftovers` would delete, by key: what was not written to for `idle` seconds, and old
+    checkpoints. Of these stay the `keep` newest (None: all), pinned ones, and what is needed to train on from one that
+    stays: the base of its adapters, and all since the trainer's state was written. Others keep manifest and history:
+    the run still resumes and reports, but they cannot be loaded. Raises UserError if `keep` is below 1."""
     if keep is not None and keep < 1:
         raise UserError("--keep", keep, "must be at least 1: the loop goes on from the newest checkpoint")
     store = Store(run.url)

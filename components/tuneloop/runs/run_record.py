@@ -1,16 +1,14 @@
-"""Reading a run: its record, its committed artifacts, its executor's state, and the curves and samples they hold.
+"""A run as it is read: its record, committed artifacts and executor's state, and the curves and samples in them.
 
-A run is what lies below ``<store>/<run>``: artifacts at ``<stage>`` and ``iterations/<i>/<stage>``, whichever engine
-made them. A run started on this machine also has a directory of local state, ``<root>/<run>``, where root is the
-store if that is a directory, else ``./runs``::
+Artifacts lie below ``<store>/<run>``, at ``<stage>`` and ``iterations/<i>/<stage>``; what readers open of all artifacts
+is read from the run's index (`tuneloop.core.index`) as far as that has it. A run started on this machine also has state
+in ``<root>/<run>``, where root is the store if that is a directory, else ``./runs``::
 
     run.json        the record: pipeline, configuration, store; written once, before anything runs
     config.yaml     the configuration, whole
     workflow.yaml   the very workflow that is executed
     nodes.jsonl …   the executor's state (`tuneloop.local.journal`)
     report.html
-
-What readers open of every artifact is read from the run's index (`tuneloop.core.index`) as far as that has it.
 """
 
 import functools
@@ -49,13 +47,8 @@ SAID = ("step", "mean", "mean_reward", "scored")
 
 @dataclass(frozen=True)
 class Entry:
-    """A committed artifact of a run.
-
-    Attributes:
-        key: below the run's URL: ``sft``, ``iterations/3/reward``.
-        stage: the last part of `key`: the task's name in the graph.
-        iteration: or None outside the loop.
-    """
+    """A committed artifact of a run, at `key` below the run's URL: ``sft``, ``iterations/3/reward``. `stage` is the
+    last part of the key, the task's name in the graph; `iteration` is None outside the loop."""
 
     key: str
     stage: str
@@ -80,15 +73,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over the run.
-
-    Attributes:
-        name: ``mean_reward``, ``loss``, …
-        how: how it was obtained, for people.
-        x: of each point, in units of `axis`; several optimizer steps in one iteration are fractions of it.
-        axis: ``iteration`` or ``step``.
-        at: when each point was known, Unix seconds.
-    """
+    """One quantity over the run, such as ``loss``; `how` says for people how it was obtained. `x` is in units of
+    `axis`, ``iteration`` or ``step``: optimizer steps are fractions of their iteration. `at`: when each point was
+    known, Unix seconds."""
 
     name: str
     stage: str
@@ -117,13 +104,7 @@ class Score:
 
 
 class Run:
-    """A run, read from its store and its local state; `refresh` looks again.
-
-    Args:
-        name: of the run.
-        store: URL of the store.
-        record: if it was started on this machine.
-    """
+    """A run, as its store and local state hold it; `refresh` reads both again. A run from elsewhere has no `record`."""
 
     def __init__(self, name: str, store: str, record: Record | None = None) -> None:
         self.name, self.store_url, self.record = name, normalize_url(store), record
@@ -137,8 +118,7 @@ class Run:
 
     @classmethod
     def open(cls, name: str, store: str | None = None) -> "Run":
-        """Open the run `name`, by its record below `store`, or by the artifacts there. Raises UserError where there is
-        no such run."""
+        """Open the run `name` by its record below `store`, or by its artifacts; raise UserError if it has neither."""
         at = store or ROOT
         record = read_record(name, at)
         found = cls(name, record.store if record else at, record)
@@ -320,8 +300,7 @@ class Run:
         return max([*self.evaluations(), *self.training_rewards()], key=lambda s: s.entry.finished, default=None)
 
     def curves(self, of: Collection[str] | None = None) -> list[Curve]:
-        """Return a curve of every quantity that the run's stages recorded. With `of`, only the points that the
-        artifacts of these keys made."""
+        """Return a curve of each quantity that stages recorded; with `of`, only what artifacts of these keys add."""
         found = []
         for known in (self.training_rewards(), self.evaluations()):
             if scores := [score for score in known if of is None or score.entry.key in of]:

@@ -1,7 +1,5 @@
-"""Signatures of a model's directory, by key or certificate, and their verification: docs/signing.md has the files.
-
-The library model-signing makes and reads them; the SLSA statement by private parts, so its minor version is pinned.
-"""
+"""Signatures of a model's directory, by key or certificate, and their verification; docs/signing.md has the files. They
+are made by model-signing, whose minor version is pinned: for the SLSA statement private parts of it are used."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,10 +47,8 @@ def sign_model(directory: Path, files: Mapping[str, str], predicate: Mapping[str
 
 
 def verify_model(directory: Path, verifier: Any) -> dict[str, str]:
-    """Prove a model's files against its signature and its statement; return what that says, for people.
-
-    Raises UserError for a signature or statement that does not fit, and the first file that was changed, lost or added.
-    """
+    """Prove a model's files against its signature and its statement; return what the statement says, for people. Raises
+    UserError for a signature or statement that does not fit, and the first file that was changed, lost or added."""
     with _open_envelope(directory / SIGNATURE, SIGNED, verifier) as (signature, signer):
         signed = {each["name"]: each["digest"] for each in signature["predicate"]["resources"]}
     check_files(directory, signed, "its signature; get the model again from who signed it")

@@ -16,20 +16,16 @@ ATTEMPT = re.compile(r"\((\d+)\)$")
 
 @dataclass(frozen=True)
 class Stage:
-    """How a stage stands: a row of `status`.
+    """State of a stage, as `status` shows it. `phase`, `progress` (``N/M``) and `message` are those of its newest pod.
 
     Attributes:
-        stage: its name in the graph.
-        phase: of its newest pod; ``Committed`` where only its artifacts are known.
-        progress: ``N/M`` of a stage that runs, as it said.
-        done: how often it ended well.
-        seconds: that it took, all together, without attempts that died.
-        retries: how often a pod of it was started again; None where only its artifacts are known.
-        lost_seconds: that attempts took that died.
-        cause: how the newest of these ended.
+        phase: ``Committed`` where only artifacts of the stage are known.
+        done: how often the stage succeeded.
+        seconds: total time of its successes; `lost_seconds` is that of the attempts that died.
+        retries: how often a pod of the stage was started again; None where only artifacts are known.
+        cause: how the newest of the attempts that died ended.
         iteration: of its newest result; None outside the loop.
-        results: of its newest artifact, or of its newest pod.
-        message: what its newest pod has to say.
+        results: of its newest artifact, or of the newest pod that succeeded.
     """
 
     stage: str
@@ -60,10 +56,8 @@ def get_stage_name(node: Node) -> str:
 
 
 def iteration_of(node: Node) -> int:
-    """Return the iteration a pod belongs to, 0 outside the loop: stages of the loop write below ``iterations/<i>/``.
-
-    What a stage reads has a digest behind its address, and may be of an earlier iteration.
-    """
+    """Return the iteration in which a pod writes ``iterations/<i>/<stage>``, 0 outside the loop. What it reads does not
+    count: its address ends with a digest, and it may be of an earlier iteration."""
     found = (re.search(r"/iterations/(\d+)/[^/@]+$", value) for value in node.inputs.values())
     return next((int(match[1]) for match in found if match), 0)
 
@@ -104,14 +98,9 @@ def _stage(run: Run, name: str, entries: list[Entry], pods: list[Node]) -> Stage
 
 
 def list_cluster_stages(nodes: Mapping[str, Node], waiting: Mapping[str, str]) -> list[Stage]:
-    """List the stages of a run on a cluster by their pods, in the order in which they first had one.
-
-    A stage of several pods is one, though Argo has two for it: one that starts its job, one that reads its output.
-
-    Args:
-        nodes: of its workflows, by their ids.
-        waiting: node, or stage of several pods → why a pod of it does not run.
-    """
+    """List the stages of a run on a cluster by their pods, in the order in which they first had one. A stage of several
+    pods is listed once, though Argo has two for it: one starts its job, one reads its output. `nodes` are those of its
+    workflows, by id; `waiting` maps a node, or a stage of several pods, to why it does not run."""
     stages: dict[str, list[Node]] = {}
     for pod in (node for node in nodes.values() if node.type == "Pod"):
         job = find_job_stage(pod, nodes)

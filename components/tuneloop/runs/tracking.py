@@ -1,9 +1,6 @@
-"""Mirror a run into a tracker (`tuneloop.trackers`): curves of a trainer step by optimizer steps, those of weights by
-version, all others by iteration; samples are tables.
-
-Only what is committed is mirrored, so the mirror can be made at any time, in any process, as often as one likes. What
-is committed is also its queue: a tracker that is slow or away holds nothing up, and no stage fails by it.
-"""
+"""Mirror a run into a tracker (`tuneloop.trackers`): a trainer's curves by optimizer step, those of weights by version,
+all others by iteration, samples as tables. Only what is committed is mirrored, so it can be done at any time, by any
+process, repeatedly; a tracker that is slow or away holds no stage up, and makes none fail."""
 
 import itertools
 import os
@@ -42,10 +39,7 @@ def read_report(run: Run) -> str:
 
 
 class Mirror:
-    """The mirror of `run` in the tracker that `chosen` names, opened.
-
-    It and its methods raise UserError where the tracker is none, is not installed, does not answer, or refuses.
-    """
+    """The mirror of a run in a tracker. Raises UserError where that is unknown, not installed, not there or refuses."""
 
     def __init__(self, run: Run, chosen: str) -> None:
         self.run, self.name, self.tracker = run, chosen.partition("+")[0], find_tracker(chosen)
@@ -100,12 +94,8 @@ def mirror_run(
     render: Callable[[Run], str] = read_report,
     ask: Callable[[str], str] = lambda name: "",
 ) -> str:
-    """Mirror `run` into the tracker that `chosen` names, and say where, in one line. Raises what a `Mirror` does.
-
-    Args:
-        going_on: waits a moment and says whether to look again; default: the run is mirrored as it is.
-        render: makes the report that is attached in the end; none where it is empty.
-    """
+    """Mirror `run` into the tracker that `chosen` names, and return where, in one line. Raises what a `Mirror` does.
+    `going_on` waits a moment and says whether to look again (default: no); `render` makes the report to attach."""
     mirror, more = Mirror(run, chosen), True
     while more:
         more = going_on()
@@ -121,12 +111,9 @@ def mirror_store(
     render: Callable[[Run], str] = read_report,
     ask: Callable[[str], str] = lambda name: "",
 ) -> None:
-    """Mirror the runs below `store`, those to come too, until `going_on` says no; the arguments are `mirror_run`'s.
-
-    A folder is looked at again after a tenth of the time since it last committed, or since it was first seen: it may be
-    no run. A run that has committed nothing for a day is left alone, and one that cannot be mirrored just now is tried
-    again after a minute: a line on standard error. That the store is away is one, too, and that it answers again.
-    """
+    """Mirror the runs below `store`, new ones too, until `going_on` says no; the arguments are `mirror_run`'s. A folder
+    is looked at again after a tenth of the time since its last commit, or since it was first seen: it may be no run. A
+    run without a commit for a day is left alone; one that fails is tried again in a minute, and failures printed."""
     mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     seen, away = dict[str, float](), ""
     while going_on():
@@ -164,11 +151,8 @@ def mirror_store(
 
 
 def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
-    """Return the phase of a run, as `Run.phase`; of one elsewhere as `ask` says by its name, else by its artifacts.
-
-    By these it runs until the policy that was exported is evaluated, too, a stage says that it failed, as on KFP, or
-    nothing comes for a day: then it is still ``elsewhere``.
-    """
+    """Return `Run.phase`; of a run elsewhere, what `ask` says of its name, else by its artifacts: ``failed`` if a stage
+    says so (as on KFP), ``succeeded`` once its export is evaluated, ``running`` if it committed within a day."""
     if run.phase != "elsewhere":
         return run.phase
     if asked := ask(run.name):
@@ -224,10 +208,7 @@ def find_referred(run: Run, fresh: Sequence[Entry], seen: set[str]) -> Iterator[
 
 
 def list_trackers() -> list[str]:
-    """List what ``TUNELOOP_TRACKERS`` names, separated by spaces; by default MLflow, where it is installed.
-
-    Raises UserError where it names one twice: a run has one mirror in each.
-    """
+    """List what ``TUNELOOP_TRACKERS`` names, by default MLflow if installed. Raises UserError if one is named twice."""
     listed = os.environ.get("TUNELOOP_TRACKERS", "mlflow" if find_spec("mlflow") else "").split()
     names = [each.partition("+")[0] for each in listed]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -238,9 +219,7 @@ def list_trackers() -> list[str]:
 @contextmanager
 def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str, str]]:
     """Mirror `run` while the block runs, each tracker in another process: no stage waits for it, or for its imports.
-
-    Yields what is filled in when the block has ended: name of a tracker → where the mirror is, or why there is none.
-    """
+    Yields a mapping that is filled at the end of the block: tracker → where the mirror is, or why there is none."""
     told, children = dict[str, str](), dict[str, tuple[Tracker, subprocess.Popen[str]]]()
     for each in list_trackers() if enabled else ():
         name, tracker = each.partition("+")[0], find_tracker(each)

@@ -1,4 +1,4 @@
-"""What a group of runs knows of its turns: one small document, and how it changes. No clock, no place."""
+"""The document of a group of runs that says whose turn it is, and how it changes; without clock or storage."""
 
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -16,12 +16,8 @@ class Refused(RuntimeError):
 
 
 class Seat(BaseModel, frozen=True):
-    """One attempt to have a turn, from its asking to its end.
-
-    Attributes:
-        since: when it asked, or was served; Unix seconds, for people alone.
-        beat: goes up as long as it lives.
-    """
+    """One attempt to have a turn, from its asking to its end. `since` is when it asked, or was served (Unix seconds,
+    for people alone); `beat` goes up as long as it lives."""
 
     ticket: str
     who: str
@@ -30,12 +26,11 @@ class Seat(BaseModel, frozen=True):
 
 
 class Document(BaseModel, frozen=True):
-    """What a group knows; every function below gives a new one.
+    """The state of a group; each function returns a new one. The first to come sets `policy` and `patience` (seconds).
 
     Attributes:
         number: of the turn that was taken last; the holder's fencing token, which never goes back.
         served: run → number of its last turn; of one that had none yet, the number when it first asked.
-        policy, patience: of the group; the first to come sets them.
     """
 
     number: int = 0
@@ -51,11 +46,8 @@ class Document(BaseModel, frozen=True):
         return self.holder is None and not self.waiting
 
     def order(self) -> tuple[Seat, ...]:
-        """List those who wait, in the order in which they will be served.
-
-        fifo: who asked first. lrs: whose run had its last turn least recently; a run that is new counts as served when
-        it asked, so that newcomers pass nobody. Each passes another at most once, so nobody starves.
-        """
+        """List those who wait in the order of service. fifo: who asked first. lrs: whose run had its last turn least
+        recently; a new run counts as served when it asked. Each passes another at most once, so nobody starves."""
         if self.policy == "fifo":
             return self.waiting
         return tuple(sorted(self.waiting, key=lambda seat: self.served.get(seat.who, self.number)))
@@ -80,8 +72,7 @@ class Document(BaseModel, frozen=True):
         return self._each(lambda seat: seat.model_copy(update={"beat": seat.beat + (seat.ticket == ticket)}))
 
     def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> "Document":
-        """Begin a turn. Tickets that are `silent` lose their seats. Raises Refused where somebody lives who has the
-        turn, or is to be served before."""
+        """Begin a turn; `silent` tickets lose their seats. Raises Refused where another has the turn or is before."""
         seat = next((seat for seat in self.waiting if seat.ticket == ticket), None)
         if seat is None:
             raise Refused(f"{ticket} does not wait")

@@ -1,15 +1,13 @@
 """Where a group's document is: in a Lease of Kubernetes, or in the store; and which of them a URL names.
 
 A Lease (coordination.k8s.io/v1) is no extra database, and `kubectl get leases` shows it. ``holderIdentity`` is the
-holder's ticket, ``leaseDurationSeconds`` the patience, ``acquireTime``, ``renewTime`` and ``leaseTransitions`` are for
+holder's ticket, ``leaseDurationSeconds`` the patience; ``acquireTime``, ``renewTime`` and ``leaseTransitions`` are for
 people; the rest is one annotation. The API server refuses a write over another ``resourceVersion`` (compare-and-swap).
-The Lease is deleted with the last seat, and by Kubernetes' garbage collector when all workflows of its runs are gone,
-whose owner references it carries; who was served before is forgotten then.
+The Lease is deleted with the last seat, and by Kubernetes' garbage collector with the last workflow of its runs, which
+own it; who was served before is forgotten then.
 
-The numbers of its turns go on all the same: those of a new Lease count from its ``resourceVersion``. That goes up with
-every write to any Lease (Kubernetes promises it of decimal numbers since 1.35, KEP-5504, and etcd has always had it),
-and a turn is one write: so it is above every number that a Lease before can have given.
-"""
+The numbers of turns go on all the same: a new Lease counts from its ``resourceVersion``. That grows with every write to
+any Lease (promised since Kubernetes 1.35, KEP-5504; true of etcd before), by one at least, and a turn is one write."""
 
 import math
 import os
@@ -91,8 +89,7 @@ def release_leases(cluster: Connection, run: str) -> None:
 
 
 def parse_lease(lease: dict[str, Any]) -> Document:
-    """Parse the document of a Lease; before the first device lease, with the number above which numbers begin. Raises
-    Corrupt where it is not one of ours."""
+    """Parse a Lease's document; before a first turn its number is the resourceVersion. Raises Corrupt at a bad one."""
     try:
         found = Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
         first = int(lease["metadata"]["resourceVersion"])
@@ -129,9 +126,7 @@ def build_lease(document: Document, name: str, group: str, seen: dict[str, Any] 
 
 class File:
     """A group's document as an object in the store, for runs of one machine, or of clusters that share nothing else.
-
-    It stays when the last run has left: an empty one, so that the numbers of its turns go on.
-    """
+    When the last run has left it stays, empty, so that the numbers of its turns go on."""
 
     def __init__(self, url: str) -> None:
         self.store = Store(url)
@@ -157,13 +152,9 @@ def release_stored_leases(url: str, run: str) -> None:
 
 
 def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> Turns:
-    """Open the turns of the group at `url`, for the run `who`. Raises UserError at another kind of URL, an unknown
-    policy, or a patience too short to beat in.
-
-    Args:
-        url: ``lease://namespace/group``, or a URL of the store whose last part is the group's name.
-        policy, patience: as `Turns`.
-    """
+    """Open the turns of the group at `url`, for the run `who`: ``lease://namespace/group``, or a URL of the store whose
+    last part is the group's name. `policy` and `patience` are as in `Turns`. Raises UserError at another kind of URL,
+    an unknown policy, or a patience below 1 second, too short to beat in."""
     if policy not in POLICIES:
         raise UserError("policy", policy, f"use one of {', '.join(POLICIES)}")
     if patience < 1:

@@ -1,8 +1,6 @@
-"""The ways in which runs can use devices, compared: alone, overlapped, one after the other, by turns.
-
-What each run takes is given as its `Task`s, iteration by iteration; a plan says what waits for what. A plan by turns
-loses time if its runs would sooner be done one after the other; the overlapped loop, if the plain one is quicker.
-"""
+"""The ways in which runs can use devices, compared: alone, overlapped, one after the other, by turns. What each run
+takes is given as its `Task`s, iteration by iteration; a plan says what waits for what. By turns, runs may take longer
+than one after the other; overlapped, a loop may take longer than the plain one."""
 
 import dataclasses
 import statistics
@@ -28,12 +26,7 @@ NOTABLE = 0.02
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan comes to.
-
-    Attributes:
-        accelerators: that it holds, all the time.
-        together: trainer and sampler are the same devices.
-    """
+    """The result of a plan. `accelerators` are held all the time; `together`: both roles use the same devices."""
 
     name: str
     runs: int
@@ -137,8 +130,7 @@ def recommend_plan(plans: Mapping[str, Plan]) -> str:
 
 
 def check_plan(plans: Mapping[str, Plan], name: str, rules: Rules) -> None:
-    """Refuse the plan `name` if it loses time, which only plans with device leases can. Raises UserError where it does,
-    and says why."""
+    """Raise UserError if the plan `name` loses time against runs one after another, as only plans by turns can."""
     asked, other = plans[name], plans[SERIAL]
     if name not in SHARED or asked.total <= other.total:
         return

@@ -2,13 +2,11 @@
 
     python -m tuneloop.sharing.sidecar --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
 
-The file is there once the turn is had: the pod's startup probe asks for it, so the stage's container starts then. The
-file is what `tuneloop.core.fencing` reads in that container. The turn is given back as soon as the stage has released
-it, at the latest on SIGTERM: Kubernetes sends it to a sidecar when all other containers have ended. A sidecar that was
-restarted goes on with the turn that the file names; where that was lost, it only waits for the end, as the stage has
-seen it, too, and has ended. Where the group refuses the run, the file says that: the stage starts, and ends with exit
-code 2 and the same line.
-"""
+The file, which `tuneloop.core.fencing` reads in the stage's container, is there once the turn has come: the pod's
+startup probe asks for it, so that container starts then. The turn is given back when the stage releases it, at the
+latest on SIGTERM, which Kubernetes sends to a sidecar when all other containers have ended. A restarted sidecar goes on
+with the turn that the file names; where that was lost, it waits for its end, as the stage sees the loss, too, and ends.
+Where the group refuses the run, the file says so: the stage starts, and ends with exit code 2 and the same line."""
 
 import argparse
 import signal
@@ -50,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
-    """Hold a device lease of the group at `url` until `stop`, or write to the file why there will be none. Raises
-    Retryable as `Turns.acquire`; UserError as that, where there is a file: the stage, which has begun, ends by what
-    that says."""
+    """Hold a device lease of the group at `url` until `stop`. A refusal is written to the file or, where that exists
+    (the stage has begun, and reads it) or `stop` is set, raised as UserError. Raises Retryable as `Turns.acquire`."""
     file = Path(flags.file)
     try:
         hold_lease(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)

@@ -1,12 +1,9 @@
 """Runs that take turns on devices, event by event: a simulation, pure and deterministic.
 
 A run is a graph of tasks. A task whose predecessors have ended waits `lead` seconds (its pod is being made), asks for
-the turn of its device, and holds it for `seconds`. A task without a device (a reward on CPU) asks nobody. Whose turn it
-is, `tuneloop.sharing.document.Document` says: what is simulated is what runs.
-
-Given what runs took with their devices to themselves, this says what they will take otherwise, as far as a task's
-seconds do not depend on what runs on other devices.
-"""
+the turn of its device, if it has one, and holds it for `seconds`. `tuneloop.sharing.document.Document` says whose turn
+it is, as in real runs. What runs took with devices of their own tells what they will take otherwise, as far as a task's
+seconds do not depend on what runs on other devices."""
 
 import heapq
 import math
@@ -44,8 +41,7 @@ class Rules:
 
     Attributes:
         turns: device → the turn that its users take; one that is not named, anybody uses at any time.
-        swap: seconds in which the device does not work when a turn goes to another run than the one before: the state
-            of one is moved out, that of the other in.
+        swap: seconds without work when a turn goes to another run: the state of one is moved out, of the other in.
         handover: seconds until one who waits has seen that the turn is free.
     """
 
@@ -68,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What came of it: `spans` in the order in which they began."""
+    """The result of a simulation: `spans` in the order in which they began."""
 
     spans: tuple[Span, ...]
 
@@ -92,10 +88,7 @@ class Schedule:
 
 
 def simulate_runs(runs: Mapping[str, Sequence[Task]], rules: Rules | None = None) -> Schedule:
-    """Simulate `runs` (name → tasks), which all begin at 0.
-
-    Those who ask at the same moment queue up in the order of their runs, then of their tasks.
-    """
+    """Simulate `runs` (name → tasks) from 0 s on. Tasks that ask at the same time queue in the order of `runs`."""
     simulation = _Simulation(list(runs), [list(tasks) for tasks in runs.values()], rules or Rules())
     return Schedule(tuple(sorted(simulation.spans(), key=lambda span: span.began)))
 
@@ -132,7 +125,7 @@ class _Simulation:
             yield from self.serve(now)
 
     def serve(self, now: float) -> Iterable[Span]:
-        """Give every turn that is free to whom it is due."""
+        """Give every free turn to the next who waits for it."""
         for turn, document in self.turns.items():
             if document.holder is None and document.waiting:
                 ticket = document.order()[0].ticket

@@ -4,15 +4,14 @@
     with turns.acquire() as held:
         ...                       # held.number: the fencing token; held.check() raises Retryable once the turn is lost
 
-All that a group knows is one small document (`Document`), changed by compare-and-swap alone: a Lease of the Kubernetes
-API or an object in the store (`tuneloop.sharing.places`). Who wants a turn queues up and,
-when the turn is free or its holder silent, takes it: the number goes up by one. There is no server.
+All that a group knows is one small document (`Document`), changed by compare-and-swap alone: a Lease or an object in
+the store (`tuneloop.sharing.places`). There is no server. Who wants a turn queues up and, when the turn is free or its
+holder silent, takes it: the number goes up by one.
 
-Clocks of two machines are never compared (the rule of client-go's leader election). A holder is silent once an
-observer has seen the same `beat` for `patience` seconds of its own clock. The holder itself counts from before it sent
-its last beat that was accepted, and gives up after `SAFE` of `patience`: before anybody else can take the turn, as long
-as two clocks differ in speed by less than that leaves. Those who wait beat too, so that a dead one holds nobody up.
-"""
+Clocks of two machines are never compared (the rule of client-go's leader election). A holder is silent once an observer
+has seen the same `beat` for `patience` seconds of its own clock. The holder counts from before it sent its last
+accepted beat, and gives up after `SAFE` of `patience`: before anybody else can take the turn, unless the speeds of two
+clocks differ by more than that leaves. Those who wait beat too, so that a dead one holds nobody up."""
 
 import contextlib
 import logging
@@ -38,7 +37,7 @@ log = logging.getLogger("tuneloop.turns")
 
 
 class Silence:
-    """Who is silent, by the clock of who looks."""
+    """Finds the seats that are silent, by the clock of the observer."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}
@@ -65,8 +64,7 @@ class Place(Protocol):
 
 
 class Turns:
-    """The turns of a group, for one run. `policy` and `patience`: who is served next, and the seconds after which a
-    silent one has lost its seat; the same for all of a group."""
+    """A group's turns, for one run, with the group's `policy` and `patience`: seconds until a silent seat is lost."""
 
     def __init__(self, place: Place, group: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> None:
         self.place, self.group, self.who, self.policy, self.patience = place, group, who, policy, patience
@@ -91,15 +89,9 @@ class Turns:
     def acquire(
         self, timeout: float | None = None, *, stop: threading.Event | None = None, file: Path | None = None
     ) -> "Iterator[Held]":
-        """Wait for a turn, hold it, and end it, whatever happens. Raises Retryable where it did not come in time, or
-        `stop` was set; UserError where the group has another policy or patience.
-
-        Args:
-            timeout: seconds to wait at most.
-            stop: set it to wait no longer.
-            file: keeps the grant, from the turn's beginning on, for the process that uses the devices; when that
-                releases its lease (`tuneloop.core.fencing`), the turn ends.
-        """
+        """Wait for a turn (at most `timeout` seconds, and until `stop`), hold it, and end it, whatever happens. `file`
+        keeps the grant for the process that uses the devices; when that releases its lease (`tuneloop.core.fencing`),
+        the turn ends. Raises Retryable where no turn came, UserError where the group has another policy or patience."""
         ticket = f"{self.who}.{os.urandom(6).hex()}"
         try:
             held = self.wait(ticket, timeout, stop or threading.Event())
@@ -161,8 +153,7 @@ class Turns:
         self.change(lambda document: document.leave(self.who))
 
     def agreed(self, document: Document) -> Document:
-        """Check the document of a group, whose policy and patience are to be this run's: an idle one takes them. Raises
-        UserError where the group has others."""
+        """Give an idle document this run's policy and patience. Raises UserError where the group has others."""
         own = {"policy": self.policy, "patience": self.patience}
         if document.idle:
             return document.model_copy(update=own)

@@ -1,8 +1,5 @@
-"""Trackers: tools that show the curves and samples of runs, one file each, found by name (docs/tracking.md).
-
-A mirror (`tuneloop.runs.tracking`) may be killed at any point and begun again, and all is to be there once. So a
-tracker takes the same thing only once, or begins its copy of the run anew.
-"""
+"""Trackers, which show curves and samples of runs; one file each, found by name (docs/tracking.md). A mirror may be
+killed at any point and begun again, so a tracker takes the same thing only once, or begins its copy of the run anew."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,8 +10,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.plugins import load_variant
 
 Rows = Mapping[tuple[str, int, float], Mapping[str, float | list[dict[str, Any]]]]
-"""(axis, step, Unix seconds) → name → the value of a curve, or a table of samples. The axis says what the step counts:
-``iteration``, ``optimizer_step`` or ``version``."""
+"""(axis, step, Unix seconds) → name → value, or table of samples. Axes are iteration, optimizer_step and version."""
 
 
 class Tracker(Protocol):
@@ -46,8 +42,7 @@ class Tracker(Protocol):
 
 
 def find_tracker(chosen: str) -> Tracker:
-    """Find the tracker that ``NAME`` or ``NAME+ADDRESS`` names. Raises UserError where there is no such tracker, or its
-    library is not installed."""
+    """Find the tracker ``NAME`` or ``NAME+ADDRESS``. Raises UserError if it is unknown, or its library is missing."""
     name, _, address = chosen.partition("+")
     kind: type[Tracker] = load_variant("trackers", name, "Tracker")
     # These come with extras. A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.

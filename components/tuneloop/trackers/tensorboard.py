@@ -1,7 +1,5 @@
-"""TensorBoard: event files below ``./tensorboard``, or where ``tensorboard+DIRECTORY`` says; for each run a directory.
-
-What an earlier mirror left there is deleted: it may end inside a record. TensorBoard has float32, and no tables.
-"""
+"""TensorBoard: a directory of event files for each run, below ``./tensorboard`` or, by ``tensorboard+DIRECTORY``,
+there. An earlier mirror's files are deleted, as one may end inside a record. TensorBoard has float32, and no tables."""
 
 from collections.abc import Mapping
 from pathlib import Path

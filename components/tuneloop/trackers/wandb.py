@@ -1,8 +1,6 @@
 """Weights & Biases: an offline run below ``./wandb``, or ``DIRECTORY/wandb`` by ``wandb+DIRECTORY``, for `wandb sync`.
-
-Offline runs of one id do not add up at the server, where the one that is synced last stands. So it always has the whole
-run, and what an earlier mirror left is deleted. ``WANDB_DIR`` and ``WANDB_PROJECT`` are honoured.
-"""
+Of offline runs of one id the server keeps the one synced last, so each has the whole run, and what an earlier mirror
+left is deleted. ``WANDB_DIR`` and ``WANDB_PROJECT`` are honoured."""
 
 import os
 import shutil

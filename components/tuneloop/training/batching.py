@@ -1,8 +1,7 @@
-"""Documents, and the tensors they travel in: padded rectangles or packed rows.
+"""Documents, and the tensors that hold them: padded rectangles or packed rows.
 
-A document is a token sequence with a mask that says which tokens the model is to predict. Documents of a batch may be
-laid out in any way, since a loss divides by the target count of the whole batch, never by that of a micro-batch.
-"""
+A document is a token sequence with a mask that says which tokens the model is to predict. The layout of a batch is
+free, since a loss divides by the target count of the whole batch, never by that of a micro-batch."""
 
 import bisect
 import math
@@ -21,12 +20,11 @@ FORWARD_COST = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a forward pass takes. No attention mask: padding stands right of all it could disturb.
+    """The input of a forward pass. It needs no attention mask: padding stands to the right of every document.
 
     Attributes:
-        input_ids: int64 ``[rows, length]``.
-        position_ids: int64 ``[rows, length]``, restarting at 0 with each document of a row, which is how transformers
-            knows to keep them apart; None where a row is one document.
+        input_ids, position_ids: int64 ``[rows, length]``. Positions restart at 0 with each document of a row, by which
+            transformers keeps documents apart; they are None where every row is one document.
         index: int64 ``[targets]``, the places of ``input_ids.flatten()`` whose output predicts a target.
         labels: int64 ``[targets]``, the targets, document by document in the order they were given.
         counts: int64 ``[documents]``, how many targets each has.
@@ -45,16 +43,11 @@ class Batch:
 
 
 def plan_micro_batches(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
-    """Deal documents to ranks: rank → micro-batches → indices into `lengths`.
+    """Deal documents to ranks, at most `limit` in a micro-batch: rank → micro-batches → indices into `lengths`.
 
     Every rank gets equally many micro-batches, as the collectives of a sharded model demand; some may be empty. Those
-    that run side by side are neighbours in size: over all of them ranks wait for one another no longer than the largest
-    takes.
-
-    Args:
-        limit: at most so many documents in a micro-batch.
-        packed: micro-batches of equal make-up, to be packed; else of equal lengths, to be padded.
-    """
+    that run side by side are neighbours in size: all waits of a rank together are no longer than the largest takes.
+    `packed` micro-batches are of equal make-up; others are of equal lengths, to be padded."""
     limit = min(limit, max(1, math.ceil(len(lengths) / world)))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     if packed:
@@ -75,11 +68,8 @@ def count_batch_tokens(batch: Sequence[int], lengths: Sequence[int], packed: boo
 
 
 def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut documents sorted by length into rectangles, at the least cost.
-
-    A rectangle costs its area, padding included, and `FORWARD_COST`. The best cut of the first k documents follows
-    from the best cuts of fewer (dynamic programming).
-    """
+    """Cut documents sorted by length into rectangles at the least cost: their areas, with padding, and a `FORWARD_COST`
+    each. The best cut of the first k follows from the best cuts of fewer (dynamic programming)."""
     # Of the first k documents: their cost, and where their last rectangle begins.
     best, begin = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
     for end in range(1, len(order) + 1):
@@ -110,10 +100,8 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
-    """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens.
-
-    No document gives a batch of one token and no target: what an idle rank runs to keep step with the others. `device`:
-    that the batch is for; where it is a GPU, the memory is pinned."""
+    """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens; in pinned memory for
+    a GPU. Without documents the batch has one token and no target: an idle rank runs it to keep step."""
     if not documents:
         one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
         return Batch(one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing)

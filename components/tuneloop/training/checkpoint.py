@@ -1,16 +1,14 @@
 """Checkpoints: open one to train it, write the next version.
 
-``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training goes on from: float32
-parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer steps behind it
-and its betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds them and their moments alone, and the
-frozen parameters are those of a checkpoint whose digest is ``base`` in ``state.json``, whose URL is ``facts.base``, and
-which is not written again. ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
+``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training continues from:
+float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer's steps
+and betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds only them and their moments, and the
+frozen parameters stay in the checkpoint that ``facts.base`` names, whose digest is ``base`` in ``state.json``.
+``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
 
-A checkpoint of `policy_update` is without ``trainer/``: ``facts.trainer_state`` is what ``state.json`` would say, with
-the digest of the tensors, and ``notes.state_since`` the checkpoint since which updates have to be repeated to have
-them. Where they were written (``state_every``), they are an artifact of their own at ``state`` below it, committed
-after it.
-"""
+A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` is what ``state.json`` would say, with the
+digest of the tensors, and ``notes.state_since`` the checkpoint since which updates have to be repeated to have them.
+Where they are written (``state_every``), they are an artifact at ``state`` below the checkpoint, committed after it."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
-    """Make a stage of a function that trains a policy: its checkpoint is committed, then published, and then old ones
-    are deleted, of which the version before may be published as a delta to it."""
+    """Make a stage of a function that trains a policy. Its checkpoint is committed, then published, perhaps as a delta
+    to the version before; only then are old checkpoints deleted."""
 
     def finish(stage: Stage, manifest: Manifest) -> None:
         publish_checkpoint(stage, manifest)
@@ -65,8 +63,8 @@ def trainer_state(policy: Artifact) -> dict[str, Any] | None:
 
 
 def find_state(policy: Artifact) -> Artifact | None:
-    """Find the artifact that holds a checkpoint's ``trainer/``: its own, or the one below it; None where that was not
-    written. Raises Corrupt: what lies there was written behind another checkpoint."""
+    """Find the artifact with a checkpoint's ``trainer/``: its own, or one below it; None where it was not written.
+    Raises Corrupt where the artifact below belongs to another checkpoint."""
     if "trainer/state.json" in policy.manifest.files:
         return policy
     if find_manifest(place := f"{policy.url}/{STATE}") is None:
@@ -78,8 +76,7 @@ def find_state(policy: Artifact) -> Artifact | None:
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Bring the processes that train together; say where, and loudly when a CPU stands in for a GPU. Raises UserError:
-    another device or number of processes than was asked for."""
+    """Join the processes that train; note device and number. Raises UserError where these are not as asked for."""
     from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size)
@@ -92,8 +89,7 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
 
 
 def check_stop(stage: Stage, policy: Policy) -> None:
-    """Leave the stage on all ranks if any was told to: one that left alone would leave the others waiting. Raises
-    Interrupted: SIGTERM has arrived somewhere."""
+    """Raise Interrupted on all ranks if SIGTERM has reached any: one that left alone would leave the others waiting."""
     (stop,) = policy.ranks.max([float(stage.stopping)])
     if stop:  # a signal that came since then is for the next look
         stage.stopping = True
@@ -101,9 +97,8 @@ def check_stop(stage: Stage, policy: Policy) -> None:
 
 
 def load_masters(target: Policy, policy: Artifact) -> None:
-    """Put the float32 parameters behind a checkpoint in place of those of its ``model/``, if it has been trained whole;
-    where adapters were, ``model/`` with them merged in is all there is. Raises UserError: they were not written, and
-    ``model/`` is rounded."""
+    """Load the float32 parameters of a checkpoint; before any training, and after LoRA, those of ``model/`` are all
+    there is. Raises UserError where they were not written and ``model/`` is rounded."""
     state = trainer_state(policy)
     if state is None or "lora" in state:
         return
@@ -130,9 +125,8 @@ def lora_base(policy: Artifact) -> Artifact:
 def release_device(stage: Stage, trainer: Trainer) -> None:
     """Give the device lease back, before what was computed is written; called by all ranks.
 
-    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, and where
-    other stages follow in this process, for they compute on the device again. Raises as `fencing.release_lease`.
-    """
+    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, or where
+    other stages follow in this process, which compute on the device again. Raises as `fencing.release_lease`."""
     if BACKGROUND.beside or not os.environ.get(fencing.VARIABLE):
         return
     if trainer.ranks.device.type == "cuda":
@@ -148,11 +142,9 @@ def write_checkpoint(
 ) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
 
-    Args:
-        policy: the checkpoint that was trained: the tokenizer and all other files beside the weights are its.
-        version: of what is written; None: the one after `policy`'s.
-        with_state: write ``trainer/``; else what it takes to repeat the update and prove that is in the facts.
-    """
+    Files beside the weights, such as the tokenizer, are those of `policy`, the checkpoint that was trained. `version`
+    is by default the one after `policy`'s. Without `with_state` there is no ``trainer/``: the facts then have what it
+    takes to repeat the update and to prove the result."""
     source = model_dir(policy)
     version = int(policy.manifest.facts["version"]) + 1 if version is None else version
     with stage.timed("save"):
@@ -187,17 +179,11 @@ def write_checkpoint(
 
 @dataclass
 class ResidentTrainer:
-    """The trainer that stays in memory between two updates of one process, as where a pod runs several iterations: at
-    most one, as a second would take its memory.
+    """The trainer that stays in memory between two updates of one process, as where a pod runs several iterations.
 
-    It saves reading what was just written, and with ``state_every`` above 1 writing it; it changes no number. It is
-    taken up again only by an update that goes on from the very checkpoint behind which it stands: one that it wrote, or
-    whose update it has repeated.
-
-    Attributes:
-        attempt: that wrote the checkpoint behind which the trainer stands.
-        options: that it was made with.
-    """
+    It saves reading the state just written, and with ``state_every`` above 1 writing it; it changes no number. There is
+    at most one, as a second would take the same memory. Only an update from the very checkpoint of `attempt`, which
+    this trainer wrote or whose update it repeated, takes it up. It was made with `options`."""
 
     trainer: Trainer | None = None
     attempt: str = ""
@@ -207,10 +193,8 @@ class ResidentTrainer:
         self.trainer, self.attempt, self.options = trainer, attempt, options
 
     def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
-        """Hand out the trainer behind `policy`, and say whether these are its options; any other is let go.
-
-        First what is still to be written of it is waited for: who takes it changes it. Raises Exception: what ended
-        that writing."""
+        """Return the trainer behind `policy`, and whether `options` are its own; drop any other. Wait first for the
+        writing of its state, since the caller changes it, and raise what ended that writing."""
         BACKGROUND.wait()
         found, known, attempt = self.trainer, self.options, self.attempt
         self.trainer = self.options = None

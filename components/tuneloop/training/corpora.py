@@ -33,8 +33,7 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
 def tokenize_split(
     prompts: Artifact, policy: Artifact, split: str, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Document]]:
-    """Yield the documents of each row of a split, under its name. Raises UserError: a missing column, a row that cannot
-    be tokenized, or a policy without a tokenizer."""
+    """Yield (row id, document) of a split. Raises UserError: no such column or tokenizer, or a row it cannot encode."""
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     for column in (columns := ["id", "prompt", "chat", *SIDES[split]]):
         if column not in table.schema_arrow.names:
@@ -62,8 +61,7 @@ def digest_tokenizer(policy: Artifact) -> str:
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
-    """Find the files of a checkpoint's tokenizer and chat template, which stay the same while it is trained. Raises
-    UserError: `policy` is not a checkpoint."""
+    """Find a checkpoint's tokenizer and chat template, which training keeps. Raises UserError: it is no checkpoint."""
     if CONFIG not in (files := policy.manifest.files):
         raise UserError("checkpoint", policy.url, f"holds no {CONFIG}; give it a checkpoint")
     others = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")

@@ -1,8 +1,7 @@
 """Training that another backend does in the place of ours, between the same artifacts.
 
-It is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order, and makes
-``checkpoint-<max_steps>`` in the last: a Hugging Face model, and the ``trainer_state.json`` of transformers' Trainer.
-"""
+The backend is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order. In the last it
+writes ``checkpoint-<max_steps>``: a Hugging Face model, and the ``trainer_state.json`` of transformers' Trainer."""
 
 import json
 import tempfile

@@ -1,8 +1,6 @@
 """Tensors by name in torch's distributed checkpoint (DCP), in its safetensors layout: resharded on load by any number
-of ranks, equal bytes for equal tensors, no pickles.
-
-DCP's default layout pickles each tensor by itself: for a small model four times the time to write, six times to read.
-"""
+of ranks, equal bytes for equal tensors, no pickles. DCP's default layout pickles each tensor by itself, which for a
+small model takes four times as long to write and six times to read."""
 
 import json
 import warnings
@@ -20,7 +18,7 @@ from torch.futures import Future
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Its parent's header has several entries, which safetensors writes in another order each time; this one, one."""
+    """A writer with one entry of metadata, since safetensors writes the several of its parent in a varying order."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(str(directory), save_distributed=True)

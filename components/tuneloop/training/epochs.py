@@ -1,5 +1,4 @@
-"""Training on examples in epochs: what `sft`, `preference` and `reward_model` share; and the algorithms of all that
-train."""
+"""Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all that train."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,8 +44,7 @@ def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
 
 
 def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args.") -> Kind:
-    """Make the algorithm called `name` with its own options, whose names follow `prefix` in errors. Raises UserError:
-    unknown, of another kind, or an option that is unknown or impossible."""
+    """Make the algorithm `name`. Raises UserError as `find_algorithm`, or with `prefix` before an option it refuses."""
     found = find_algorithm(name, kind)
     try:
         return found(**options)
@@ -59,8 +57,7 @@ def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix:
 
 
 def validate_kind(kind: type[BaseModel]) -> AfterValidator:
-    """Return a validator that refuses an algorithm of another kind that ships with tuneloop. What else there is may be
-    installed only where the stage runs."""
+    """Return a validator that refuses shipped algorithms of another kind; a stage may know others where it runs."""
 
     def check(name: str) -> str:
         if name in plugins.list_shipped_variants("algorithms"):
@@ -90,13 +87,7 @@ AlgorithmArgs = Annotated[
 
 
 def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", options: TrainerOptions) -> Any:
-    """Open a trainer with a stage's options.
-
-    Args:
-        kind: the class.
-        policy: whose model is trained, from its float32 masters where it has some.
-        ranks: who trains.
-    """
+    """Open a trainer of class `kind` on the model of `policy`, from its float32 masters where it has some."""
     trainer = new_trainer(stage, kind, policy, ranks, options.optimization, options.model_options)
     checkpoint.load_masters(trainer, policy)
     stage.facts.update(trainer.chosen(), optimizer="fresh")
@@ -117,8 +108,8 @@ def new_trainer(
 
 @dataclass(frozen=True)
 class Prepared:
-    """The examples of an optimizer step: their indices; this rank's micro-batches, each behind the places of its
-    examples in `indices`; and of all ranks the tokens, and how many of them are targets."""
+    """The examples of an optimizer step: their indices; this rank's micro-batches, each with the places of its examples
+    in `indices`; and how many tokens and targets all ranks have together."""
 
     indices: Sequence[int]
     batches: "list[tuple[list[int], Batch]]"
@@ -149,17 +140,10 @@ def train_epochs(
 
     Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step and
     the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the same
-    to float tolerance, and the same to the byte with as many processes as before. What a step takes is prepared while
-    the one before it computes. Raises Interrupted: after SIGTERM, once a resume point is committed.
-
-    Args:
-        stage: gets metrics, resume points, and ``timings.tokens_per_s``.
-        trainer: of `tuneloop.training.fsdp`.
-        count: of examples.
-        options: say how many steps, how many examples in each, and how often to save a resume point.
-        read: called on another thread.
-        step: takes one optimizer step and returns its measures, `loss` first of all.
-    """
+    to float tolerance, and the same to the byte with as many processes as before. `read` gives the documents of one of
+    `count` examples; another thread calls it, which prepares a step while the one before computes. `step` takes one
+    optimizer step and returns its measures, with ``loss`` among them. Metrics, resume points and
+    ``timings.tokens_per_s`` go to `stage`. Raises Interrupted after SIGTERM, once a resume point is committed."""
     max_steps, examples = options.max_steps, options.per_device_train_batch_size * options.gradient_accumulation_steps
     batch = _resume(stage, trainer, examples * trainer.ranks.world)
     bar = stage.progress(max_steps, "steps", trainer.step)
@@ -190,8 +174,7 @@ def train_epochs(
 
 
 def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int) -> None:
-    """Check that a model can take all documents, each under the name of its row. Raises UserError: one is longer than
-    `max_length` or the model's context, or its tokens are beyond the vocabulary."""
+    """Raise UserError for a document over `max_length` or the model's context, or of ids beyond its vocabulary."""
     limit = min(max_length, policy.context)
     for name, document in documents:
         if len(document.ids) > limit:

@@ -2,11 +2,9 @@
 
     python -m tuneloop.training.fetch --into /workspace/model s3://bucket/runs/demo/base-model@xxh3-128:…#model
 
-Behind ``#`` stands a file or a directory of the artifact; without it all of it is taken. The reference may come as
-``STORAGE_URI``, as Kubeflow Trainer passes it. Every byte is verified; what stands there already, whole, stays.
-With ``--messages`` chats in the Parquet files of `data_prep`, which are JSON text there, come as lists of messages, as
-TRL and other trainers read them.
-"""
+``#`` stands before a file or a directory of the artifact; without it all of it is taken. Kubeflow Trainer passes the
+reference as ``STORAGE_URI``. Every byte is verified; a directory that is complete stays. With ``--messages`` the chats
+in Parquet files of `data_prep`, which are JSON text, become lists of messages, as TRL and other trainers read them."""
 
 import argparse
 import json
@@ -28,9 +26,8 @@ ANSWERS = ("completion", "chosen", "rejected")
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
-    """Copy `source` to the directory `into`, under a temporary name first; what an earlier call put there goes. Raises
-    UserError: nothing is committed there, the artifact has no such part, or rows that `messages` cannot be; `into`
-    holds something that no earlier call put there."""
+    """Copy `source` to the directory `into`, in place of what an earlier call put there. Raises UserError: no such
+    artifact or part, rows that `messages` cannot convert, or `into` holds something that no earlier call put there."""
     into = into.resolve()
     mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
     if into.is_dir() and mark.is_file() and mark.read_text() == said:
@@ -60,10 +57,9 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
 def rewrite_chats(path: Path) -> None:
     """Rewrite the chats of a Parquet file in place; one of plain text, or without a column ``chat``, stays as it is.
 
-    ``prompt`` becomes the list of messages, ``completion``, ``chosen`` and ``rejected`` a list of one of the
-    assistant's; a whole conversation becomes ``messages``, with neither. Raises UserError: chats beside plain text, or
-    conversations beside prompts with a completion: TRL wants one form a file; or a message that holds more than text
-    (tool calls)."""
+    ``prompt`` becomes the list of messages; ``completion``, ``chosen`` and ``rejected`` a list of one of the
+    assistant's; a whole conversation ``messages``, without these. Raises UserError: several kinds of rows (plain text,
+    chats with a completion, conversations), where TRL wants one; a message of more than text (tool calls)."""
     table = pq.ParquetFile(path)
     if "chat" not in table.schema_arrow.names:
         return

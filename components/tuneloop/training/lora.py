@@ -1,8 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by peft: the options, and a model with adapters as one without.
 
-What is served never knows of them: a checkpoint's ``model/`` has them merged into its weights. ``trainer/`` holds the
-adapters and their moments alone; the base that they belong to stays where it is, named by the checkpoint.
-"""
+Engines never see adapters: a checkpoint's ``model/`` has them merged in (`tuneloop.training.checkpoint`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,11 +65,8 @@ def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
 
 @contextmanager
 def disable_adapters(model: Any) -> Iterator[None]:
-    """Disable the adapters of `model` while the block runs.
-
-    They are scaled by 0. peft's own switch takes the gradient off them, and FSDP, which looks once, would find a model
-    with nothing to train.
-    """
+    """Disable the adapters of `model` while the block runs, by a scale of 0. peft's own switch turns their gradients
+    off, and FSDP, which looks at these only once, would find a model with nothing to train."""
     from peft.tuners.lora import LoraLayer
 
     layers = [(part, part.scaling) for part in model.modules() if isinstance(part, LoraLayer)]

@@ -21,10 +21,7 @@ HISTORY = "metrics.jsonl"
 
 
 def pin_artifact(made: Artifact, who: str) -> None:
-    """Keep an artifact, if it is of a loop, from retention: `who` needs it. What is outside of loops stays.
-
-    Raises UserError where its files were deleted already.
-    """
+    """Pin an artifact of a loop for `who`, so that retention keeps it. Raises UserError where its files are gone."""
     run, loop, key = made.url.rpartition("/iterations/")
     if not loop:
         return
@@ -42,8 +39,7 @@ def list_pinned(run: str) -> set[str]:
 
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
     """Yield the URLs of what training on from the checkpoint at `url` reads: its adapters' base, and the checkpoints
-    since the trainer's state was last written. Rewards, from which they are replayed, are never deleted. `find`:
-    returns the manifest of what is committed at a URL."""
+    since the trainer's state was written; their rewards are never deleted. `find` returns the manifest at a URL."""
     if base := made.facts.get("base"):
         yield split_ref(base)[0]
     found = made if STATE_FACT in made.facts and not find(f"{url}/{STATE}") else None
@@ -53,12 +49,10 @@ def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]
 
 
 def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
-    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, once its newest is committed,
-    if the stage has that parameter.
+    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, where a stage has that limit.
 
-    Those that are pinned stay, too, what training on from any of these needs, and manifests and histories of all: a run
-    resumes and reports as before. What is at work reads one of the newest two. Done again, it finds done what was done.
-    """
+    Pinned checkpoints stay, too, with what training on from any of these needs, and the manifests and histories of all:
+    a run resumes and reports as before. Stages at work read one of the newest two. A second call changes nothing."""
     if (keep := getattr(stage.params, "save_total_limit", None)) is None:
         return
     chain = _walk_back(stage.out_url, manifest)

@@ -26,10 +26,8 @@ LOGITS = 1 << 25
 
 @dataclass(frozen=True)
 class Optimization:
-    """AdamW, its schedule and clipping. Names and meanings are those of transformers' TrainingArguments.
-
-    `max_steps` is where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero.
-    """
+    """AdamW, its schedule and clipping, by the names and meanings of transformers' TrainingArguments. `max_steps` is
+    where ``linear`` and ``cosine`` reach zero. Step 1 of a warm-up already has a rate above zero."""
 
     learning_rate: float
     lr_scheduler_type: Schedule
@@ -52,8 +50,7 @@ class Optimization:
 
 
 class TrainerOptions(Options):
-    """What a trainer can be told. A stage has other defaults in a subclass, and leaves fields out by `flags`.
-    `sequences`: that an example has."""
+    """Options of a trainer; a stage's subclass may set defaults and `flags`. `sequences`: how many an example has."""
 
     sequences: ClassVar[int] = 1
 

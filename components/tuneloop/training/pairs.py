@@ -28,8 +28,7 @@ PLANNED = 8192
 
 
 class Pairs(Places[list[Document]]):
-    """Pairs by place: a prompt with the chosen completion, and with the rejected one. `documents`: two of each pair, in
-    this order. `ids`: of the pairs."""
+    """Pairs by place: a prompt with the chosen completion, then with the rejected one, in the order of `documents`."""
 
     def __init__(self, documents: Corpus) -> None:
         self.documents, self.ids = documents, documents.names.combine_chunks()[::2]
@@ -42,8 +41,7 @@ class Pairs(Places[list[Document]]):
 
 
 class Mismatched(Places[Document]):
-    """Each prompt with the chosen, then the rejected completion of the pair before it: samples of neither side, to
-    estimate KL from (KTO)."""
+    """Each prompt with the completions of the pair before it: unrelated samples, from which KTO estimates KL."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         def mix(place: int) -> Document:
@@ -71,8 +69,8 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
 def score_documents(
     stage: Stage | None, policy: Any, documents: Sequence[Document], limit: int, score: "Score" = sum_logprobs
 ) -> "array[float]":
-    """Compute `score` of any number of documents, at most `limit` at once, on every rank. `stage`: left on SIGTERM;
-    None: in an optimizer step, which ends first, so that a resume point can follow."""
+    """Compute `score` of any number of documents, at most `limit` at once, on every rank. `stage` is left on SIGTERM;
+    it is None within an optimizer step, which has to end first, so that a resume point can follow."""
     scores = array("d")
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]

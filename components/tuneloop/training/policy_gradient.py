@@ -116,10 +116,8 @@ class Tally:
             self.parts.setdefault(name, []).append(values.double().cpu())
 
     def result(self) -> dict[str, float]:
-        """Return the mean of each, ``logprob_gap_max``, and ``importance_ess``: effective sample size over token count.
-
-        That is ``(Σw)² / (n Σw²)`` (Kish).
-        """
+        """Return the mean of each, ``logprob_gap_max``, and ``importance_ess``: Kish's effective sample size over the
+        token count, ``(Σw)² / (n Σw²)``."""
         import torch
 
         whole = {name: torch.cat(parts) for name, parts in self.parts.items()}

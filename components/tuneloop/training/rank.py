@@ -1,12 +1,10 @@
-"""One rank of somebody else's trainer, that ends when it is done.
+"""Run a module as one rank of another project's trainer, so that its process ends when it is done.
 
-``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``, but for this: with torch
-2.13 and gloo that hangs now and then, mostly on a busy machine, after the model was saved. A script destroys the
-process group, and then drops its model. `DistributedDataParallel` holds the group last; its destructor waits for the
-group's threads with Python's lock held, and one of them waits for that lock, to drop the last tensor that it sent
-(pytorch/pytorch issue 56297 has the kind). Where Python itself holds the group last, the lock is released: so it
-does here.
-"""
+``python -m tuneloop.training.rank trl.scripts.sft …`` is ``python -m trl.scripts.sft …``, which with torch 2.13 and
+gloo hangs now and then after the model was saved, mostly on a busy machine. The script destroys the process group, then
+drops its model, whose `DistributedDataParallel` has the last reference to the group. The group's destructor waits for
+its threads with the GIL held, and one of them waits for the GIL, to drop the last tensor that it sent (similar to
+pytorch/pytorch issue 56297). Where Python has the last reference, the GIL is released: so this module keeps one."""
 
 import runpy
 import sys

@@ -3,9 +3,8 @@
     python -m tuneloop.training.ray_driver --nodes 2 --processes 4 -- python -m tuneloop.training.torchrun -m
     tuneloop.stages.sft --policy …
 
-It is what a RayJob enters. Each node gets the command with its own ``PET_*`` variables, and its output comes back to
-the driver. Ray restarts nothing here: the stages know how to resume, a RayJob's ``backoffLimit`` how often to try.
-"""
+It is the entrypoint of a RayJob. Each node runs the command with its own ``PET_*`` variables, and its output goes to
+the driver. Ray restarts nothing: stages know how to resume, and a RayJob's ``backoffLimit`` says how often to try."""
 
 import argparse
 import os

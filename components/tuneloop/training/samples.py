@@ -29,8 +29,7 @@ class Sample:
         truncated: whether sampling ended at the token limit.
         age: versions that its oldest token lies behind the policy.
         engine: log-probabilities under which it was sampled.
-        counted: whether it counts in the mean that the loss is.
-        used: whether it goes through the model.
+        counted, used: whether it counts in the mean that is the loss; whether it goes through the model.
         old: log-probabilities by the trainer before the first step, where there are several steps.
         reference: log-probabilities of the reference policy, where there is one.
     """
@@ -51,8 +50,7 @@ class Sample:
 
 
 def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> float:
-    """Check that the rollouts can teach this policy, and return their temperature. Raises UserError: another policy, or
-    one that is too old, sampled them, or it did so greedily."""
+    """Return the rollouts' temperature. Raises UserError: they are greedy, too old, or sampled by another policy."""
     facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
     for name in ("version", "digest", "sampling"):
         if name not in facts:
@@ -70,8 +68,7 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
 
 
 def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sample]:
-    """Read the rollouts with their scores. Raises UserError: none, a missing column, a token of a version that is too
-    old or newer than `version`, or values that cannot be."""
+    """Read scored rollouts. Raises UserError: none, a missing column, a token's version out of bounds, wrong values."""
     groups: dict[str, int] = {}
     rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
     return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
@@ -80,12 +77,9 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
 def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample], dict[str, int]]:
     """Select the first `wanted` groups whose scores differ: the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11).
 
-    They are the first by request, not by who was done first: that is a matter of time, and favours short completions.
-
-    Returns:
-        their samples, with groups numbered anew, and how many groups were `asked` for; of these `kept`, `rejected` for
-        scores that are equal or fewer than two, and left `unused`.
-    """
+    They are the first by request, not the first that were done, which would favour short completions. Return their
+    samples, with groups numbered anew, and how many groups were `asked` for; of these `kept`, `rejected` for scores
+    that are equal or fewer than two, and left `unused`."""
     scores: dict[int, set[float]] = {sample.group: set() for sample in samples}
     for sample in samples:
         if sample.score is not None:
@@ -98,8 +92,7 @@ def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample],
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Check that every token is one that the policy has. Raises UserError: one is not: another tokenizer made it, or an
-    engine of another model."""
+    """Raise UserError for an id outside of the vocabulary, which another tokenizer or another model's engine made."""
     for sample in samples:
         ids = np.asarray(sample.document.ids)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]

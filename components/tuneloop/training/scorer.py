@@ -15,8 +15,7 @@ from tuneloop.training.fsdp.trainer import Trainer
 
 
 class _Scoring(torch.nn.Module):
-    """The parts of ``…ForSequenceClassification`` under their names; that class itself pools by padding, and knows no
-    packed rows."""
+    """The parts of ``…ForSequenceClassification`` under its names; the class itself does not know packed rows."""
 
     def __init__(self, body: torch.nn.Module, score: torch.nn.Linear, config: Any) -> None:
         super().__init__()

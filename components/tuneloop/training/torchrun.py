@@ -1,10 +1,8 @@
 """torchrun, whose exit code says what its ranks' did: 2 the user's mistake, 75 run it again, others a bug.
 
-``python -m tuneloop.training.torchrun`` takes torchrun's own arguments. torchrun itself ends with 1 whatever happened
-to a rank, which a workflow engine has to take for a bug; and it kills ranks 30 s after it was told to stop, which is
-short for committing a resume point: ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day here, the pod's grace period is the
-limit.
-"""
+It takes torchrun's own arguments. torchrun itself exits with 1 whatever happened to a rank, which a workflow engine has
+to take for a bug; and it kills ranks 30 s after it was told to stop, too soon to commit a resume point. Here
+``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is a day, so that the pod's grace period is the limit."""
 
 import os
 import signal
@@ -39,10 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def exit_code(codes: Iterable[int]) -> int:
-    """Choose the exit code that explains those of several ranks; a negative one is a signal's.
-
-    What a rank did by itself comes before what its end does to the others: they lose a peer (75), or get SIGTERM.
-    """
+    """Choose the exit code that explains those of several ranks; a negative one is a signal's. A rank's own failure
+    comes before what it does to the others: they lose a peer (75), or get SIGTERM."""
     own = [code for code in codes if code not in (0, EXIT_RETRY, -signal.SIGTERM)]
     first = min(own, key=lambda code: (code != EXIT_USER, code < 0), default=EXIT_RETRY)
     return 128 - first if first < 0 else first

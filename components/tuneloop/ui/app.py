@@ -1,7 +1,5 @@
-"""The application behind ``tuneloop ui``: one page whose scripts ask for what runs have committed, as JSON.
-
-A page draws what it is given as text, never as markup, and the browser is told to run no script but ours.
-"""
+"""The application behind ``tuneloop ui``: a page whose scripts ask for what runs have committed, as JSON. It draws that
+as text, never as markup, and the browser is told to run no other scripts."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -40,10 +38,8 @@ HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff
 
 
 def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str] = ("*",)) -> Starlette:
-    """Build the application over the runs below `store`, a path or URL; `cluster` says how those on it stand.
-
-    It answers requests for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding).
-    """
+    """Build the application over the runs below `store`, a path or URL; `cluster` says how those on it stand. It
+    answers for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding)."""
     hosted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     locks, known = dict[str, threading.Lock](), dict[str, Run]()
 

@@ -30,8 +30,7 @@ POLICY = (
 POINTS, FEWEST, MOST = 10_000, 20, 460
 """Points of all curves together, and the fewest and the most of one: two for each two pixels."""
 ARTIFACTS, VERSIONS, ROWS, CHARACTERS, IDS, PAGE_BYTES = 240, 100, 12, 2000, 200, 80_000
-"""Most artifacts of iterations, weight versions, completions of a page, characters and tokens of one, and bytes of a
-page of them: a run of 1,000 iterations, or one with long completions, fits into 1 MB."""
+"""Limits that keep a report below 1 MB; ROWS is completions of a page, CHARACTERS and IDS text and tokens of one."""
 
 
 def render_page(run: Run) -> str:
@@ -61,10 +60,8 @@ def render_metrics(stage: str, rows: Sequence[Mapping[str, Any]], over: str) -> 
 
 
 def freeze_page(title: str, start: str, answers: Mapping[str, Any], first: str = "") -> str:
-    """Freeze the live page into one file that reaches no server: `answers` has path → what one would answer there.
-
-    It begins with the address `start`; `first` is a sentence that is there without any script.
-    """
+    """Freeze the live page, opened at the address `start`, into one file that reaches no server: `answers` has path →
+    what one would answer there. `first` is a sentence that is there without any script."""
     style, page, *modules = ((STATIC / name).read_text("utf-8") for name in ("style.css", "index.html", *SCRIPTS))
     script = re.sub(r"^import [^;]*;\n|^export ", "", "".join(modules), flags=re.MULTILINE)
     ours = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style))

@@ -25,14 +25,10 @@ CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
 
 
 def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Read the completions of a page; of the file the columns that are looked through, and the page's row groups.
-    Raises UserError: the run has no completions there.
-
-    Args:
-        at: an iteration, or the key of an evaluation.
-        wanted: `id`, `group` or `outcome` of rows; `search`, a text in them; `place`, the one that is shown whole;
-            `sort`, ``score`` or ``advantage``, from its greatest with ``-`` before it; `page`, from 1.
-    """
+    """Read a page of the completions of `at`, an iteration or the key of an evaluation; of the file only the row groups
+    of the page and the columns that are looked through. `wanted` has ``id``, ``group`` or ``outcome`` of rows;
+    ``search``, a text in them; ``place``, the one that is shown whole; ``sort``, by ``score`` or ``advantage``, from
+    its greatest with ``-`` before it; ``page``, from 1. Raises UserError where there are no completions."""
     made = [e for e in run.with_role("scorer", "sampler") if str(e.iteration) == at]
     made = made or [e for e in run.with_role("evaluator") if e.key == at]
     held = [(e, name) for name in FILES for e in reversed(made) if name in e.manifest.files]
@@ -96,10 +92,8 @@ def _select_places(file: pq.ParquetFile, table: pa.Table, wanted: Mapping[str, s
 
 
 def _compute_order(table: pa.Table) -> dict[str, Any]:
-    """Compute what rows are ordered by, NaN where there is none: the score, and the advantage before it is scaled.
-
-    That is the score less the mean of its group's, as GRPO has it (arXiv 2402.03300).
-    """
+    """Compute what rows are ordered by, NaN where there is none: the score, and the advantage before it is scaled,
+    which is the score less its group's mean, as in GRPO (arXiv 2402.03300)."""
     none = np.full(table.num_rows, np.nan)
     scores = table["score"].cast(pa.float64()).to_numpy() if "score" in table.column_names else none
     if "group" not in table.column_names:

@@ -6,8 +6,7 @@ itself, but their bytes do neither.
 * ``xor``: new XOR old, one zstd frame. The published format (slime, miles, NeMo-RL).
 * ``overwrite``: count (u4), byte positions (u4 each), new bytes, one zstd frame. Published too; safe to apply twice.
 * ``gap8-xor``: ours. Gaps between changed elements as bytes, XOR values in byte planes, each under zstd of its own:
-  half the bytes of ``xor``, encoded twice and applied three times as fast. `docs/weights.md` states it byte by byte.
-"""
+  half the bytes of ``xor``, encoded twice and applied three times as fast. `docs/weights.md` states it byte by byte."""
 
 import struct
 import threading
@@ -27,8 +26,7 @@ Encoding = Literal["gap8-xor", "xor", "overwrite"]
 BLOCK = 1 << 21  # bytes a chunk: two of them and the scratch stay in the cache of a core
 LEVEL = 1
 _SHORT = zstandard.ZstdCompressionParameters.from_level(LEVEL, min_match=7, hash_log=6)
-"""Few and long matches: gaps and values have no short ones that mean anything, and looking for them took most of the
-time of compressing. A value plane takes two thirds of it so, and 8 % fewer bytes."""
+"""Few, long matches: gaps and values have no meaningful short ones. A plane takes a third less time, 8 % less space."""
 _ESCAPE = 255
 _local = threading.local()  # (de)compressors are not safe to share between threads
 
@@ -44,12 +42,8 @@ class Delta:
 
 
 def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delta:
-    """Encode the delta from `old` to `new`, and hash both by xxh3-128, in one pass.
-
-    Args:
-        old, new: flat uint8 of the same length, which is a multiple of `width`.
-        width: bytes an element: 1, 2, 4 or 8.
-    """
+    """Encode the delta from `old` to `new`, and hash both by xxh3-128, in one pass. Both are flat uint8 of one length,
+    a multiple of `width`, the bytes an element: 1, 2, 4 or 8. Raises UserError: ``overwrite`` of 4 GiB or more."""
     before, after, changed = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
     if encoding == "overwrite" and len(new) >= 1 << 32:
         raise UserError("delta_encoding", encoding, "cannot address a tensor of 4 GiB; use xor or gap8-xor")
@@ -65,9 +59,8 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
 
 
 def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: Encoding) -> str:
-    """Write to `new` what the delta makes of `old`, and return its xxh3-128, in one pass. `old`, `new`: flat uint8 of
-    the same length; the same array, where it is to be changed in place. Raises Corrupt: the payload does not fit the
-    tensor. Some bytes may have changed by then."""
+    """Write to `new` what the delta makes of `old`, both flat uint8 of one length or the same array, and return its
+    xxh3-128, in one pass. Raises Corrupt: the payload does not fit the tensor; `new` may have changed in part."""
     work = _Pass(old, new)
     try:
         {"gap8-xor": _apply_gaps, "xor": _apply_xor, "overwrite": _apply_overwrite}[encoding](work, payload, width)
@@ -137,11 +130,8 @@ class _Gaps:
 
 
 def find_changed_elements(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Find the positions of the elements that differ, and the bits in which they do.
-
-    Eight comparisons at a time first: looking for those that are not all equal, and into these, is two times faster
-    than looking for true bools among all.
-    """
+    """Find the positions of the elements that differ, and the bits in which they do. Groups of eight comparisons with
+    any hit are found first, and positions in these alone: twice as fast as looking for true bools among all."""
     a, b = old.view(f"<u{width}"), new.view(f"<u{width}")
     differ = np.empty(-(-len(a) // 8) * 8, np.bool_)
     differ[len(a) :] = False

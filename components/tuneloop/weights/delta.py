@@ -1,8 +1,7 @@
 """Two model directories become one delta file; a delta file changes a directory in place. One thread a tensor.
 
 Both sides are memory-mapped and read once, in blocks that stay in a core's cache: reading, comparing, hashing and
-compressing are one pass, and neither model is ever held in memory.
-"""
+compressing are one pass, and neither model is ever held in memory."""
 
 import os
 import threading
@@ -24,10 +23,9 @@ MEND = "restore it from a copy, or publish the next version in full"
 
 @dataclass
 class Written:
-    """What `write_delta` found and wrote. `size` is 0 where nothing changed and the number of bytes written elsewhere.
+    """What `write_delta` found and wrote: `size` bytes, 0 where nothing changed, with the changed tensors, `names`.
 
     Attributes:
-        names: the changed tensors, which the file holds.
         old, new: xxh3-128 of every tensor before and after.
         changed, elements: how many elements differ, of how many.
         fits: False where the file would have been larger than the limit: there is none then.
@@ -45,8 +43,8 @@ class Written:
 def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int) -> Written:
     """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
 
-    ``__metadata__`` holds the xxh3-128 of each changed tensor's new state. Tensors that did not change are absent.
-    `limit`: the size in bytes at which a full version is the better choice; nothing is kept then."""
+    Tensors that did not change are absent; ``__metadata__`` holds the xxh3-128 of the others' new states. No file of
+    `limit` bytes or more is kept: a full version is the better choice then."""
 
     def encode(name: str) -> codec.Delta:
         return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
@@ -83,13 +81,8 @@ def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.En
 
 
 class DeltaFile:
-    """A delta, opened: the payload of each changed tensor. Raises Corrupt: the file and the index do not agree.
-
-    Args:
-        path: of the safetensors file.
-        expected: tensor name → checksum, as the version's index says it.
-        blame: makes its errors.
-    """
+    """A delta, opened: the payload of each changed tensor. `expected`: tensor name → checksum, as the version's index
+    says; `blame` makes errors. Raises Corrupt: the file and the index do not agree."""
 
     def __init__(
         self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str], blame: Blame
@@ -109,9 +102,8 @@ def patch_checkpoint(
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
     A tensor takes all its deltas in a buffer of the thread, and is written only if it is right. `start`: the checksums
-    of `target` before, so that no delta is blamed for what it is applied to. Raises Corrupt: a payload is damaged, or a
-    new state is not what was published. It names the file that is at fault. Other tensors may be written by then:
-    `target` is unusable."""
+    of `target` before, so that no delta is blamed for its input. Raises Corrupt, with the name of the file at fault: a
+    payload is damaged, or a new state is not what was published; `target`, written in part, is then unusable."""
 
     def update(name: str) -> None:
         data, blame = target.view(name), target.blame(target.tensors[name].file)

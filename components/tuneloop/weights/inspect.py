@@ -43,8 +43,7 @@ def list_versions(root: str | Store, newest: int = 0) -> list[Listed]:
 
 
 def verify_version(root: str | Store | Chain, version: int | None = None, *, base: Path | None = None) -> int:
-    """Prove that a version (None: the latest) can be assembled, from `base` where it has to, and count its tensors.
-    Raises Corrupt: the first difference; UserError: no such version."""
+    """Prove that a version can be assembled; count its tensors. Raises UserError, Corrupt as `materialize_version`."""
     chain = root if isinstance(root, Chain) else Chain(root)
     entry = chain.entry(chain.target(version))
     with tempfile.TemporaryDirectory(prefix="tuneloop-weights-") as scratch:
@@ -64,11 +63,9 @@ class Difference:
 
 
 def diff_versions(root: str | Store, first: int, second: int, role: str = "", base: Path | None = None) -> Difference:
-    """Compare two versions: names by their checksums, densities by their bytes, of which only those are read.
-
-    A tensor whose dtype or shape differs counts as changed everywhere (density 1). With `role` only those are compared
-    whose role (`tuneloop.weights.roles`) begins with it, as ``expert``; where none has it, that is a `UserError`.
-    """
+    """Compare two versions by checksums, and tensors whose checksums differ by their bytes; no other bytes are read. A
+    tensor whose dtype or shape differs counts as changed everywhere (density 1). With `role` only those are compared
+    whose role (`tuneloop.weights.roles`) begins with it, as ``expert``. Raises UserError: none has it."""
     chain = Chain(root)
     both = [chain.entry(chain.target(version)).index.tuneloop.checksums for version in (first, second)]
     plans = [plan_restoration(chain, version) for version in (first, second)]
@@ -94,11 +91,11 @@ def _density(a: Tensor, old: Bytes, b: Tensor, new: Bytes) -> float:
 def delete_unused_versions(
     root: str | Store, keep: int = 1, pinned: Collection[int] = (), *, delete: bool = True
 ) -> list[int]:
-    """Delete versions; return those deleted, or with `delete` false those that would be.
+    """Delete versions that nothing needs, and return them; with `delete` false, only return them.
 
-    What stays: the latest, the `keep` newest, those in `pinned`, those that replicas say they serve (`live`), and every
-    version that one of them is assembled from. Leftovers of crashed publications below the latest go too; above it
-    somebody may be publishing. Raises UserError: `keep` is below 1, or a pinned version does not exist."""
+    The latest stays, the `keep` newest, `pinned` ones, those that replicas say they serve (`live`), and every version
+    that one of these is assembled from. Leftovers of crashed publications below the latest go too; above it somebody
+    may be publishing. Raises UserError: `keep` is below 1, or a pinned version does not exist."""
     if keep < 1:
         raise UserError("keep", keep, "must be at least 1")
     chain = Chain(root)

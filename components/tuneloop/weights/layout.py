@@ -2,8 +2,7 @@
 
 The safetensors format (https://github.com/huggingface/safetensors#format): eight bytes give the length of a JSON
 header, the header gives dtype, shape and byte range of each tensor, the rest is their data without holes. Two files
-with equal headers and equal tensors are therefore byte-identical, which is what the weight protocol proves.
-"""
+with equal headers and equal tensors are therefore byte-identical, which is what the weight protocol proves."""
 
 import json
 import math
@@ -63,8 +62,7 @@ class Header:
 
 
 def read_header(path: Path, name: str = "", blame: Blame | None = None) -> Header:
-    """Read the header of the safetensors file at `path`, whose tensors will call the file `name`. Raises Corrupt: it is
-    not a safetensors file."""
+    """Read the header of a safetensors file, whose tensors take `name` as their file. Raises Corrupt: it is not one."""
     with open_for_reading(path) as file:
         return parse_header(file, name, blame or build_blame(path))
 
@@ -98,22 +96,16 @@ def parse_header(file: BinaryIO, name: str, blame: Blame) -> Header:
 
 
 class Checkpoint:
-    """A model directory, memory-mapped.
+    """A model directory with ``*.safetensors`` at its top, memory-mapped, for writing in place if `writable`.
+
+    `blame` makes the errors of each file, which name its path by default. Raises UserError: no safetensors file there;
+    Corrupt: a file is not what its header says, or two files hold the same tensor.
 
     Attributes:
         tensors: name → where it lies, sorted by name.
         headers: safetensors file → digest of its header: equal where names, dtypes, shapes and order are.
         others: the files that are not safetensors (config, tokenizer), hidden ones left out.
         size: bytes of all safetensors files.
-
-    Args:
-        directory: with ``*.safetensors`` at its top.
-        writable: map for writing in place.
-        blame: makes the errors of each file; default: they name its path.
-
-    Raises:
-        UserError: no safetensors file there.
-        Corrupt: a file is not what its header says, or two files hold the same tensor.
     """
 
     def __init__(self, directory: Path, *, writable: bool = False, blame: Callable[[str], Blame] | None = None) -> None:
@@ -167,13 +159,9 @@ def preallocate_safetensors(
 ) -> None:
     """Preallocate a safetensors file, all zeros, byte-compatible with the library's own.
 
-    Several processes can then `write_bytes_at` in what each holds (an FSDP shard of dimension 0 is a byte range): no
-    rank gathers a tensor, and the file equals a full export.
-
-    Args:
-        entries: tensor name → (safetensors dtype, shape, bytes).
-        metadata: for ``__metadata__``; transformers wants ``{"format": "pt"}``.
-    """
+    `entries`: tensor name → (safetensors dtype, shape, bytes). `metadata`: transformers wants ``{"format": "pt"}``.
+    Several processes can then `write_bytes_at` what each holds (an FSDP shard of dimension 0 is a byte range): no rank
+    gathers a tensor, and the file equals a full export."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name in sorted(entries, key=lambda n: (_ORDER.index(entries[n][0]), n)):

@@ -1,14 +1,11 @@
-"""Which versions replicas serve: each that may write below the root says so, and `delete_unused_versions` keeps these.
-
-::
+"""The versions that replicas serve: each replica announces its own, and `delete_unused_versions` keeps it::
 
     <root>/live/<replica>.json             {"version": 7}
     <root>/served/NNNNNN/<replica>.json    what the pull of that version took
 
-A replica writes it with each version and each minute, and deletes it when it ends in good order. One that was not
-written for `EXPIRY_S` is of a replica that died, and counts no more; who has no key that writes is pinned by hand.
-What a pull took is written once, and stays: for people and reports.
-"""
+A replica writes the first with each version and each minute, and deletes it when it ends in good order. One that is
+older than `EXPIRY_S` is of a replica that died, and no longer counts; versions of a replica without write access are
+pinned by hand. The second is written once, and stays: for people and reports."""
 
 import time
 from collections.abc import Mapping
@@ -27,8 +24,7 @@ EXPIRY_S = 600.0
 
 
 def announce_version(root: Store, replica: str, version: int) -> None:
-    """Announce that `replica` serves `version`, from now until `RENEW_S` from now. Raises UserError, Retryable: the
-    store cannot be written to."""
+    """Announce for `EXPIRY_S` that `replica` serves `version`. Raises UserError, Retryable: `root` takes no writes."""
     root.put(key := f"{PLACE}/{replica}.json", dump_checked_json({"version": version}, key))
 
 

@@ -1,5 +1,4 @@
-"""Make a local model directory hold a published version: the newest full one, then deltas in order, or deltas alone in
-place where the directory holds an earlier version already."""
+"""Make a local directory hold a published version, by a full version and deltas, or in place by deltas alone."""
 
 import fcntl
 import hashlib
@@ -31,9 +30,8 @@ MARKER, LOCK, INCOMING = ".weight_version.json", ".weight_version.lock", ".incom
 class Marker(BaseModel, frozen=True, extra="forbid"):
     """What a directory holds. It exists only while that is true: it is removed before the first byte changes.
 
-    Data are not flushed to disk, so the marker counts only in the boot that wrote it (a killed process loses nothing,
-    a crashed host may); in another, every tensor is checked first.
-    """
+    Data are not flushed to disk, so the marker counts only in the boot that wrote it (a killed process loses nothing, a
+    crashed host may); in another, every tensor is checked first."""
 
     version: int
     index: str
@@ -47,8 +45,7 @@ class Materialized:
     Attributes:
         ref: as the pointer writes it.
         previous: that it held before; None if none or not to be trusted.
-        full: the full version that was copied; None where deltas were applied in place.
-        deltas: versions applied, in order.
+        full, deltas: the full version that was copied, None if none was; the versions applied after, in order.
         read_bytes: from the store; deltas that this machine's cache had are not.
         source: what the version was published from (a checkpoint's digest), if the publisher said so.
         timings: seconds: ``fetch``, ``apply`` (with the checks).
@@ -74,9 +71,8 @@ def materialize_version(
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
-    Lineage is checked before a byte changes, the state of every tensor after, also where nothing was to be done. One
-    process a host works at a time; others wait and find the work done. After a failure in place the directory counts
-    as holding nothing, and the next call restores it from a full version.
+    Lineage is checked before a byte changes, every tensor after, also where nothing was to be done. One process a host
+    works at a time. After a failure in place the directory counts as empty, and the next call restores it in full.
 
     Args:
         directory: empty, absent, or made by an earlier call.
@@ -308,9 +304,7 @@ def _held(directory: Path, chain: Chain, target: int) -> int | None:
 
 
 def check_directory(directory: Path, entry: Entry) -> int:
-    """Compare a directory with a version, every tensor and every file.
-
-    Returns the number of tensors. Raises Corrupt: the first difference."""
+    """Compare a directory with a version, every tensor and file; count the tensors. Raises Corrupt: a difference."""
     model = Checkpoint(directory)
     if not _same_files(model, entry):
         where = f"version {entry.version}"
@@ -329,8 +323,7 @@ def _same_files(model: Checkpoint, entry: Entry) -> bool:
 def read_tensors(
     chain: Chain, version: int, names: Iterable[str], *, base: Path | None = None
 ) -> Iterator[tuple[Tensor, Bytes]]:
-    """Read the tensors `names` of a version, proved, and no bytes of others; one is in memory at a time. Raises as
-    `materialize_version`."""
+    """Yield tensors of a version, proved, one at a time, and read no others. Raises as `materialize_version`."""
     plan = plan_restoration(chain, version)
     assert plan.full is not None
     about = plan.full.index.tuneloop
@@ -370,8 +363,7 @@ def _read_bytes(file: BinaryIO, tensor: Tensor) -> Bytes:
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Lock the directory for this process; the kernel releases it when the process dies. Raises UserError: it holds
-    files that `materialize_version` did not put there, or cannot be written."""
+    """Lock the directory while the block runs. Raises UserError where it cannot be written or holds files of others."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / LOCK).exists() and any(directory.iterdir()):

@@ -1,8 +1,7 @@
 """The ``latest`` pointer of a run: one key that says which weight version is to be served.
 
-It moves by compare-and-swap, never backward, and two publishers that race cannot both believe they moved it.
-The protocol follows the published disk-delta systems (pointer moved last, rewind refused).
-"""
+It moves by compare-and-swap, never backward, and two publishers that race cannot both believe they moved it. The
+protocol follows the published disk-delta systems (pointer moved last, rewind refused)."""
 
 from pydantic import BaseModel, Field
 
@@ -42,13 +41,8 @@ def _parse(store: Store, data: bytes | None) -> Latest | None:
 
 
 def advance_pointer(root: str | Store, latest: Latest) -> bool:
-    """Advance the pointer below `root` to `latest`; return False if it is there already.
-
-    Raises:
-        PointerRewind: it stands at a newer version.
-        PointerConflict: it stands at this version, with other weights.
-        Retryable: the process has lost its turn.
-    """
+    """Advance the pointer below `root` to `latest`; return False if it is there already. Raises PointerRewind: it is at
+    a newer version; PointerConflict: at this version, with other weights; Retryable: the process has lost its lease."""
     store = root if isinstance(root, Store) else Store(root)
     while True:
         data = store.get(KEY)

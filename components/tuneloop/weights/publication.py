@@ -1,8 +1,6 @@
 """What a stage that writes checkpoints does with weight versions: publish each once its checkpoint is committed.
 
-The committed artifact stays the truth. Publishing is an act after the commit that may be repeated: a stage that is
-run again ends at once, publishes what a crash left unpublished, and finds done what was done.
-"""
+The artifact stays the truth. Publishing follows the commit and may be repeated: running a stage again completes it."""
 
 import dataclasses
 import time
@@ -33,9 +31,8 @@ Weights = Annotated[
 
 
 def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
-    """Publish ``model/`` of a committed checkpoint below the stage's parameter ``weights``, if it has one. Raises
-    PointerRewind: the root is ahead of a version that was made just now: another run publishes there; PointerConflict:
-    the version stands with other weights."""
+    """Publish ``model/`` of a committed checkpoint below the stage's parameter ``weights``, if that is set. Raises
+    PointerRewind: another run has moved the root on; PointerConflict: the version stands with other weights."""
     if (root := getattr(stage.params, "weights", None)) is None:
         return
     version: int = manifest.facts["version"]
@@ -81,10 +78,8 @@ def read_publication(store: Store, version: int) -> dict[str, Any] | None:
 
 
 def _find_base(policy: Artifact) -> Path | None:
-    """Find ``model/`` of the policy that a checkpoint follows: in an undisturbed run the base of the next version.
-
-    `publish_version` proves it. One whose files are gone (`tuneloop gc --keep`) is left to the chain.
-    """
+    """Find ``model/`` of the policy that was trained: in an undisturbed run the base version, which `publish_version`
+    proves. None where its files are gone (`tuneloop gc --keep`): the chain then has the base."""
     if (local := local_path(policy.url)) is None:
         return policy.part("model")
     held = local / policy.manifest.root

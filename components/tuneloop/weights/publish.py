@@ -26,8 +26,7 @@ cost more than this many restores of a full version.
 
 The cost sums, over these deltas, (bytes of the delta / bytes in full) + `APPLY_COST`. At 3, a replica that starts from
 nothing is there within four times a full restore. At 1 % of the bytes a version, every 28th version is an anchor and
-the publisher sends 1/22 of the full bytes on average; where deltas are denser, sooner.
-"""
+the publisher sends 1/22 of the full bytes on average."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,15 @@ def publish_version(
 
     Crash-safe at every point: until the index exists the version does not, until the pointer moves the old version is
     served, and calling again finishes. The base is the newest version below `version` in the store, never memory, so a
-    restarted trainer continues the chain. Publishing a version that stands already, with the same bytes, moves the
-    pointer if it has to and does nothing else.
+    restarted trainer continues the chain. A version that stands with the same bytes only has the pointer moved.
 
     Args:
         version: any number above the latest; a version is immutable.
         directory: Hugging Face layout: ``*.safetensors`` and whatever lies beside them, hidden files left out.
-        base: a directory with the base version's files (the export before), if it is at hand: checked tensor by tensor
-            against the chain. None: the base is materialized from the chain, into the temporary directory.
+        base: directory of the base version (the export before), checked against the chain; None: made from the chain.
         base_version: the version that `base` holds; where another one is the base, `base` is left aside.
         source: what the version was made from (a checkpoint's digest): replicas say that they serve it.
-        held: store no weights, only what they have to be: readers hold this model and start on it. A version that
-            follows needs `base`, until one is stored in full.
+        held: store only the weights' digest: readers start on this model. Later versions need `base`, until a full one.
         encoding: of the delta, and of those that follow; chain: as before, gap8-xor at first; None publishes in full.
         restore_bound: how soon the next anchor comes, as `RESTORE_BOUND` says; 0 makes every version one.
 
@@ -202,10 +198,8 @@ class _Attempt:
         )
 
     def _files(self, checksums: dict[str, str], held: bool = False) -> dict[str, File]:
-        """List the assembled directory's files as a full version stores them.
-
-        Weights are named by their content: two attempts with different bytes never write to one key.
-        """
+        """List the assembled directory's files as a full version stores them. Weights are named by their content: two
+        attempts with different bytes never write to one key."""
         files = {}
         for name, header in self.new.headers.items():
             content = xxhash.xxh3_128(header.encode())

@@ -1,9 +1,8 @@
-"""What each tensor of a model is for, so that who needs a part of a model reads no more (`read_tensors`).
+"""The role of each tensor of a model, so that a reader of a part of it reads no more (`read_tensors`).
 
 ``embedding`` and ``head`` have a row a token. Of ``attention``, ``mlp`` and ``expert``, ranks of tensor parallelism
-share the rows of a ``…_column`` and the columns of a ``…_row``. Each needs all of a ``norm``, a ``router``, a ``scale``
-(of a quantized matrix), and of what is ``replicated``: nothing is known that would cut it.
-"""
+split the rows of a ``…_column`` and the columns of a ``…_row``. Each needs all of a ``norm``, a ``router``, a ``scale``
+(of a quantized matrix), and of what is ``replicated``: nothing is known that would cut it."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,14 +1,11 @@
-"""What lies below a weights URL: versions, how each is stored, and how they follow from one another.
-
-::
+"""What lies below a weights URL: versions, how each is stored, and how they follow from one another::
 
     <root>/latest                                           the pointer (`pointer.py`), moved last
     <root>/weight_v000016/model.safetensors.index.json      created last: its existence means the version is whole
     <root>/weight_v000016/model-00000-of-00001.<x>.safetensors …
     <root>/weight_v000017/delta.<x>/model.safetensors.index.json   beside a full version: the same step as a delta
 
-`docs/weights.md` is the protocol.
-"""
+`docs/weights.md` is the protocol."""
 
 import contextlib
 import functools
@@ -206,8 +203,7 @@ class Chain:
 
 
 def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> Hex:
-    """Digest the weights of a model directory: the xxh3-128 of a line ``name digest`` for each safetensors file's
-    header, then for each tensor, both by name."""
+    """Hash lines ``name digest`` by xxh3-128: of the safetensors files' headers, then of tensors, each by name."""
     lines = [f"{name} {digest}\n" for each in (headers, checksums) for name, digest in sorted(each.items())]
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 

@@ -67,8 +67,7 @@ def require_number(value: Any, op: str) -> Any:
 
 
 def apply_operator(op: type[ast.AST], left: Any, right: Any) -> Any:
-    """Apply a binary operator, which stands for itself but for `ast.Is`: it is ``matches``. Raises ExpressionError
-    where the operator does not take such operands."""
+    """Apply a binary operator; `ast.Is` means ``matches``. Raises ExpressionError at operands that it does not take."""
     if op in (ast.Eq, ast.NotEq):
         alike = is_number(left) == is_number(right) and isinstance(left, bool) == isinstance(right, bool)
         return (alike and left == right) == (op is ast.Eq)
@@ -113,7 +112,7 @@ _ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def to_int(value: Any) -> int:
-    """Convert a value as `asInt` does. Raises ExpressionError where it is not a number."""
+    """Convert a value as `asInt` does. Raises ValueError where it is neither a number nor the text of an integer."""
     if isinstance(value, str):
         if not re.fullmatch(r"[-+]?\d+", value):
             raise ValueError("not an integer")
@@ -122,5 +121,5 @@ def to_int(value: Any) -> int:
 
 
 def to_float(value: Any) -> float:
-    """Convert a value as `asFloat` does. Raises ExpressionError where it is not a number."""
+    """Convert a value as `asFloat` does. Raises ValueError where it is neither a number nor the text of one."""
     return float(value) if isinstance(value, str) else float(require_number(value, "float"))

@@ -4,13 +4,8 @@ A `Scope` is flat, ``"tasks.update.outputs.parameters.loss" → "0.3"``, as the 
 (artifacts apart). Expressions are the part of expr-lang (https://expr-lang.org/docs/language-definition) that pipelines
 render: literals, lists, ``+ - * / %``, comparison, ``&& || ! and or not``, ``?:``, member and index access, ``in``,
 ``matches``, and the functions in `FUNCTIONS`. A ``when`` is govaluate's language, in which a bare word is a string.
-Whatever else appears is refused by name.
-
-Both are read by Python's grammar, once their words are replaced by Python's: ``!`` by ``~`` and ``matches`` by ``is``,
-which bind as tightly.
-
-This module needs the standard library only.
-"""
+Whatever else appears is refused by name. Both languages are read by Python's grammar, once their words are replaced by
+Python's: ``!`` by ``~`` and ``matches`` by ``is``, which bind as tightly."""
 
 import ast
 import keyword
@@ -47,8 +42,7 @@ def evaluate_expression(expression: str, scope: Scope) -> Any:
 
 
 def check_expression(expression: str) -> ast.expr:
-    """Check an expression's grammar and the functions it calls, without knowing any names, and return it parsed. Raises
-    ExpressionError as `evaluate_expression` would whatever the names stand for."""
+    """Parse an expression, knowing no names. Raises ExpressionError at faulty grammar and at unsupported functions."""
     try:
         return _parse(expression)
     except ExpressionError as error:

@@ -1,8 +1,5 @@
-"""What a pipeline says of itself once, for every engine: its stages, how one calls the other, and what is repeated.
-
-`tuneloop.argo.pipeline` draws it as a Workflow and `tuneloop.kfp.pipeline` as a KFP pipeline, each in its own terms.
-There are no branches and no loops in loops: a pipeline that needs them writes its graph for the engine itself.
-"""
+"""The definition of a pipeline for all engines: its stages, their calls and its loop, which `tuneloop.argo.pipeline`
+and `tuneloop.kfp.pipeline` draw. A pipeline with branches or nested loops writes its graph for the engine itself."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,11 +42,8 @@ class StageSpec:
 
 
 class Step:
-    """A call of a stage in a loop: input or parameter → the value it takes.
-
-    A value is one of the loop (``policy``, ``iteration``), or an output of a step before (``reward.rewards``), one of
-    its `outputs`. A step that is `optional` is left out of a pipeline that has no `StageSpec` for it.
-    """
+    """A call of a stage in a loop: `wires` maps an input or parameter to a value of the loop, such as ``policy``, or to
+    an earlier step's output, such as ``reward.rewards``. An `optional` step is left out if it has no `StageSpec`."""
 
     def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
         self.component, self.optional, self.wires, self.name = component, optional, wires, component.template
@@ -65,15 +59,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that are repeated, one after another.
+    """Steps that are repeated, one after another: the last one trains, those before it make its batch.
 
     Attributes:
-        steps: the last one trains; those before it make the batch that it learns from.
         carry: value → the output that it takes in the next iteration.
         constants: values that stay the same.
         reward: the output that ends the loop once it reaches ``target-reward``.
-        check: how a policy is evaluated: before the loop, after it, and each so many iterations.
-        finish: what is made of the last policy, and of what it was evaluated as; of these steps some may be optional.
+        check: evaluates a policy: before the loop, after it, and every so many iterations.
+        finish: steps with the last policy and its evaluation; some of them may be optional.
     """
 
     steps: Sequence[Step]
@@ -101,8 +94,7 @@ class Loop:
                 raise UserError(field, wire, f"no value has this name; known here: {', '.join(sorted(known))}")
 
     def check_specs(self, specs: Sequence[StageSpec]) -> None:
-        """Check that the stage of every step has its parameters. Raises UserError with the name of a step whose stage
-        has no `StageSpec`."""
+        """Check that every step that is not optional has a `StageSpec`. Raises UserError at one that has none."""
         described = {spec.component.template for spec in specs}
         for step in (*self.steps, self.check, *self.finish):
             if step.name not in described and not step.optional:
@@ -110,22 +102,22 @@ class Loop:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """What an iteration starts from."""
+        """The values that an iteration starts from."""
         return ("iteration", *self.carry, *self.constants)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What an iteration starts from, and where the rollout server is."""
+        """The values that an iteration starts from, and the endpoint of the rollout server."""
         return (*self.passed, "endpoint")
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the loop ends with."""
+        """The values that the loop ends with."""
         return (*self.carry, "iteration", output_of(self.reward))
 
     @property
     def pod_outputs(self) -> tuple[str, ...]:
-        """What several iterations in one pod end with."""
+        """The values that several iterations in one pod end with."""
         return ("iteration", *self.carry, output_of(self.reward))
 
     @property
@@ -140,7 +132,7 @@ class Loop:
 
     @property
     def batch_wires(self) -> list[str]:
-        """What the last step, and the loop, need of the steps before."""
+        """The outputs of earlier steps that the last step and the loop need."""
         return [wire for wire in (*self.trainer.wires.values(), self.reward) if "." in wire]
 
     def values_of(self, steps: Sequence[Step]) -> list[str]:
@@ -169,18 +161,13 @@ class Outputs:
 
 
 class Graph(Protocol):
-    """What an engine gives a pipeline to draw itself with, and its configuration."""
+    """The methods by which a pipeline draws itself for an engine, and its configuration."""
 
     config: Any
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
-        """Call a stage, and return its outputs. `name` is the task's, and where its output is committed in the run;
-        without one it is the stage's own."""
+        """Call a stage and return its outputs, committed in the run under the task's `name` (default: the stage's)."""
 
     def loop(self, serve: Any, **values: Any) -> None:
-        """Evaluate a policy, run the loop, evaluate and finish.
-
-        Args:
-            serve: the checkpoint that the rollout server boots with.
-            values: what the first iteration starts from.
-        """
+        """Evaluate a policy, run the loop, evaluate and finish. The rollout server boots with the checkpoint `serve`,
+        and the first iteration starts from `values`."""

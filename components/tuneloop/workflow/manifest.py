@@ -60,8 +60,7 @@ FIELD_PATHS = (
 
 
 def check_workflow(spec: Mapping[str, Any]) -> None:
-    """Refuse a workflow spec that the local executor does not support, or whose graphs cannot run. Raises UserError
-    with the first field that the executor does not support, or the first fault."""
+    """Raise UserError at the first field that the local executor does not support, or the first fault of a graph."""
     templates: Sequence[Mapping[str, Any]] = spec.get("templates", [])
     for template in templates:
         if "resource" in template:
@@ -179,12 +178,9 @@ _DEPENDENCY = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-
 
 
 def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
-    """Return the tasks that `task` waits for, and the condition on their results.
-
-    The condition is an expression over ``<task, hyphens as underscores>.<result>``, empty without dependencies. A task
-    without a result means ``Succeeded || Skipped || Daemoned``. Raises UserError at a name that is not a task of the
-    same DAG, or not a result.
-    """
+    """Return the tasks that `task` waits for, and the condition on their results: an expression over ``<task, hyphens
+    as underscores>.<result>``, empty without dependencies. A task without a result means ``Succeeded || Skipped ||
+    Daemoned``. Raises UserError at a name that is not a task of the same DAG, or not a result."""
     logic = task.get("depends") or " && ".join(task.get("dependencies") or [])
     names: dict[str, None] = {}
 
@@ -203,8 +199,7 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
 
 
 def find_ancestors(name: str, waits: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return the names of all tasks that `name` waits for, also through others: itself among them, if they circle.
-    `waits` has each task and those that it waits for."""
+    """Return all tasks that `name` waits for by `waits`, also through others, and itself where they form a cycle."""
     ancestors: set[str] = set()
     queue = list(waits[name])
     while queue:

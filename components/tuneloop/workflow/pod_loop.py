@@ -20,15 +20,9 @@ def count_iterations(lost_s: float, iteration_s: float) -> int:
 
 
 class StageCall(BaseModel, frozen=True, extra="forbid"):
-    """A stage that a pod runs.
-
-    Attributes:
-        name: of the step, and of what it commits in the iteration.
-        command: what starts it; a single process of a stage runs in the pod's own.
-        flags: those that are the same in each iteration.
-        wires: flag → a value of the loop, or an output of a step before, as in `tuneloop.workflow.loop.Step`.
-        output: the flag that takes the URL where it commits.
-    """
+    """A stage that a pod runs: `name` is the step's, under which it commits in the iteration; `command` starts it (a
+    single process of a stage runs in the pod's own); `flags` are the same in each iteration; `wires` maps flags to
+    values as in `tuneloop.workflow.loop.Step`; `output` is the flag for the URL where it commits."""
 
     name: str
     command: list[str]
@@ -54,10 +48,8 @@ def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], PerPod]:
-    """Return the workflow with a graph of the stages in place of the pod that runs them, for those who read it.
-
-    The second value says how many iterations the pod runs; 0: each stage has a pod, and the workflow is as it was.
-    """
+    """Return the workflow with a graph of the stages in place of the pod that runs them, and how many iterations that
+    pod runs; 0: each stage has a pod of its own, and the workflow is unchanged."""
     if (pod := find_pod(workflow)) is None:
         return dict(workflow), 0
     container = pod["container"]

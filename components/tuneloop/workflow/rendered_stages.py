@@ -1,4 +1,4 @@
-"""What a rendered template says of its stage: the flags are those that its container will get."""
+"""Read the stage of a rendered template: its flags are those that its container will get."""
 
 import itertools
 import json
@@ -17,16 +17,9 @@ LOOP: tuple[Role, ...] = ("sampler", "scorer", "trainer")
 
 @dataclass(frozen=True)
 class Stage:
-    """A template that runs a tuneloop stage.
-
-    Attributes:
-        name: of the template.
-        module: that its container starts; None for a container of another program.
-        flags: name (snake_case) → text, as the container gets them.
-        ranks: of torchrun, in a pod.
-        nodes: pods that work together.
-        memory: what a pod asks for, as Kubernetes writes it.
-    """
+    """A template that runs a tuneloop stage: `module` is what its container starts (None: another program), `flags` are
+    the texts that it gets, by name in snake_case, `ranks` are those of torchrun in each of the `nodes` pods, which work
+    together, and `memory` is what a pod requests, as Kubernetes writes it."""
 
     name: str
     module: str | None
@@ -44,7 +37,7 @@ class Stage:
 
     @property
     def role(self) -> Role | None:
-        """What the stage is in a loop."""
+        """The stage's role in a loop."""
         return self.component.role if self.component else None
 
     @property
@@ -93,10 +86,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
 
 
 def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
-    """Find the stages that each iteration of a workflow's loop runs: template → role, in the order of the graph.
-
-    A loop is a template that calls itself.
-    """
+    """Find the stages that a loop (a template that calls itself) runs: template → role, in the order of the graph."""
     templates = {template["name"]: template for template in workflow["spec"].get("templates") or ()}
     called = {name: [call["template"] for call in list_calls(template)] for name, template in templates.items()}
     wanted, seen = [name for name, others in called.items() if name in others], set[str]()

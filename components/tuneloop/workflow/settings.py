@@ -1,4 +1,4 @@
-"""What a pipeline says of the cluster it is rendered for; nothing of it matters on one machine."""
+"""Settings of the cluster that a pipeline is rendered for; on one machine they have no meaning."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DELETE_DELAY = "600s"
-"""After it Argo deletes a pod that succeeded."""
+"""Delay after which Argo deletes a pod that succeeded."""
 QUEUE, SAMPLER_QUEUE = "tuneloop", "tuneloop-samplers"
 """LocalQueues of ``manifests/base``. Servers have their own, so that they never hold what stages wait for."""
 GROUP_LABEL = "tuneloop.dev/share-group"
-"""Of the pods and claims of a `Share`."""
+"""Label of the pods and claims of a `Share`."""
 ROLE_LABEL = "tuneloop.dev/role"
-"""Of pods, claims and nodes: ``trainer`` or ``sampler``."""
+"""Label of pods, claims and nodes: ``trainer`` or ``sampler``."""
 CLIENT_LABEL = "tuneloop.dev/fleet-client"
-"""Of pods that sample with the engine `endpoint`: an autoscaler counts them."""
+"""Label of pods that sample with the engine `endpoint`: an autoscaler counts them."""
 TOKEN_SECRET, TOKEN_KEY = "tuneloop-server-{{workflow.uid}}", "token"
 """Secret of a workflow with the token of its rollout servers (`tuneloop.core.server_token`), which `submit` makes."""
 SHARE = "tuneloop.dev/share"
@@ -27,12 +27,12 @@ SHARE = "tuneloop.dev/share"
 PROCESS = "process"
 SANDBOX_PLACE = rf"{PROCESS}|https?://[^\s#]*[^\s#/](#({PROCESS}|gvisor))?"
 SANDBOX_VARIABLE, SANDBOX_TOKEN = "TUNELOOP_SANDBOX", "TUNELOOP_SANDBOX_TOKEN_FILE"
-"""Where programs of a policy run; the environment that says so, and in which file the token of their service is."""
+"""Variables of a pod: where a policy's programs run, and the file with the token of that service."""
 SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
 """Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
 AUTO = "auto"
 UNKNOWN = "2Gi"
-"""What a stage requests of whose needs nothing is known."""
+"""Memory that a stage requests whose needs are not known."""
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
 
 
@@ -208,7 +208,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
-        """What a pod's environment says of `sandbox`."""
+        """The variables of a pod that follow from `sandbox`."""
         token = f"{SANDBOX[1]}/{TOKEN_KEY}"
         return {} if self.sandbox == PROCESS else {SANDBOX_VARIABLE: self.sandbox, SANDBOX_TOKEN: token}
 
@@ -224,10 +224,8 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         return self.model_copy(update={role: self.resources(role).model_copy(update=changes)})
 
     def merge_roles(self, roles: Iterable[ResourceRole], served: bool = False) -> tuple[ResourceRole, Cluster]:
-        """Return the role of a pod that runs stages of `roles` in turn, and the settings with what it asks for.
-
-        It is the first of them in the order of `ROLES`, with the GPUs of the one that has most. With `served` the
-        rollout server runs in the pod all the while, and its GPUs are added."""
+        """Return the role of a pod that runs stages of `roles` in turn (the first of them in `ROLES`), and settings
+        with the GPUs of the role with most; if `served`, those of the rollout server beside them are added."""
         known = set(roles)
         first = next(role for role in ROLES if role in known or (served and role == "sampler"))
         gpus = max(map(self.count_gpus, known)) + (self.sampler.gpus if served else 0)

@@ -1,12 +1,11 @@
-"""The client of `tuneloop.inference.server`: an `Engine` at the other end of HTTP.
+"""The client of `tuneloop.inference.server`: an `Engine` over HTTP.
 
-Requests are sent grouped, as many a POST as `PROMPTS` and `TOKENS` allow; the reply is a stream of JSON lines, one a
-finished request, with empty lines in between while nothing has finished, so that a dead server is told from a slow
-one. Closing the connection makes the server drop what it still runs.
+Requests are sent in groups, up to `PROMPTS` and `TOKENS` per POST. The reply is a stream of JSON lines, one per
+finished request, with empty lines while nothing has finished: they tell a slow server from a dead one. Closing the
+connection makes the server drop what it still runs.
 
-A server that is lost in between costs what it had not finished: the client keeps the completions that it has, waits
-until the address answers again, has the policy loaded there (a server that is started anew boots with its own
-``--policy``), has it proved anew, and asks for the other requests only.
+When the server is lost, the client keeps the completions that it has, waits until the address answers again, has the
+policy loaded there (a restarted server boots with its own ``--policy``), has it proved anew, and asks for the rest.
 """
 
 import ipaddress
@@ -32,15 +31,13 @@ Finished = dict[int, list[Completion]]
 PROMPTS, TOKENS = 4096, 2**19
 """Of one POST: a server takes 4 MiB, of which a token's id needs up to 8 bytes, a seed 24, the rest of a prompt 256."""
 LOSSES = 3
-"""The server may be lost so many times in a row without one request finished in between; then the caller gives up."""
+"""Losses of the server in a row, with no request finished in between, after which the client gives up."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
 """Set in every pod, on a cluster and on this machine."""
 HERE_S = 1800.0
-"""How long the server of a workflow that runs on this machine may be away: the executor starts it again at the same
-address, which takes the minutes that loading a large model takes."""
+"""Seconds that the server of a workflow here may be away: it is restarted at its address, and loads for minutes."""
 ELSEWHERE_S = 30.0
-"""How long another one may be: on a cluster a pod that is started again has another address, which only another attempt
-of the stage is told."""
+"""Seconds for any other server: a restarted pod has a new address, which only the stage's next attempt is told."""
 
 
 class Lost(Unavailable):
@@ -50,24 +47,22 @@ class Lost(Unavailable):
 class Client:
     """`Remote` over a running server.
 
+    Every call waits while the server is away. It raises Retryable where that takes too long, where the server is lost
+    `LOSSES` times in a row or is not ready in time, and UserError where the server refuses the request.
+
     Args:
         endpoint: ``http://host:port``.
-        timeout_s: seconds without a byte after which the server counts as dead; also how long to wait for it to
-            load a version.
-        sleeps: it has its device by turns: it is woken to load, and put to sleep on `close`, where it drops its weights
-            (vLLM's level 2): there are others by the time it is woken. Not run: there was no GPU.
-        deterministic: the server has to be so; of a POST that is lost nothing is kept, as what is left of it would be
-            another batch.
-        patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`; outside a workflow an
-            address that never answered is given up at once.
+        timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
+        sleeps: the server has its device by turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
+            which drops the weights. Untested: it needs a GPU.
+        deterministic: require it of the server, and keep nothing of a lost POST: its rest would be another batch.
+        patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
+            for an address that never answered.
 
     Attributes:
         fail_fast: give up on a lost server at once; other replicas take its requests.
         pulled: where the server follows published versions, what the last pull took.
-        determinism: of a deterministic server what `Vllm` says of it.
-
-    Every call waits while the server is away, and raises `Retryable` where that takes too long, or where it is lost
-    again and again (`LOSSES`) or not ready in time, and `UserError` where it refuses what was asked.
+        determinism: `Vllm.determinism` of a deterministic server.
     """
 
     name = "vllm"
@@ -108,8 +103,7 @@ class Client:
     def generate_into(
         self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done, **more: Any
     ) -> None:
-        """Generate what is not in `results` yet into it, under the keys of `requests`; what is finished stays there.
-        `more`: of the request's body."""
+        """Add to `results`, under the keys of `requests`, the completions that it lacks. `more`: fields of the body."""
 
         longest = max((len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()), default=1)
         size = min(PROMPTS, TOKENS // longest) or 1
@@ -153,12 +147,8 @@ class Client:
         finished: Callable[[], int] = lambda: 0,
         total: int = 0,
     ) -> Value:
-        """Return what `attempt` does; each time that the server is lost, try again on the one that comes after it.
-
-        Args:
-            renew: makes a server that was away ready for `attempt`.
-            finished: counts the requests that are finished, of `total`.
-        """
+        """Return the result of `attempt`, which is repeated after each loss of the server, once that answers again and
+        `renew` has made it ready. `finished` counts the finished requests of `total`."""
         if self._renewing:  # who renews counts this loss
             return attempt()
         losses, before, renewed = 0, 0, True
@@ -177,7 +167,7 @@ class Client:
                 self._await_return(lost, now, total)
 
     def _renew(self) -> None:
-        """Have the policy served, and proved, by a process of which neither is known."""
+        """Have the policy served and proved by a server that may be another process."""
         if self._policy is None:
             return
         self._renewing = True

@@ -1,10 +1,10 @@
-"""A replica follows a root of weight versions (docs/weights.md): pulls while it serves, proves before it changes.
+"""A replica follows a root of weight versions (docs/weights.md): it serves while it pulls, and proves what it pulls.
 
-The pointer is polled, or asked at once when somebody wants a version that is not there yet. A version is fetched,
-its lineage checked and its bytes proved in a directory beside the engine; only then does the engine pause, change in
-place and, once what it holds has been read back, go on. Whatever fails before that leaves the old version served; what
-fails in the change poisons the engine, and the directory is then made anew from a full version. What is served is said
-below the root, so that nobody drops it (`tuneloop.weights.live`).
+The pointer is polled, and read at once when a client asks for a version that is not there yet. A version is fetched and
+its lineage and bytes are proved in a directory beside the engine. Only then does the engine pause, change in place,
+have its tensors read back, and go on. A failure before the change leaves the old version served; one in the change
+poisons the engine, and the directory is rebuilt from a full version. The version served is announced below the root, so
+that it is kept there (`tuneloop.weights.live`).
 """
 
 import os
@@ -32,17 +32,10 @@ PROBE = 16
 
 
 class Follower(threading.Thread):
-    """Keeps an engine at the latest version below a root.
-
-    Args:
-        directory: where versions are assembled; emptied by nobody, so that a restart has to fetch deltas only.
-        poll_s: seconds between looks at the pointer.
-        mode: what becomes of running requests when weights change.
-
-    Attributes:
-        trouble: why the latest version is not served; empty where all is well.
-        pulled: what the last pull took: seconds, bytes, and how many tensors the engine was found to hold.
-    """
+    """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
+    in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
+    version is not served; empty where it is. `pulled`: what the last pull took: seconds, bytes, and how many tensors
+    the engine was found to hold."""
 
     def __init__(
         self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None
@@ -155,8 +148,7 @@ class Follower(threading.Thread):
 
 
 def prove_tensors(engine: Vllm, model: Path) -> Readback:
-    """Prove that the engine holds what lies in `model`: every tensor of it, or nothing is served. Raises RuntimeError:
-    it is not, or for some tensors nobody can tell."""
+    """Prove that the engine holds every tensor in `model`. Raises RuntimeError: some differ, or cannot be read back."""
     comparison = read_back(engine.engine, model, PROBE)
     for names, what in ((comparison.different, "differ"), (comparison.unread, "cannot be read back from this engine")):
         if names:

@@ -1,10 +1,9 @@
-"""The one thread that owns a vLLM engine in a server: requests that come at the same time share its batches.
+"""The thread that owns a vLLM engine in a server: requests that come at the same time share its batches.
 
-Commands run in the order they came. A change of weights happens between two steps: it finishes what runs first
-(``wait``) or lets it go on with the new weights afterwards (``keep``). Nothing is admitted or stepped meanwhile,
-because the thread that does so is the one that changes them; whatever becomes of the change, it then goes on with
-the commands that waited: there is no pause that could be forgotten, but the one that somebody outside asked for
-(`EngineLoop.pause`, of a fleet that is refitted). An idle loop sleeps.
+Commands run in their order. A change of weights happens between two steps: running requests finish first (``wait``) or
+go on with the new weights afterwards (``keep``). Nothing is admitted or stepped meanwhile, as the same thread does
+that; whether or not the change succeeds, it then goes on with the waiting commands. So no pause can be forgotten,
+except one asked for from outside (`EngineLoop.pause`, for a fleet that is refitted). An idle loop sleeps.
 """
 
 import queue
@@ -44,9 +43,8 @@ class Ticket:
 
 
 class EngineLoop(threading.Thread):
-    """Serves an engine to many callers. `call`, `cancel`, `stop` and `trouble` are for any thread; what else is public
-    runs on the engine's, by `call`. `failed`: called once the engine has failed: nothing is served by this process any
-    more."""
+    """Serves an engine to many callers. Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the
+    others on this one. `failed` is called once the engine has failed and the process can serve nothing any more."""
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)
@@ -74,16 +72,9 @@ class EngineLoop(threading.Thread):
     def change(
         self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
     ) -> dict[str, float]:
-        """Change to the weights of a model directory.
-
-        Args:
-            check: runs after the change, before a request sees the new weights; what it raises poisons the engine
-                until a later change succeeds.
-
-        Returns:
-            seconds: ``drain``, in which what ran finished and nothing was admitted; then ``change`` and ``check``, in
-            which nothing was stepped: the pause.
-        """
+        """Change to the weights of a model directory. `check` runs after the change, before a request sees the new
+        weights; what it raises poisons the engine until a later change succeeds. Return seconds: ``drain``, in which
+        running requests end; then ``change`` and ``check``, the pause, in which nothing is stepped."""
         begun = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
@@ -116,11 +107,8 @@ class EngineLoop(threading.Thread):
         emit: Callable[[int, Any], None],
         **how: bool,
     ) -> Ticket:
-        """Admit requests, if the version that is served then satisfies the caller.
-
-        A deterministic engine has one caller's at a time: those of another wait until these have finished. Raises
-        Refused: 409 for another version, 503 where nothing is served, 400 for bad requests. `how`: ``prompt_logprobs``
-        and ``stream``, as `Vllm.submit` takes them."""
+        """Admit requests; a deterministic engine first finishes earlier ones. `how`: ``prompt_logprobs`` and ``stream``
+        of `Vllm.submit`. Raises Refused: 409 for another version, 503 where none is served, 400 for bad requests."""
         if self.engine.deterministic:
             self._drain()
         self._check(version, min_version)
@@ -138,8 +126,7 @@ class EngineLoop(threading.Thread):
         return ticket
 
     def pause(self, mode: Mode) -> None:
-        """Generate nothing until `resume`: what runs finishes first (``wait``) or stays where it is (``keep``); who
-        comes meanwhile waits."""
+        """Generate nothing until `resume`: running requests end first (``wait``) or freeze (``keep``), others wait."""
         if mode == "wait" and not self.paused:
             self._drain()
         self.paused = True
@@ -150,20 +137,19 @@ class EngineLoop(threading.Thread):
         self._release()
 
     def sleep(self, level: int) -> None:
-        """Give back the device's memory once all that runs has finished, as `Vllm.sleep` says; who comes waits."""
+        """Give back the device's memory once all requests have finished, as `Vllm.sleep` does; new ones wait."""
         self._drain()
         self.engine.sleep(level)
         self.asleep = self.waking = True
 
     def wake_up(self) -> None:
-        """Take the device's memory again; where the weights are gone, who waits does so until they are loaded."""
+        """Take the device's memory again; where the weights are gone, requests wait until they are loaded."""
         self.engine.wake_up()
         self.asleep, self.waking = False, self.waking and not self.engine.digest
         self._release()
 
     def call(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
-        """Run `work` on the engine's thread in its turn, between two steps; `generate` not while it is paused or the
-        engine away."""
+        """Run `work` in its turn on the engine's thread, between two steps; `generate` waits out a pause or sleep."""
         answer: Future[Result] = Future()
 
         def execute() -> None:
@@ -179,7 +165,7 @@ class EngineLoop(threading.Thread):
         return answer
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop what is still running of requests that nobody waits for any more."""
+        """Drop what is still running of requests whose caller has left."""
         self._cancelled.put(ticket)
         self._inbox.put(lambda: None)  # wake up
 

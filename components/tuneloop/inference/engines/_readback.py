@@ -1,11 +1,11 @@
-"""Change the weights of a running vLLM engine, and compare what it holds with the files: evidence, not trust.
+"""Change the weights of a running vLLM engine, and compare the tensors that it holds with the files.
 
-On a CPU vLLM keeps linear layers packed for its kernels and drops the weights. Such a layer is asked for a column of
-its weights by multiplying it with a unit vector, which is exact; only the sign of a zero cannot be told that way.
-Experts are packed by a function that can be called again: what the files say, packed, is what has to be there.
+On a CPU vLLM keeps linear layers packed for its kernels and drops the weights. Multiplying such a layer by a unit
+vector gives a column of its weights exactly, except for the sign of a zero. Experts are packed by a function that can
+be called again: the files' tensors are packed by it, too, and compared.
 
-Under tensor parallelism each worker is asked for its own part of every tensor, and what the sizes of its layers say
-about the others' is checked against the files: together they are the whole.
+Under tensor parallelism each worker compares its own part of every tensor. The sizes of its layers tell that part; they
+are checked against the files, so that the parts together are the whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|u
 
 
 def reload_weights(engine: Any, model: Path) -> None:
-    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps.
-
-    vLLM's own reload leaves the prefix cache, which holds keys and values of the old weights: it is dropped, and
-    requests that run are computed again from their tokens.
-    """
+    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps. Drop the prefix
+    cache, too, where vLLM's own reload leaves keys and values of the old weights: running requests renew theirs."""
     engine.collective_rpc(_reload, args=(str(model),))
     reset_prefix_cache(engine)
 
@@ -61,12 +58,8 @@ def _repack_head(worker: Any) -> None:
 
 @dataclass(frozen=True)
 class Readback:
-    """How many of `tensors` in the files were found `identical`; the names of the others.
-
-    Attributes:
-        different: the engine holds something else, in at least one of its workers.
-        unread: the engine keeps it in a form that this module does not know.
-    """
+    """How many `tensors` the files have, and how many of them the engine holds `identical`. `different` names those
+    that differ in at least one worker, `unread` those that the engine keeps in a form unknown to this module."""
 
     tensors: int
     identical: int
@@ -75,8 +68,7 @@ class Readback:
 
 
 def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
-    """Compare all tensors below `model` with those in `engine`, as loaded: cast to the engine's dtype. `every`: of
-    packed layers, look at one column in so many."""
+    """Compare `engine`'s tensors with those below `model` in its dtype; of packed layers, one column in `every`."""
     ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
     different = sorted(name for name in ranks[0] if any(rank[name] is False for rank in ranks))
     unread = sorted({name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different})

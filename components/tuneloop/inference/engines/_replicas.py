@@ -1,9 +1,8 @@
 """Several rollout servers of one run, as one engine.
 
-A prompt belongs to one of them, by its place in the first batch: the completions of its group, and later turns of its
-episodes, meet its tokens in that server's prefix cache. Seeds are the requests' own, whoever makes the completions.
-Who is lost is left alone until the engine is closed, and the others are asked for what it had not finished; only the
-last one is waited for, as `tuneloop.inference.engines._client` does.
+A prompt belongs to one server, by its place in the first batch: its completions and later turns of its episodes find
+its tokens in that server's prefix cache. Seeds are the requests' own. A lost server is not used again until the engine
+is closed; the others get its unfinished requests, and only the last server left is waited for.
 """
 
 from __future__ import annotations
@@ -21,12 +20,8 @@ from tuneloop.inference.engines._client import Client, Finished
 
 
 class Replicas:
-    """`Remote` over servers that are all brought to the same version.
-
-    Attributes:
-        replicas: URL → the ``requests`` that a replica finished, and why it was ``lost``, if it was.
-        pulled: as `Client` has it, of the replica that served the version last.
-    """
+    """`Remote` over servers that are all brought to the same version. `replicas`: URL → the ``requests`` that a replica
+    finished and, if it was ``lost``, why. `pulled`: `Client.pulled` of the replica that served the version last."""
 
     name = "vllm"
 
@@ -88,7 +83,7 @@ class Replicas:
                         pending = [client]  # the last: it is waited for
 
     def _share_out(self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done) -> None:
-        """Generate into `results` what the replicas finish that are there now."""
+        """Generate `requests` on the replicas that are not lost, and add what they finish to `results`."""
         shares: dict[Client, dict[int, Request]] = {client: {} for client in self.live}
         made: dict[Client, Finished] = {client: {} for client in self.live}
         for i, request in requests.items():

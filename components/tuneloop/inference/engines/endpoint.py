@@ -1,10 +1,9 @@
-"""An endpoint that somebody else owns: nothing but ``POST <url>/generate`` is used, and what it answers is checked.
+"""An endpoint that others own: only ``POST <url>/generate`` is used, and its answers are checked.
 
-The fleet behind it pulls published weights (docs/weights.md), or is brought to each version
-(`tuneloop.inference.fleet`), and may grow, shrink and lose replicas as it likes. Each prompt is a request of its own,
-so that whatever balances there can; where nothing does, several URLs take turns. A request demands a version no older
-than the policy's by `max_staleness`, waits while no replica has it (409), is sent again, to the next URL, when a
-replica is lost, and is aborted by hanging up. Every completion says which version made it.
+The fleet behind it pulls published weights (docs/weights.md) or is brought to each version
+(`tuneloop.inference.fleet`), and may grow, shrink and lose replicas. Each prompt is a request of its own, for a load
+balancer to place; several URLs take turns. A request demands a version at most `max_staleness` older than the policy's,
+waits while no replica has it (409), goes to the next URL when a replica is lost, and is aborted by hanging up.
 """
 
 import itertools
@@ -58,13 +57,9 @@ class Options(BaseModel, frozen=True, extra="forbid"):
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Open the engine behind a URL. Raises UserError: no URL, or not one; an unknown option.
-
-    Args:
-        endpoint: absolute, ``/generate`` is appended; several have commas between. None: the fleet's, or its workers'.
-        args: `Options`.
-        timeout_s: seconds without a byte after which a replica counts as lost.
-    """
+    """Open the engine behind `endpoint`, an absolute URL to which ``/generate`` is appended, or several with commas
+    between; None: the fleet's, or its workers'. `args` are `Options`. `timeout_s`: seconds without a byte after which a
+    replica counts as lost. Raises UserError: no URL, or not one; an unknown option."""
     options = check_engine_args(args)
     fleet = open_fleet(options.fleet) if options.fleet else None
     where = endpoint or (fleet and fleet.endpoint)
@@ -74,8 +69,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
-    """Check `args`, and return them as options. Raises UserError: an unknown or impossible one, with `prefix` and its
-    name as the field."""
+    """Check `args` and return them as options. Raises UserError for a wrong one; `prefix` begins its field."""
     try:
         return Options(**args)
     except ValidationError as error:
@@ -146,12 +140,7 @@ class Partial:
 
 
 class Endpoint:
-    """`Engine` over an opaque endpoint, which may have several URLs.
-
-    Attributes:
-        max_staleness: versions that a token may be older than the policy.
-        refitted: what the last refit took, where the engine has a fleet.
-    """
+    """`Engine` over an opaque endpoint, at one URL or several. `refitted`: what its fleet's last refit took, if any."""
 
     name = "endpoint"
 

@@ -1,11 +1,9 @@
 """The engine that needs nothing but torch and transformers: in process, deterministic, for any decoder of theirs.
 
-One forward a step over all live rows. A prompt is prefilled once, however many completions it gets; rows leave the
-batch as they finish. Every completion draws its noise from a generator of its own, so who shares the batch changes a
-result by float rounding only, and the same batch gives the same bits. The cache grows by concatenation: measured
-faster than transformers' static one at the sizes that run here.
-
-Neither is imported where this file is read: so that its options are checked where they are not installed.
+Each step is one forward over all live rows. A prompt is prefilled once, however many completions it gets; rows leave
+the batch as they finish. Every completion draws its noise from a generator of its own, so the rest of the batch changes
+it by float rounding only, and the same batch gives the same bits. The cache grows by concatenation, which was measured
+faster than transformers' static one. Both libraries are imported late: options are checked without them.
 """
 
 from __future__ import annotations
@@ -30,13 +28,11 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 EMPTIED: dict[str, Any] = {}
-"""The model that was closed last in a process in which stages follow, without its weights: to give it others takes a
-fifth of what opening takes."""
+"""The model closed last, without its weights, for the next stage: refilling it takes a fifth of opening one."""
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Make the engine; `args` may hold vLLM's dtype, max_model_len, max_num_seqs, transformers' attn_implementation.
-    Raises UserError: another argument, or an endpoint."""
+    """Open the engine; `args` are those of `Transformers`. Raises UserError: another argument, or an endpoint."""
     if endpoint:
         raise UserError("--endpoint", endpoint, "the transformers engine runs in process; leave the endpoint out")
     check_engine_args(args)
@@ -49,12 +45,8 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
 
 
 class Transformers:
-    """`Engine` over a `transformers` model.
-
-    Args:
-        dtype: of weights and arithmetic; ``auto`` is float32 on a CPU, what was saved on a GPU.
-        max_model_len: the most tokens of a sequence; the model's own limit where None.
-    """
+    """`Engine` over a `transformers` model. `dtype`, of weights and arithmetic: ``auto`` is float32 on a CPU, what was
+    saved on a GPU. `max_model_len`: the most tokens of a sequence; None: the model's own limit."""
 
     name = "transformers"
 

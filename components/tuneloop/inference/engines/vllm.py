@@ -1,13 +1,11 @@
-"""vLLM: in process, or a server of `tuneloop.inference.server` by its URL.
+"""vLLM, in process or behind the URL of a `tuneloop.inference.server`.
 
-In process the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): it starts ten times
-faster, uses all cores, and is the one that a loop restarts each iteration. vllm itself is imported only when
-weights are loaded here; the client of a server does not need it.
+In process, the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): it starts ten times
+faster and uses all cores. vllm is imported only when weights are loaded here; a server's client does not need it.
 
-With the argument ``deterministic`` completions are a function of the weights, the sampling and the requests of one
-call: these make one batch, in their order, which shares no step with another call and finds nothing in the prefix
-cache that an earlier one left; where the device has batch-invariant kernels, vLLM takes them. docs/training.md says
-what has to be equal besides.
+With the argument ``deterministic``, completions are a function of the weights, the sampling and the requests of one
+call, if what docs/training.md lists is equal. These requests make one batch, in their order, which shares no step with
+another call and finds nothing of it in the prefix cache. vLLM takes batch-invariant kernels where there are any.
 """
 
 import ast
@@ -34,7 +32,7 @@ DETERMINISTIC = "deterministic"
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: another value would break what a rollout promises."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
-"""What of a model's configuration may differ between versions of one policy."""
+"""Fields of a model's configuration that may differ between versions of one policy."""
 INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
 
 
@@ -48,19 +46,14 @@ class Tokens:
 
 
 Answer = Completion | Tokens
-"""What a step yields of a request: the completion at its end, and before it, where it is streamed, new tokens."""
+"""What a step yields for a request: its completion at the end; before that, if it is streamed, its new tokens."""
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Open a client where there is an endpoint, else an engine in this process. Raises UserError: an argument that
-    tuneloop sets itself; several servers that are to be deterministic.
-
-    Args:
-        endpoint: URL of a running `tuneloop.inference.server`; of several, with commas between.
-        args: vLLM's ``EngineArgs`` by their own names; a server has its own, they are not sent. With
-            ``enable_sleep_mode`` a server has its device by turns, see `Client`.
-        timeout_s: how long a client waits for a server that says nothing.
-    """
+    """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
+    vLLM's ``EngineArgs`` by name, and ``deterministic``: a server has its own and is not sent these, but its `Client`
+    heeds ``enable_sleep_mode`` and ``deterministic``, and `timeout_s`. Raises UserError: an argument that tuneloop sets
+    itself; several servers with ``deterministic``."""
     sleeps, deterministic = (bool(args.get(name)) for name in ("enable_sleep_mode", DETERMINISTIC))
     if endpoint and "," in endpoint:
         if deterministic:
@@ -79,8 +72,7 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
 
 
 def check_here(args: Mapping[str, Any], prefix: str) -> None:
-    """Refuse what the vLLM that is installed here does not know: by its source, for importing it takes seconds. Raises
-    as `check_engine_args`."""
+    """Raise as `check_engine_args` for arguments not in the installed vLLM's source, as importing it takes seconds."""
     spec = importlib.util.find_spec("vllm")
     if not args or spec is None or spec.origin is None:
         return
@@ -94,11 +86,9 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
 
 
 class Vllm:
-    """`Engine` over vLLM's engine in this process.
-
-    `generate` and `score` are for one caller; a server drives `begin_batch`, `submit`, `step` and `abort` from the one
-    thread that owns the engine. `determinism`: where it was asked for, what decides the bits: ``device``, ``threads``,
-    ``batch_invariant``; empty before weights are loaded."""
+    """`Engine` over vLLM's engine in this process. `generate` and `score` are for one caller; a server drives
+    `begin_batch`, `submit`, `step` and `abort` from the thread that owns the engine. `determinism`: of a deterministic
+    engine with weights, what decides the bits: ``device``, ``threads``, ``batch_invariant``."""
 
     name = "vllm"
 
@@ -113,17 +103,15 @@ class Vllm:
         self._streamed: dict[str, Tokens] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Start on, or change in place to, the weights of `policy`. Raises UserError: vLLM is absent, refuses an
-        argument, or runs a model of another shape."""
+        """Serve `policy`. Raises UserError: vLLM is absent or refuses an argument, or a model of another shape runs."""
         wanted = policy.manifest.facts["version"], policy.manifest.digest
         if (self.version, self.digest) != wanted or force:
             self.change(policy.part("model"), *wanted)
 
     def change(self, model: Path, version: int, digest: str) -> None:
-        """Start on, or change in place to, the weights in a model directory.
-
-        Requests that run go on with the new weights: what they have cached is computed again, and their completions say
-        which version made which token. Raises UserError: it is a model of another shape."""
+        """Start on, or change in place to, the weights in a model directory. Raises UserError: a model of another
+        shape. Running requests go on with the new weights: their cached keys and values are computed again, and their
+        completions say which version made which token."""
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
         shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:
@@ -172,14 +160,12 @@ class Vllm:
         self.engine, self.version, self.digest = None, -1, ""
 
     def flush(self) -> None:
-        """Drop all cached keys and values; requests that run compute theirs again, unless it is deterministic: then
-        each batch begins with none, and goes on as it began."""
+        """Drop all cached keys and values; a deterministic engine does so before each batch, and not here."""
         if self.engine is not None and not self.deterministic:
             reset_prefix_cache(self.engine)
 
     def begin_batch(self) -> None:
-        """Where it is deterministic, forget what is cached, so that what follows depends on no request before it;
-        nothing may be running."""
+        """If deterministic, drop the prefix cache, so that no earlier request matters; nothing may be running."""
         if self.deterministic:
             reset_prefix_cache(self.engine)
 
@@ -219,13 +205,9 @@ class Vllm:
         prompt_logprobs: bool = False,
         stream: bool = False,
     ) -> None:
-        """Queue one completion under a name of the caller's. Raises ValueError: vLLM refuses it (too long), or an id is
-        not in the vocabulary.
-
-        Args:
-            prompt_logprobs: score the prompt, too; these never come from the prefix cache, but from the weights.
-            stream: yield tokens as they are made.
-        """
+        """Queue one completion under the caller's name `key`. `prompt_logprobs`: score the prompt, too, from the
+        weights and never from the prefix cache. `stream`: yield tokens as they are made. Raises ValueError: vLLM
+        refuses it (too long), the prompt is empty, or an id is not in the vocabulary."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
@@ -344,11 +326,8 @@ def _describe_kernels() -> dict[str, Any]:
 
 
 def inspect_here(model: Path) -> None:
-    """Let vLLM look at the class of a model in this process, and not in a fresh one that imports all of vLLM again.
-
-    It does that, for 15 seconds of computing, where no file below ``VLLM_CACHE_ROOT`` tells it of the class yet: so
-    that CUDA is not initialised here, which it cannot be on a CPU.
-    """
+    """Have vLLM look at a model's class in this process. Else, where no file below ``VLLM_CACHE_ROOT`` describes it,
+    vLLM imports itself in another process (15 s of computing) to leave CUDA uninitialized here: needless on a CPU."""
     from vllm import ModelRegistry
 
     for name in json.loads((model / "config.json").read_text()).get("architectures") or ():
@@ -358,12 +337,9 @@ def inspect_here(model: Path) -> None:
 
 
 def _cpu_defaults() -> dict[str, Any]:
-    """Return engine arguments for a machine without GPU, where vLLM's own are for a big one.
-
-    Its cache would take most of the memory, compiling takes longer than a small loop, and bfloat16 without
-    instructions for it was measured at less than half of float32's speed. A prompt that is cut into chunks ends vLLM
-    0.32 here where its request has a seed ("CPU Generator does not use offset").
-    """
+    """Return engine arguments for a CPU. vLLM's default cache would take most of the memory, compiling takes longer
+    than a small loop, and bfloat16 without instructions for it was measured at less than half of float32's speed. A
+    prompt cut into chunks ends vLLM 0.32 on a CPU if its request has a seed ("CPU Generator does not use offset")."""
     import torch
 
     native = {"avx512_bf16", "amx_bf16", "bf16"} & {k for k, has in torch.cpu.get_capabilities().items() if has}

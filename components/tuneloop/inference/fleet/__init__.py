@@ -1,9 +1,8 @@
 """Fleets of rollout workers that are brought to each version from outside, because they pull nothing by themselves.
 
-The seam is one question: `Fleet.discover` says which workers there are now. Everything else is the same for all:
-`refit_fleet` asks, brings each worker to a version, and asks again until nobody is new. A backend is one file, found by
-the scheme of the URL that names a fleet. A third party's is an entry point in the group ``tuneloop.fleet`` under its
-scheme: ``open_fleet(url) -> Fleet``. docs/weights.md has the schemes, and the routes of a worker.
+A backend is a module with ``open_fleet(url) -> Fleet``, found by the URL's scheme; a third party's is an entry point in
+the group ``tuneloop.fleet`` under its scheme. It only says which workers there are now (`Fleet.discover`);
+`refit_fleet` is the same for all. docs/weights.md has the schemes, and the routes of a worker.
 """
 
 import json
@@ -31,20 +30,15 @@ class Unreachable(Retryable):
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker.
-
-    Attributes:
-        id: names the process: one that starts in its place has another, where the backend can tell.
-        url: of its administration, without ``/engine``.
-    """
+    """One worker. `id` names its process: one that starts in its place has another, where the backend can tell. `url`
+    is that of its administration, without ``/engine``."""
 
     id: str
     url: str
     routes: tuple[str, ...] = ROUTES
 
     def call(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """Return what the worker answers on one of its routes. Raises Unreachable: nobody answers, or breaks off;
-        Retryable: the worker refuses or fails."""
+        """Return the answer of a route. Raises Unreachable: none, or it breaks off; Retryable: a refusal or failure."""
         try:
             url = f"{self.url.rstrip('/')}/engine/{route}"
             status, content = send_request("POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s)
@@ -73,13 +67,11 @@ class Fleet(Protocol):
         """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
 
     def discover(self) -> Sequence[Worker]:
-        """List the workers that there are now, each once. Raises UserError: there is no such fleet; Retryable: whoever
-        knows does not answer."""
+        """List the workers that there are now, each once. Raises UserError: no such fleet; Retryable: no answer."""
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet that `url` names; nothing is asked yet. Raises UserError: an unknown scheme, or a URL that the
-    backend does not understand."""
+    """Open the fleet at `url`, asking nothing yet. Raises UserError: an unknown scheme, or a URL of another form."""
     scheme, address, _ = url.partition("://")
     name, known = URLS.get(scheme, scheme), plugins.list_variants("fleet")
     if not address or name not in known:
@@ -97,7 +89,7 @@ def port_of(url: str) -> int | None:
 
 
 def parse_service_url(url: str) -> tuple[str, str, int | None]:
-    """Name, namespace and port of ``scheme://name.namespace:port``. Raises UserError where it has another form."""
+    """Parse ``scheme://name.namespace:port`` into name, namespace and port. Raises UserError: it has another form."""
     parts = urlsplit(url)
     name, _, namespace = (parts.hostname or "").partition(".")
     port = port_of(url)

@@ -1,8 +1,5 @@
-"""A fleet behind a name with several addresses: ``dns://tuneloop-rollout-workers.tuneloop.svc:8000``.
-
-A headless Service has such a name: one address a pod that is ready. Pods find it without a token, which is why it is
-what rollouts on a cluster use. An address is all that tells two workers apart.
-"""
+"""A fleet behind a name with several addresses: ``dns://tuneloop-rollout-workers.tuneloop.svc:8000``. A headless
+Service has one per ready pod, all that tells workers apart. Rollouts in pods use it, as it takes no token."""
 
 import socket
 from urllib.parse import urlsplit

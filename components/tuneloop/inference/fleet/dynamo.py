@@ -1,8 +1,8 @@
 """The workers of a DynamoGraphDeployment: ``dynamo://name.namespace``, with ``:port`` where the frontend's is not 8000.
 
-The operator gives the graph's frontend a Service ``<name>-frontend``; with ``DYN_ENABLE_RL=true`` and
-``DYN_RL_PORT=8001`` the frontend lists its workers there, each with the URL and the routes of its administration
-(``GET /v1/rl/workers``, protocol version 1). These names resolve inside the cluster.
+The operator gives the graph's frontend a Service ``<name>-frontend``, which resolves inside the cluster. With
+``DYN_ENABLE_RL=true`` and ``DYN_RL_PORT=8001`` the frontend lists its workers there (``GET /v1/rl/workers``, protocol
+version 1), each with the URL and the routes of its administration.
 """
 
 import json
@@ -16,7 +16,7 @@ from tuneloop.inference.fleet import ROUTES, Fleet, Worker, parse_service_url
 FRONTEND_PORT = 8000
 RL_PORT = 8001
 NEEDED = {name for name in ROUTES if name != "flush_cache"}
-"""A worker that does not say that it can flush drops its cache as it pauses."""
+"""Routes that a worker must have; one without ``flush_cache`` drops its cache as it pauses."""
 
 
 class Dynamo:

@@ -1,11 +1,10 @@
 """A DynamoGraphDeployment as a managed fleet: brought up before the training job, tied to it, gone with it.
 
-The operator of Dynamo turns the object into pods; here it is only written, watched and deleted. It is ready when three
-gates are open at once: the operator says so, every pod is ready, and the frontend answers HTTP. A graph that this call
-made and that does not become ready, or whose job cannot be started, is deleted again; one that stood before is used as
-it is. Only one that was made for a run is owned by its workflow: the owner reference is patched on once the workflow
-exists. It goes with that, and with the run (`tuneloop.cluster.reservations`). Service accounts are the operator's: a
-manifest's own stays, and none is ever set.
+Dynamo's operator turns the object into pods; this module only writes, watches and deletes it. A graph is ready when
+three gates are open at once: the operator says so, every pod is ready, and the frontend answers HTTP. A graph that
+`bring_up` created is deleted again where it does not become ready or its job cannot be started; one that stood before
+is used as it is. A graph made for a run gets the run's workflow as owner, once that exists, and goes with it and with
+the run (`tuneloop.cluster.reservations`). A manifest's service accounts stay, and none is ever set.
 """
 
 import copy
@@ -50,13 +49,9 @@ def render_graph(
     image: str | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Take the graph from the documents of a manifest, and change it. Raises UserError: no graph or several; a path
-    that leads nowhere.
-
-    Args:
-        image: of the components that name none.
-        sets: ``path=value`` below the object, values in YAML; an item of a list is found by its ``name``.
-    """
+    """Take the graph from the documents of a manifest, and change it. `image` is for components that name none. `sets`:
+    ``path=value`` below the object, values in YAML; an item of a list is found by its ``name``. Raises UserError: no
+    graph or several; a path that leads nowhere."""
     graphs = [each for each in documents if isinstance(each, Mapping) and each.get("kind") == KIND]
     if len(graphs) != 1:
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
@@ -106,8 +101,8 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_api_version(cluster: connection.Connection) -> str:
-    """Find the newest version of the API that the cluster has; where the account may not ask (403), it counts as there.
-    Raises UserError: the operator's definitions are not installed."""
+    """Find the newest version of the API that the cluster has; one that the account may not ask for (403) counts as
+    there. Raises UserError: the operator's definitions are not installed."""
     for version in VERSIONS:
         try:
             if any(kind.name == PLURAL for kind in cluster.custom.get_api_resources(GROUP, version).resources):
@@ -134,16 +129,10 @@ def bring_up(
     timeout: float = 1800.0,
     tell: Callable[[str], object] = print,
 ) -> str | None:
-    """Have `graph` ready, then start what needs it, then tie the graph to that; return what `start` did.
-
-    Args:
-        recreate: replace a graph that differs from `graph`; else it is used as it is, and `tell` says where it differs.
-        timeout: seconds until the three gates are open.
-
-    Raises:
-        UserError: the operator gave up; what `start` raises. What this call made is deleted.
-        Retryable: it was not ready in time; as above.
-    """
+    """Have `graph` ready within `timeout` seconds, then call `start`, tie the graph to the workflow whose name it
+    returns, and return that name. `recreate` replaces a graph that differs from `graph`; else it is used as it is, and
+    `tell` says where it differs. Raises UserError: the operator gave up, and what `start` raises; Retryable: not ready
+    in time. What this call made is deleted then."""
     name = str(graph["metadata"]["name"])
     created, started = _ensure(cluster, graph, recreate, tell), None
     try:
@@ -217,7 +206,7 @@ def read_gates(cluster: connection.Connection, name: str, port: int = FRONTEND_P
 
 
 def operator_gate(graph: Object) -> Gate:
-    """Check that its state is ``successful``, and of this generation."""
+    """Check that the operator's state is ``successful``, for the graph's current generation."""
     status = graph.get("status") or {}
     state, seen = str(status.get("state") or "not seen"), status.get("observedGeneration")
     if seen is not None and seen < graph["metadata"].get("generation", 0):

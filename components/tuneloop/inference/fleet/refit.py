@@ -1,9 +1,9 @@
 """Bring every worker of a fleet to one version: discover, pause, update, flush, resume, and look again until all are.
 
 Workers of one pass are changed at the same time, each paused for its own update only. `resume_generation` is called
-whatever became of the update: a worker whose update failed must refuse by itself, and the failure is raised here, so
-that no rollout counts. A fleet that keeps changing is given up after five passes. Doing it again is harmless: who has
-the version is left alone, and who was left paused by a refit that was killed is resumed.
+even after a failed update: such a worker must refuse by itself, and the failure is raised here, so that no rollout
+counts. A fleet that keeps changing is given up after `PASSES`. A refit can be repeated: a worker that has the version
+is only resumed, in case that a refit that was killed left it paused.
 """
 
 import time
@@ -21,12 +21,8 @@ PASSES = 5
 
 @dataclass(frozen=True)
 class Target:
-    """What workers are to serve.
-
-    Attributes:
-        label: what they say of it afterwards: ``<version>@<digest of the checkpoint>``.
-        model: where they read it: a directory that they see under the same path, or the checkpoint's reference.
-    """
+    """What workers are to serve. `label`: their answer afterwards, ``<version>@<digest of the checkpoint>``. `model`:
+    where they read it, a directory that they see under the same path or the checkpoint's reference."""
 
     label: str
     model: str
@@ -34,12 +30,8 @@ class Target:
 
 @dataclass
 class Refitted:
-    """What a refit took.
-
-    Attributes:
-        workers: id → seconds for which it was paused; 0 for one that had the version.
-        updates: id → seconds of these that ``update_weights_from_disk`` took, of those that were changed.
-    """
+    """What a refit took. `workers`: id → seconds for which it was paused; 0 for one that had the version. `updates`: id
+    → seconds of these in ``update_weights_from_disk``, for workers that were changed."""
 
     workers: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
@@ -59,17 +51,9 @@ def make_target(policy: Artifact) -> Target:
 def refit_fleet(
     fleet: Fleet, wanted: Target, *, passes: int = PASSES, timeout_s: float = 600.0, force: bool = False
 ) -> Refitted:
-    """Bring all workers to `wanted`.
-
-    Args:
-        passes: looks at the fleet, at most; the last one has to find nobody new.
-        timeout_s: seconds without an answer after which a worker counts as gone.
-        force: update workers that say they have it, too.
-
-    Raises:
-        Retryable: a worker refused or failed; there is none; the fleet did not come to rest.
-        UserError: as `Fleet.discover`.
-    """
+    """Bring all workers to `wanted`, in at most `passes` looks at the fleet, of which the last has to find no new
+    worker. A worker silent for `timeout_s` seconds counts as gone. `force` updates those that have the version, too.
+    Raises Retryable: a worker refused or failed; there is none; the fleet kept changing; UserError: as `discover`."""
     done, start = Refitted(), time.monotonic()
     lost: Mapping[str, Unreachable] = {}
     while done.passes < passes:
@@ -107,7 +91,7 @@ def _pass(
 
 
 def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> tuple[float, float]:
-    """Bring one worker to the version; the seconds for which it was paused, and for which of these it updated."""
+    """Bring one worker to the version; return the seconds for which it was paused, and those of its update."""
     if not force and worker.version(timeout_s) == wanted.label:
         worker.call("resume_generation", timeout_s)  # a refit that was killed may have left it paused
         return 0.0, 0.0

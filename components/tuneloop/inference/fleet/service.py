@@ -1,7 +1,7 @@
 """A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
 
-Who asks needs the right to list EndpointSlices (the role tuneloop-user has it); a stage's pod has none: it uses `dns`.
-A worker is a pod, by its uid: one that was replaced under the same address is a new one.
+To list these takes a permission that the role tuneloop-user has, but no stage's pod, which uses `dns`. The id of a
+worker is its pod's uid: a pod that replaces another under the same address is a new worker.
 """
 
 from collections.abc import Iterator

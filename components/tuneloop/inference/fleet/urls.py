@@ -1,7 +1,4 @@
-"""A fleet whose workers are written down: ``http://a:8000,http://b:8000``.
-
-One that does not answer is one that is down just now, so it is left out of what `discover` finds.
-"""
+"""A fleet whose workers are listed: ``http://a:8000,http://b:8000``. `discover` leaves out those that are down."""
 
 import contextlib
 import socket

@@ -4,8 +4,7 @@ The program gets an interpreter of its own with an empty environment and no file
 caller is in its memory. It sees the standard library and an empty directory.
 
 `TUNELOOP_SANDBOX`, which ``cluster.sandbox`` sets, says where: ``process``, or the URL of a
-`tuneloop.inference.sandbox_server`; ``URL#gvisor`` is of one that proves to be in gVisor: a weaker one runs nothing.
-"""
+`tuneloop.inference.sandbox_server`; ``URL#gvisor`` is of one that proves to be in gVisor: a weaker one runs nothing."""
 
 import contextlib
 import ctypes
@@ -48,13 +47,8 @@ HINDERED = 10  # times its seconds that a program may take by the clock, where i
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
-
-    Attributes:
-        seconds: of processor time, rounded up, and of the clock less what it waited for a processor.
-        memory: bytes of address space, of which every thread takes one part in 64, and at least 4 MiB.
-        output: bytes on standard output.
-    """
+    """What a program may use: `seconds` of processor time, rounded up, and of the clock less what it waited for a
+    processor; `memory`, bytes of address space (a 64th, at least 4 MiB, a thread); `output`, bytes on its stdout."""
 
     seconds: float
     memory: int
@@ -115,9 +109,9 @@ def check_sandbox(field: str, value: str) -> None:
 
 
 def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
-    """Run a program as `run_program` does, there; a service that is lost is asked again. Raises OSError where it could
-    not be shut in, no service takes it or its token, or an answer is malformed, and UserError where one is weaker than
-    asked, or refuses the request."""
+    """Run a program as `run_program` does, where `find_sandbox` says; a service that is lost is asked again. Raises
+    OSError: it cannot be shut in, no service takes it or its token, or an answer is malformed; UserError: a service is
+    weaker than asked, or refuses the request."""
     if (where := find_sandbox()) == PROCESS:
         return run_program(program, stdin, call, limits)
     url, _, isolation = where.partition("#")
@@ -194,8 +188,7 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
 
 
 def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None, float]:
-    """Collect what it writes to standard output and to the notes, until it ends or overruns a limit: which one, and the
-    seconds that it took."""
+    """Return what it writes to standard output and notes until it ends, the limit that it overran, and its seconds."""
     assert process.stdout is not None
     begun, own = time.monotonic(), _read_wait("thread-self")
 

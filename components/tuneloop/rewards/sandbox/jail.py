@@ -10,8 +10,7 @@ Needs no privilege and no namespace, so it works in a pod of the restricted prof
   tracing, mounts); those that only newer kernels know do not exist; neither can be taken back.
 
 An audit hook says which door was tried (kernels do not), and turns an attempt to read elsewhere, which Landlock alone
-would answer with an error that a program can hide, into the same death. It protects nothing: the kernel does.
-"""
+would answer with an error that a program can hide, into the same death. It protects nothing: the kernel does."""
 
 import _thread
 import ctypes
@@ -54,8 +53,7 @@ def limit_resources(seconds: int, memory: int) -> None:
 
 
 def restrict_paths(readable: list[str]) -> None:
-    """Allow reading below `readable` and nothing else of the file system (linux/landlock.h). Raises OSError where the
-    kernel has no Landlock, or refuses."""
+    """Allow reading below `readable` alone (linux/landlock.h). Raises OSError: no Landlock, or the kernel refuses."""
     abi = _call(CREATE_RULESET, None, 0, 1)
     rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # what this kernel can forbid
     attributes = struct.pack("Q", rights)
@@ -117,7 +115,7 @@ def restrict_calls(memory: int) -> None:
 
 
 def watch_audit(notes: int, readable: list[str]) -> None:
-    """Write what the program tries at the doors, and end it where it opens what is not its own."""
+    """Note what the program tries that is forbidden, and end it where it opens a file that is not below `readable`."""
     die, realpath, write, descriptor = libc.syscall, os.path.realpath, os.write, int
     ptrace = list_calls("asked", MACHINE)["ptrace"]  # not allowed
 
@@ -165,7 +163,7 @@ def shut_in(options: dict[str, Any]) -> None:
 
 
 def execute_program(program: str, call: str | None, notes: int) -> int:
-    """Run the program, then the call, whose value goes to the notes; the exit code."""
+    """Run the program, then the call, whose value goes to the notes; return the exit code."""
     try:
         space = {"__name__": "__main__"}
         exec(compile(program, "<program>", "exec"), space)

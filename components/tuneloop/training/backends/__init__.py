@@ -6,10 +6,9 @@ A backend is one file here, or an entry point in the group ``tuneloop.backends``
     @dataclass(frozen=True, kw_only=True)
     class Mine(LLMBackend): ...
 
-What starts several ranks reads torchrun's own environment (``PET_NNODES``, ``PET_NPROC_PER_NODE``, ``PET_NODE_RANK``,
+The launcher of several ranks reads torchrun's environment (``PET_NNODES``, ``PET_NPROC_PER_NODE``, ``PET_NODE_RANK``,
 ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``), which Kubeflow Trainer sets in a TrainJob's pods and `tuneloop.argo.trainjob`
-in all others. So a command names no places, and is the same in a TrainJob, a JobSet, a pod and here.
-"""
+in all others. So a command names no addresses, and is the same in a TrainJob, a JobSet, a pod and here."""
 
 import os
 import subprocess
@@ -30,13 +29,7 @@ _known: "dict[str, type[LLMBackend]]" = {}
 
 @dataclass(frozen=True, kw_only=True)
 class LLMBackend(ABC):
-    """How to run one trainer.
-
-    Attributes:
-        nodes: pods.
-        processes: ranks in each.
-        args: the trainer's own options, under their own names.
-    """
+    """A trainer to run: `processes` ranks in each of `nodes` pods, and `args`, its options by their own names."""
 
     image: ClassVar[str] = "trainer"
     """Which of tuneloop's images has it."""
@@ -62,8 +55,7 @@ class LLMBackend(ABC):
 
     @abstractmethod
     def validate(self) -> None:
-        """Find what is known to fail before anything is started. Raises UserError: an option that is missing or
-        impossible."""
+        """Raise UserError for an option that is missing or impossible, before anything is started."""
 
     def to_runtime_args(self) -> list[str]:
         """Return its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
@@ -98,14 +90,12 @@ def register_backend(name: str) -> Callable[[Backend], Backend]:
 
 
 def load_backend(name: str) -> type[LLMBackend]:
-    """Load the backend registered as `name`, or at a dotted path ``package.module:Class``. Raises UserError: there is
-    none, or two have one name."""
+    """Load the backend called `name`, or at ``package.module:Class``. Raises UserError: none, or two of one name."""
     return list_backends().get(name) or plugins.load_variant("backends", name)
 
 
 def list_backends() -> Mapping[str, type[LLMBackend]]:
-    """Return all backends by name: those that ship with tuneloop, and those of entry points. Raises UserError: two have
-    one name."""
+    """Return all backends by name: shipped ones and those of entry points. Raises UserError: two have one name."""
     for name in plugins.list_shipped_variants("backends"):
         plugins.load_variant("backends", name)  # which registers it
     for entry in entry_points(group="tuneloop.backends"):
@@ -114,8 +104,7 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
 
 
 def run_here(backend: LLMBackend) -> int:
-    """Run all its processes on this machine, pass SIGTERM and SIGINT on to them, and return the exit code. Raises
-    UserError: an option that the backend refuses, or several nodes."""
+    """Run a backend here, pass SIGTERM and SIGINT on, return its exit code. Raises UserError: bad option, nodes > 1."""
     backend.validate()
     if backend.nodes > 1:
         raise UserError("nodes", backend.nodes, f"this is one machine; say 1, and processes={backend.nodes}")

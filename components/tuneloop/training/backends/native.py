@@ -12,12 +12,7 @@ from tuneloop.training.backends import LLMBackend, register_backend
 @register_backend("native")
 @dataclass(frozen=True, kw_only=True)
 class Native(LLMBackend):
-    """A stage under torchrun, with FSDP2.
-
-    Attributes:
-        stage: its name.
-        args: its input references, the URL of its output, and its parameters, in snake_case.
-    """
+    """A stage under torchrun, with FSDP2. `args`: its inputs' references, output URL, parameters, in snake_case."""
 
     stage: str = "sft"
 

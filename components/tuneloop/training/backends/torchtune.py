@@ -69,12 +69,9 @@ class TorchtuneConfig(BaseModel, frozen=True, extra="forbid"):
 class Torchtune(LLMBackend):
     """``tune run``, which is torchrun.
 
-    Attributes:
-        model: family and size as in torchtune's configurations: ``llama3_2/1B``.
-        config: overrides that have types, as a `TorchtuneConfig` or its keys; without a dataset torchtune asks the
-            Hugging Face Hub for Alpaca's.
-        args: all other overrides, by their dotted names; they win.
-    """
+    `model` is family and size as in torchtune's configurations. `config` has the overrides with types, as a
+    `TorchtuneConfig` or its keys; without a dataset torchtune asks the Hugging Face Hub for Alpaca's. `args` are all
+    other overrides, by their dotted names; they win."""
 
     image: ClassVar[str] = "torchtune"
     model: str = "llama3_2/1B"
@@ -108,8 +105,8 @@ class Torchtune(LLMBackend):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """`config` and `args` but for what is none, or switched off: the Trainer takes these two names alone for a yes.
-        Raises UserError at a key or a value that `config` cannot have."""
+        """`config` and `args` without None, and without `QUANTIZED` or `DORA` that is false: the Trainer takes these
+        names alone for a yes. Raises UserError for a key or a value that `config` cannot have."""
         try:
             given = {**TorchtuneConfig.model_validate(self.config).to_overrides(), **self.args}
         except ValidationError as error:

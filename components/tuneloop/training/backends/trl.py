@@ -1,9 +1,7 @@
 """TRL's trainers, by the modules behind its command line.
 
-``trl sft`` starts ranks by accelerate, which knows nothing of torchrun's ``PET_*`` variables: in a TrainJob every pod
-would train alone, at world size 1, and say nothing (kubeflow/trainer#3930). torchrun with the script's module does not.
-`tuneloop.training.rank` runs that module in each rank, and sees to it that the rank ends.
-"""
+``trl sft`` starts ranks by accelerate, which ignores torchrun's ``PET_*`` variables: in a TrainJob every pod would
+train alone and say nothing (kubeflow/trainer#3930). Here torchrun runs the script, by `tuneloop.training.rank`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,14 +45,11 @@ LACKS = {"packing": "auto", "lora": None, "cpu_offload": False, "save_steps": 0}
 @register_backend("trl")
 @dataclass(frozen=True, kw_only=True)
 class Trl(LLMBackend):
-    """A TRL script under torchrun.
+    """A TRL script under torchrun; `trainer` is ``sft``, ``dpo``, ``kto`` or ``grpo``.
 
-    Attributes:
-        trainer: ``sft``, ``dpo``, ``kto`` or ``grpo``.
-        args: of its script, ModelConfig and trainer's config, by their own names. ``dataset_name`` may be a directory
-            of Parquet files. ``reward_funcs`` are names of TRL's, or functions by dotted path; that of what `data_prep`
-            makes is ``tuneloop.training.backends.trl.score``.
-    """
+    `args` are those of the script, ModelConfig and the trainer's config, by their own names. ``dataset_name`` may be a
+    directory of Parquet files. ``reward_funcs`` are names of TRL's, or functions by dotted path; that for rows of
+    `data_prep` is ``tuneloop.training.backends.trl.score``."""
 
     trainer: str = "sft"
 
@@ -111,13 +106,8 @@ class Trl(LLMBackend):
 def score(
     completions: Sequence[Any], answer: Sequence[str], reward: Sequence[str], metadata: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """Score the rows of `data_prep` for TRL's GRPO, whose reward function it is: each by its own rewards, as the stage
-    `reward` does; None, which TRL leaves out of baselines and loss, for what has no score.
-
-    Args:
-        completions: text, or in a chat the assistant's message in a list.
-        answer, reward, metadata: the columns of ``train.parquet``.
-    """
+    """Score rows of ``train.parquet`` for TRL's GRPO, as the stage `reward` does; None where there is no score, which
+    TRL leaves out of baselines and loss. A completion is text, or in a chat a list of messages."""
     said = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     columns = zip(said, answer, reward, metadata, strict=True)
     names = ("completion", "answer", "reward_spec", "metadata")

@@ -1,7 +1,6 @@
 """Train a causal language model of transformers, sharded by FSDP2 over the ranks of torchrun, or whole on one.
 
 Parameters are float32 masters. With ``dtype="bfloat16"`` the forward and backward pass runs in bfloat16: autocast in
-one process, FSDP's `MixedPrecisionPolicy` in several. A single process makes no process group: there is nothing to
-shard, and start-up is faster. Gradients are *summed* over micro-batches and ranks, so a loss has to be divided by what
-the whole batch counts; then every way of cutting a batch gives the same step.
-"""
+one process, FSDP's `MixedPrecisionPolicy` in several. A single process starts faster, without a process group.
+Gradients are *summed* over micro-batches and ranks, so a loss has to be divided by what the whole batch counts; then
+every way of cutting a batch gives the same step."""

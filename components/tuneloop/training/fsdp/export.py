@@ -2,8 +2,7 @@
 
 FSDP2 gives each rank a run of rows of every parameter, which is a run of bytes in a safetensors file. The first rank
 lays the files out, with all headers and no data; every rank then fills in what it holds, and the bytes are those of
-`save_pretrained`. Machines that share no directory send their rows to the first, one tensor at a time.
-"""
+`save_pretrained`. Machines that share no directory send their rows to the first, one tensor at a time."""
 
 import copy
 import json
@@ -26,16 +25,11 @@ FILE_SIZE = "50GB"
 def write_sharded_model(
     model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks
 ) -> bool:
-    """Write `model` with floating parameters in `dtype`; called by all ranks.
+    """Write a model of transformers, under `fully_shard` on one mesh dimension, with floating parameters in `dtype`.
 
-    Args:
-        model: of transformers, under `fully_shard` on one mesh dimension.
-        state: its names and values, sharded or (buffers) whole; tied ones are left out.
-
-    Returns:
-        False, and nothing is written, where transformers does more than write what the model holds (it turns experts
-        that it fused on loading into those of the checkpoint again, or keeps modules in float32).
-    """
+    All ranks call this. `state` has the model's names and values, sharded or (buffers) whole; tied ones are left out.
+    Return False, with nothing written, where transformers does more than write what the model holds: where it splits
+    experts again that it fused on loading, or keeps modules in float32."""
     if getattr(model, "_weight_conversions", True) or getattr(model, "_keep_in_fp32_modules", None):
         return False
     plan = _Plan(model, dtype, target)
@@ -71,8 +65,7 @@ def gather_tensor(value: Tensor) -> Tensor:
 
 
 class _Plan:
-    """Which tensors go where: known to every rank from the model's configuration alone. `wanted`: name → a tensor
-    without data, of the shape and dtype that is written."""
+    """The place of each tensor, from the model's configuration alone; `wanted`: name → meta tensor as written."""
 
     def __init__(self, model: Any, dtype: torch.dtype, target: Path) -> None:
         from huggingface_hub import split_torch_state_dict_into_shards

@@ -42,21 +42,16 @@ def choose_attention(name: str, device: str, dtype: Dtype) -> str:
 
 
 class Policy:
-    """A language model that gives the log-probabilities of target tokens. `TrainerOptions` has the options. Raises
-    UserError: the model cannot be loaded, or there is not what an option needs.
+    """A language model that gives the log-probabilities of target tokens; `TrainerOptions` has the options.
 
-    Args:
-        model: a Hugging Face model directory.
-        ranks: who shares the work.
-        packing: ``auto`` is padded on a CPU, which has no kernel for sequences of varying length, so that a
-            block-diagonal mask costs more than padding cut by length.
-        max_length: tokens in a packed row.
-        lora: adapters to train in place of the model, which is frozen; the layers under them then lie in `dtype`.
+    `model` is a Hugging Face directory. On a CPU ``packing="auto"`` is padded: there is no kernel for sequences of
+    varying length, so that a block-diagonal mask costs more than padding cut by length. A packed row has `max_length`
+    tokens. With `lora` the model is frozen, and the layers under adapters lie in `dtype`. Raises UserError: the model
+    cannot be loaded, or what an option needs is missing.
 
     Attributes:
         attention, packed: what was chosen.
-        context: the longest sequence its positions reach.
-        vocab_size: ids stay below it.
+        context: tokens of the longest sequence that its positions reach.
     """
 
     def __init__(
@@ -146,12 +141,10 @@ class Policy:
         return plan_micro_batches(lengths, limit, self.ranks.world, self.packed)[self.ranks.rank]
 
     def logprobs(self, documents: Sequence[Document] | Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Compute the log-probabilities of targets in one forward pass; `documents` may be collated already.
+        """Compute log-probability and entropy of targets in one forward pass; `documents` may be collated already.
 
-        Returns:
-            Float32 ``[targets]`` each, document by document: the log-probability of each target under
-            ``softmax(logits / temperature)``, with gradient; and that distribution's entropy in nats, without.
-        """
+        Both are float32 ``[targets]``, document by document: each target's log-probability under
+        ``softmax(logits / temperature)``, with gradient; that distribution's entropy in nats, without."""
         batch = (documents if isinstance(documents, Batch) else self.collate(documents)).to(self.ranks.device)
         if self._scaled:  # something follows the output layer
             return compute_logprobs(self._logits(batch), batch.labels, temperature)
@@ -163,10 +156,8 @@ class Policy:
         return found[:, 0], found[:, 1].detach()
 
     def _head(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Wrap the output layer, which inside of `logprobs` gives ``[1, targets, 2]``, never all logits at once.
-
-        It is here that a sharded model's parameters are whole. On the way back each chunk's logits are made again.
-        """
+        """Wrap the output layer to give ``[1, targets, 2]`` inside of `logprobs`, never all logits at once: only here
+        are a sharded model's parameters whole. The backward pass computes each chunk's logits again."""
 
         def chunk(hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
             return torch.stack(compute_logprobs(forward(hidden), labels, temperature), -1)
@@ -233,11 +224,8 @@ class Policy:
         return open_model(directory, dtype, "sdpa")
 
     def export(self, source: Path, target: Path, dtype: str) -> Any:
-        """Write ``target`` in Hugging Face layout with parameters in `dtype`; called by all ranks.
-
-        Every other file of the directory `source`, tokenizer first of all, is taken from there by the caller. Returns
-        the model as written, on the CPU; None on all ranks but the first.
-        """
+        """Write the model to `target` in Hugging Face layout, in `dtype`; called by all ranks. The caller copies other
+        files of `source`, as the tokenizer's. Return the model as written, on the CPU, or None on all other ranks."""
         kind = getattr(torch, dtype)
         if self.ranks.mesh is not None:
             state = lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()
@@ -254,8 +242,7 @@ class Policy:
 
 
 def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any) -> Any:
-    """Open a model of transformers: a causal language model, or one with another `head`. Raises UserError: the
-    directory's model, or this way of attention, is none that can be loaded."""
+    """Open a causal language model of transformers, or with another `head`. Raises UserError: it cannot be loaded."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 

@@ -18,13 +18,8 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The processes that train together, and the device of this one. Raises UserError: no CUDA, or another number of
-    processes.
-
-    Args:
-        device: ``auto`` takes CUDA where there is some.
-        expected: how many processes there must be; asserted by counting them, not by reading the environment.
-    """
+    """The processes that train together, and the device of this one; ``auto`` is CUDA where there is some. Raises
+    UserError: no CUDA, or not `expected` processes, which are counted, not read from the environment."""
 
     def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():

@@ -33,10 +33,10 @@ class Trainer(Policy):
     """A policy and its optimizer.
 
     Attributes:
-        step: optimizer steps taken, also by those whose state was loaded.
+        step: optimizer steps taken, including those of a state that was loaded.
         trainable: the parameters that it changes, by name: all, or those of adapters.
-        base: the checkpoint that the frozen parameters under adapters are of, for who opened it to say.
-        since: reference of the checkpoint whose files its state was last opened from, likewise.
+        base: the checkpoint of the frozen parameters under adapters, set by the caller.
+        since: reference of the checkpoint whose files its state was last read from, set by the caller.
     """
 
     base: Artifact
@@ -74,13 +74,11 @@ class Trainer(Policy):
         return measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
-        """Compute what `tokens_per_s`, over all ranks, means.
+        """Compute what `tokens_per_s`, over all ranks, amounts to.
 
-        Returns:
-            ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None
-            where the device's peak is not known, as on a CPU; ``peak_memory_bytes``, the most of any rank; and with
-            several ranks ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank.
-        """
+        ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None but
+        for bfloat16 on a GPU whose peak is known; ``peak_memory_bytes``, the most of any rank; and with several ranks
+        ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank."""
         everything = sum(parameter.numel() for parameter in self.model.parameters())
         flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
         found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
@@ -95,8 +93,7 @@ class Trainer(Policy):
         return found | dict(zip(names, self.ranks.max(values)))
 
     def update(self) -> tuple[float, float]:
-        """Clip the gradients that have been summed up, and take one step; return the norm of the whole gradient before
-        clipping, and the learning rate."""
+        """Clip the summed gradients, take one step; return the whole gradient's norm before, and the learning rate."""
         self._be_awake()
         self.step += 1
         rate = self.optimization.rate(self.step)
@@ -113,11 +110,9 @@ class Trainer(Policy):
     def sleep(self) -> None:
         """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device.
 
-        They, and buffers, move tensor by tensor, each back to where it came from: a state that comes back to another
-        device than its parameter's fails at the next step, or worse, trains on. On CUDA the host's copies are pinned,
-        so that the copy goes at the speed of the bus. On a CPU they move from one place of the host's memory to
-        another: a stand-in that gives back nothing.
-        """
+        Every tensor, buffers included, comes back to its own device: a state on another device than its parameter fails
+        at the next step, or worse, trains on. Copies of CUDA tensors are pinned, for the full speed of the bus. On a
+        CPU tensors move within the host's memory: a stand-in, which frees nothing."""
         self._be_awake("the trainer sleeps already")
         homes = self._homes = {}
 
@@ -215,8 +210,7 @@ def _address(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def measure_collectives(found: dict[str, float]) -> Iterator[None]:
-    """Set ``communication_s``, this rank's time in collectives by torch's profiler, waiting for others included, and
-    ``step_s``, that of the whole block."""
+    """Set ``communication_s``, this rank's seconds in collectives, waiting included; ``step_s``, those of the block."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls a machine without a GPU an error
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as seen:
