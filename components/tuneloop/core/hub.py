@@ -19,6 +19,6 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among the causes."""
-    while error and not isinstance(error, ConnectionError | TimeoutError) and "ConnectError" not in type(error).__name__:
+    while error and not isinstance(error, ConnectionError | TimeoutError) and "ConnectError" not in str(type(error)):
         error = error.__cause__ or error.__context__
     return error is not None
