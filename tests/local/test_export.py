@@ -1,10 +1,13 @@
-"""What `export` writes is a model directory for others."""
+"""What `export` writes is a model directory for others: transformers and vLLM load it and agree."""
 
+import gc
+import json
 import time
 from pathlib import Path
 
 import pytest
 
+from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -14,8 +17,11 @@ from tuneloop.training.fetch import fetch_artifact
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 
-def test_transformers_loads_it(tmp_path: Path) -> None:
-    """vLLM's own server loads one, too, and agrees with its checkpoint, in ``test_lm_eval.py``."""
+def test_transformers_and_vllm_load_it_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama; whole loops have vLLM load a Qwen3 and prove it by its canary."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in process, as a child has no way to say why it died
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    vllm = pytest.importorskip("vllm")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     data_prep(out=str(tmp_path / "prompts"), train=200, eval=10, sft=100)
@@ -27,6 +33,18 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
     assert policy.num_parameters() == manifest.results["parameters"]
     assert tokenizer.decode(tokenizer.encode("reverse 12 =")) == "reverse 12 ="
+
+    engine = vllm.LLM(str(plain), enforce_eager=True, max_model_len=64, max_num_seqs=2, seed=0)
+    canary = json.loads((Artifact(str(tmp_path / "base")).path / "canary.json").read_text())
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    (answer,) = engine.generate({"prompt_token_ids": canary["ids"]}, greedy)
+    served = [said[token].logprob for token, said in zip(canary["ids"][1:], answer.prompt_logprobs[1:])]
+    gap = max(abs(ours - theirs) for ours, theirs in zip(served, canary["logprobs"], strict=True))
+    print(f"largest difference of the canary's log-probabilities {gap:.4f}")
+    assert gap < 0.03  # bfloat16 on both sides; other weights differ by about 1
+    assert len(answer.outputs[0].token_ids) == 4
+    del engine
+    gc.collect()
 
 
 def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

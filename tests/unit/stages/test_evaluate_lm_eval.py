@@ -1,11 +1,12 @@
-"""The real lm-eval, on tasks made here, of a policy in this process; and what it cannot do, each in one line."""
+"""What needs no lm-eval; then, slow, the real one on tasks made here, and what it cannot do, each in one line."""
 
 import json
-import os
-import subprocess
+import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -13,8 +14,6 @@ import pytest
 
 from tests.lm_eval_tasks import TEXTS, count_said, write_tasks
 from tests.policies import commit_policy
-from tests.waiting import LIMIT_S
-from tests.warm import python
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, Unavailable, UserError
 from tuneloop.formats.rollouts import Request
@@ -22,7 +21,9 @@ from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.runs.run_record import Run
-from tuneloop.stages.evaluate_lm_eval import evaluate_lm_eval
+from tuneloop.stages.evaluate_lm_eval import evaluate_lm_eval, find_metrics, hash_own, list_samples
+
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,60 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory, policy: Artifact) -> str:
+def folder(tmp_path_factory: pytest.TempPathFactory, policy: Artifact) -> str:
     return write_tasks(tmp_path_factory.mktemp("tasks") / "mine", policy)
 
 
-def measure(out: Path, policy: Artifact, folder: str, **options: Any) -> Artifact:
+@pytest.fixture
+def tasks(folder: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tasks made here; that lm-eval reads its own thousands, for seconds, is left to one test."""
+    import lm_eval.tasks
+
+    alone = partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", alone)
+    return folder
+
+
+def measure(out: Path, policy: Artifact, folder: str | None, **options: Any) -> Artifact:
     evaluate_lm_eval(out=str(out), policy=policy.ref, **{"tasks": ["digits"], "include_path": folder, **options})
     return Artifact(str(out))
 
 
+def test_without_lm_eval(tmp_path: Path, policy: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"package: 'lm_eval': is not installed; pip install 'tuneloop\[lm-eval\]'"):
+        measure(tmp_path / "m", policy, None)
+
+
+def test_metrics_are_read_as_lm_eval_writes_them() -> None:
+    said = {"alias": "x", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": "N/A", "exact_match,strict-match": 1}
+    assert find_metrics("x", said, None) == {"acc": 0.5, "exact_match/strict-match": 1.0}
+    for wanted in ("exact_match", "exact_match/strict-match"):
+        assert next(iter(find_metrics("x", said, wanted))) == "exact_match/strict-match"
+    with pytest.raises(UserError, match="metric: 'bleu': is none of x, which has acc, exact_match/strict-match"):
+        find_metrics("x", said, "bleu")
+    assert find_metrics("group", {"alias": "group"}, "bleu") == {}
+
+
+def test_samples_are_read_as_lm_eval_writes_them() -> None:
+    asked = {"arguments": [("2+2=", {})], "target": "4", "doc_id": 0, "exact_match": 1.0}
+    twice = [{**asked, "filter": kept, "filtered_resps": [kept]} for kept in ("flexible-extract", "strict-match")]
+    (row,) = list_samples("sums", twice, {"exact_match/strict-match": 0.5})
+    assert list(row.values()) == ["sums/0", "2+2=", "strict-match", "4", 1.0, "score"]
+    chosen = {"arguments": [("Q", " a"), ("Q", " b")], "filtered_resps": [(-2.0, False), (-1.0, True)], "target": 0}
+    both = [{**chosen, "doc_id": 1, "filter": "none", "acc": 0.0}, {**chosen, "doc_id": 2, "filter": "none"}]
+    rows = [list(row.values()) for row in list_samples("quiz", both, {"acc": 0.5})]
+    assert rows == [["quiz/1", "Q", " b", " a", 0.0, "score"], ["quiz/2", "Q", " b", " a", None, "unverifiable"]]
+
+
+def test_task_files_are_told_by_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    first = hash_own(SimpleNamespace(include_path=str(tmp_path)))
+    (tmp_path / "rows.jsonl").write_text("[]")
+    assert first != hash_own(SimpleNamespace(include_path=str(tmp_path))) != hash_own(SimpleNamespace(include_path=None))
+
+
+@slow
 def test_scores_are_those_of_the_policy(policy: Artifact, tasks: str) -> None:
     """By our own engine's log-probabilities and greedy tokens, too; they are in the run's curves."""
     store, float32 = Path(policy.url.removeprefix("file://")).parents[3], {"dtype": "float32", "batch_size": 4}
@@ -62,6 +108,7 @@ def test_scores_are_those_of_the_policy(policy: Artifact, tasks: str) -> None:
     assert (curves["digits_choose/acc"].axis, curves["digits_choose/acc"].y) == ("iteration", [0.75, 0.75])
 
 
+@slow
 def test_other_task_files_are_other_work(tmp_path: Path, policy: Artifact, tasks: str) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -77,11 +124,11 @@ def test_other_task_files_are_other_work(tmp_path: Path, policy: Artifact, tasks
         measure(tmp_path / "m", policy, again, **few)
 
 
+@slow
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"tasks": ["nope"]}, r"tasks: \['nope'\]: .*'nope' is not a registered task"),
-        ({"include_path": "/nowhere"}, "'digits' is not a registered task"),
         ({"metric": "bleu", "limit": 1}, "metric: 'bleu': is none of digits_choose, which has acc, acc_norm"),
         ({"model_args": {"heads": 3}}, "model_args: {'heads': 3}: .*unexpected keyword argument 'heads'"),
         ({"engine": "endpoint"}, "--endpoint: None: is required: an OpenAI API"),
@@ -96,6 +143,7 @@ def test_mistakes(tmp_path: Path, policy: Artifact, tasks: str, options: dict[st
         measure(tmp_path / "m", policy, tasks, **options)
 
 
+@slow
 @pytest.mark.parametrize(("status", "raised"), [(404, UserError), (503, Unavailable), (None, Unavailable)])
 def test_a_server_that_refuses_or_is_away(
     tmp_path: Path, policy: Artifact, tasks: str, status: int | None, raised: type[Exception]
@@ -117,7 +165,7 @@ def test_a_server_that_refuses_or_is_away(
 
 
 class Completions(BaseHTTPRequestHandler):
-    """The part of an OpenAI API that lm-eval calls, by our own engine; `tests/local/test_lm_eval.py` has vLLM's."""
+    """The part of an OpenAI API that lm-eval calls, answered as vLLM's does, by our own engine."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -142,6 +190,7 @@ class Completions(BaseHTTPRequestHandler):
         return {"index": index, "text": text}
 
 
+@slow
 def test_a_server_proves_what_it_serves_and_scores_as_in_process(tmp_path: Path, policy: Artifact, tasks: str) -> None:
     engine, files = Transformers(), policy.path / "model"
     engine.load(policy)
@@ -164,6 +213,7 @@ def test_a_server_proves_what_it_serves_and_scores_as_in_process(tmp_path: Path,
     )
 
 
+@slow
 def test_a_signal_ends_it_at_the_next_answer(tmp_path: Path, policy: Artifact, tasks: str) -> None:
     (tmp_path / "stop.py").write_text(
         "import os\n\ndef ask(doc):\n    os.kill(os.getpid(), 15)\n    return doc['question']\n"
@@ -175,10 +225,11 @@ def test_a_signal_ends_it_at_the_next_answer(tmp_path: Path, policy: Artifact, t
     assert not [*(tmp_path / "m").glob("*")]
 
 
-def test_a_task_of_the_hub_where_no_hub_is_to_be_asked(tmp_path: Path, policy: Artifact) -> None:
-    words = ["--policy", policy.ref, "--metrics", str(tmp_path / "m"), "--tasks", json.dumps(["arc_easy"])]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    program = [python(), "-m", "tuneloop.stages.evaluate_lm_eval", *words]
-    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=LIMIT_S)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert done.stderr.splitlines()[-1].startswith("error: tasks: ['arc_easy']: lm-eval cannot do with it: ")
+@slow
+def test_a_task_of_the_hub_where_no_hub_is_to_be_asked(
+    tmp_path: Path, policy: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)  # which they read when they are imported
+    with pytest.raises(UserError, match=r"tasks: \['arc_easy'\]: lm-eval cannot do with it: "):
+        measure(tmp_path / "m", policy, None, tasks=["arc_easy"])
