@@ -81,9 +81,10 @@ def test_samples_are_read_as_lm_eval_writes_them() -> None:
 
 def test_task_files_are_told_by_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
-    first = hash_own(SimpleNamespace(include_path=str(tmp_path)))
+    given, first = SimpleNamespace(include_path=str(tmp_path)), hash_own(SimpleNamespace(include_path=str(tmp_path)))
+    assert hash_own(given) == first != hash_own(SimpleNamespace(include_path=None))
     (tmp_path / "rows.jsonl").write_text("[]")
-    assert first != hash_own(SimpleNamespace(include_path=str(tmp_path))) != hash_own(SimpleNamespace(include_path=None))
+    assert hash_own(given) != first
 
 
 @slow
@@ -231,5 +232,5 @@ def test_a_task_of_the_hub_where_no_hub_is_to_be_asked(
 ) -> None:
     for library in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)  # which they read when they are imported
-    with pytest.raises(UserError, match=r"tasks: \['arc_easy'\]: lm-eval cannot do with it: "):
+    with pytest.raises(UserError, match=r"tasks: \['arc_easy'\]: lm-eval cannot do with it: .*[Oo]ffline"):
         measure(tmp_path / "m", policy, None, tasks=["arc_easy"])
