@@ -17,9 +17,12 @@ from pathlib import Path
 from tests.browser import Page, open_browser, serve
 from tests.policies import commit_policy
 from tests.rollouts import commit_scored_rollouts
-from tests.unit.ui.test_app import make_run
+from tests.unit import toy
 from tuneloop.formats.tokens import load_tokenizer
+from tuneloop.runs.records import Record
+from tuneloop.runs.run_record import Run
 
+WORKFLOW = "spec: {templates: [{name: main, dag: {tasks: [{name: sft, template: sft}]}}, {name: sft}]}"
 WATCH = """
 new MutationObserver(() => { window.changed = performance.now(); })
   .observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
@@ -68,7 +71,9 @@ INTERACTIONS = {
 def make_store(store: Path, iterations: int, rollouts: int, characters: int) -> None:
     """Make two runs of so many iterations, and in one of them another one of so many completions."""
     for name in ("large", "other"):
-        make_run(store, name, iterations, whole=False, seed=len(name))
+        about = {"run": name, "pipeline": "toy", "path": "toy.py", "store": f"file://{store}"}
+        Run.create(Record(config={"seed": len(name)}, **about), WORKFLOW)
+        toy.make(f"{store}/{name}", iterations, whole=False)
     policy = commit_policy(store / "large/base-model")
     words = load_tokenizer(policy.path / "model")
     texts = [(f"{place:06d} " * characters)[:characters] for place in range(rollouts)]
