@@ -1,6 +1,7 @@
 """``tuneloop ui``: a live page over the runs of a store."""
 
 import contextlib
+import threading
 from typing import Annotated
 
 import typer
@@ -23,6 +24,7 @@ def serve_ui(
 ) -> None:
     """Serve a live page over the runs of a store. Read only: curves, alarms, completions token by token, weights."""
     try:
+        import pyarrow as pa
         import uvicorn
 
         from tuneloop.inference.server import bind_address, serve_until_signalled
@@ -41,4 +43,6 @@ def serve_ui(
         config = uvicorn.Config(
             build_app(store, cluster, hosts, ask), log_level="warning", access_log=False, lifespan="off"
         )
+        # With its first value pyarrow imports pandas, where it is there: a second, for which no page is to wait.
+        threading.Thread(target=pa.scalar, args=(0,), daemon=True).start()
         serve_until_signalled(uvicorn.Server(config), listener)
