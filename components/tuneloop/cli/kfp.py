@@ -145,8 +145,9 @@ def connect_to_executor(namespace: str | None, context: str | None, kfp: str | N
     """Connect to what executes runs elsewhere: a cluster's Argo, or Kubeflow Pipelines, as something to ask."""
     if namespace and kfp:
         raise UserError("--kfp", kfp, "is for runs there, --namespace for runs on Argo: give one")
-    api = client.connect_to_kfp(kfp) if kfp else None
-    ask = partial(client.describe_progress, api) if api else None
+    from tuneloop.kfp.progress import describe_progress
+
+    ask = partial(describe_progress, client.connect_to_kfp(kfp)) if kfp else None
     return connect_to_cluster(namespace, context) if namespace else None, ask
 
 

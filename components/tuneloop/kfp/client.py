@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,10 @@ from typing import Any
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kfp.api import DONE, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
-from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import Stage, list_stages
 
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
 ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
-PHASES = {
-    **{"PENDING": "Pending", "PAUSED": "Pending", "RUNNING": "Running", "CANCELING": "Running"},
-    **{"SUCCEEDED": "Succeeded", "SKIPPED": "Skipped", "FAILED": "Failed", "CANCELED": "Failed"},
-}
-"""KFP's states of a run and of its tasks → those that Argo has for them."""
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
@@ -190,19 +183,6 @@ def list_tasks(run: Any) -> list[TaskStatus]:
         error = (each.error and each.error.message) or ""
         listed.append(TaskStatus(names.get(name, name), each.state or "PENDING", seconds, error))
     return listed
-
-
-def describe_progress(client: Any, run: Run) -> dict[str, Any]:
-    """Describe how a run stands there: its phase, and the stages that it has committed or that are tasks there. Raises
-    UserError where there is none of that name."""
-    found, stages = find_run(client, run.name), {stage.stage: stage for stage in list_stages(run)}
-    for task in list_tasks(found):
-        phase = PHASES.get(task.state, "Pending")
-        known = stages.get(task.name, Stage(task.name, phase, seconds=task.seconds))
-        stages[task.name] = replace(known, phase=phase, message=task.error)
-    said = [(found.error and found.error.message) or "", "canceled" if found.state == "CANCELED" else ""]
-    phase = PHASES.get(found.state, "Pending").lower()
-    return {"phase": phase, "message": "; ".join(filter(None, said)), "stages": [*stages.values()]}
 
 
 def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from tests.kfp_api import Api, serve_api
 from tests.unit import toy
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import Interrupted, Unavailable, UserError
-from tuneloop.kfp import client
+from tuneloop.kfp import client, progress
 from tuneloop.kfp.api import RunApi, call_api
 from tuneloop.kfp.check_data import start_scheduled_run
 from tuneloop.kfp.schedule import convert_cron
@@ -94,7 +94,7 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
 def test_every_state_of_kfp_is_known() -> None:
     from kfp_server_api import V2beta1RuntimeState
 
-    assert {*client.PHASES, "RUNTIME_STATE_UNSPECIFIED"} == {*V2beta1RuntimeState().allowable_values}
+    assert {*progress.PHASES, "RUNTIME_STATE_UNSPECIFIED"} == {*V2beta1RuntimeState().allowable_values}
 
 
 def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.C
     assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
     toy.make(f"{tmp_path}/demo", 1, whole=False)
     toy.make(f"{tmp_path}/other", 1, whole=False)
-    ask = partial(client.describe_progress, client.connect_to_kfp(backend.url))
+    ask = partial(progress.describe_progress, client.connect_to_kfp(backend.url))
     (run,) = backend.runs
     with TestClient(build_app(str(tmp_path), ask=ask)) as page:
 
