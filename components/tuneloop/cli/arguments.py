@@ -28,3 +28,4 @@ PRIORITY = Annotated[str | None, typer.Option("--priority", help="WorkloadPriori
 JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Where the runs live.")]
 CONTEXT = Annotated[str | None, typer.Option("--context", help="Of the kubeconfig; default: the current one.")]
+KFP = Annotated[str | None, typer.Option("--kfp", metavar="URL", help="Of Kubeflow Pipelines' API, for runs there.")]

@@ -29,7 +29,11 @@ def plan_pipeline(
         typer.Option("--plan", metavar="NAME", help="With --share: end with exit code 2 if this plan loses time."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of an accelerator for an hour: with --measured, what the run costs.")
+        float | None, typer.Option(min=0, help="Of an accelerator for an hour: with --measured or --device, the cost.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Estimate hours by arithmetic for it: H100, H200, A100, L40S, B200."),
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph there, as a picture.")] = None,
 ) -> None:
@@ -42,8 +46,10 @@ def plan_pipeline(
     found = find_pipeline(pipeline)
     configured = found.configure(config, sets or ())
     built, runs = found.build(configured), measured or []
-    if price is not None and (share or not runs):
-        raise UserError("--price", price, "needs the seconds of a run: give --measured RUN, and leave out --share")
+    if price is not None and (share or not (runs or device)):
+        raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME, and leave out --share")
+    if device and (share or runs):
+        raise UserError("--device", device, "is for where no run was measured: leave out --measured and --share")
     if svg:
         from tuneloop.planning.picture import draw_graph
 
@@ -58,10 +64,13 @@ def plan_pipeline(
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built, run.seconds_an_iteration() if run else None))
-    if run:
-        from tuneloop.planning.cost import estimate_cost
+    if run or device:
+        from tuneloop.planning.arithmetic import estimate_seconds
+        from tuneloop.planning.cost import estimate_cost, read_seconds
 
-        typer.echo("\n".join(estimate_cost(built, run, price)))
+        how = f"at most, as {run.name} took" if run else f"about, by arithmetic for {device}, not measured"
+        seconds, lines = (read_seconds(run), []) if run else estimate_seconds(built, device or "")
+        typer.echo("\n".join([*estimate_cost(built, seconds, how, price), *lines]))
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:

@@ -1,5 +1,6 @@
 """Commands for Kubeflow Pipelines: render, submit, schedule, and look at runs there."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from tuneloop.cli.inspect import print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.kfp import client
+from tuneloop.kube.connection import connect_to_cluster
 
 ENDPOINT = Annotated[str | None, typer.Option(envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")]
 ROOT = Annotated[
@@ -137,6 +139,16 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
     client.check_kfp_is_installed()
     settings = found.configure(config, sets or ())
     return found.module.build_kfp(settings), settings
+
+
+def connect_to_executor(namespace: str | None, context: str | None, kfp: str | None) -> tuple[Any, Any]:
+    """Connect to what executes runs elsewhere: a cluster's Argo, or Kubeflow Pipelines, as something to ask."""
+    if namespace and kfp:
+        raise UserError("--kfp", kfp, "is for runs there, --namespace for runs on Argo: give one")
+    from tuneloop.kfp.progress import describe_progress
+
+    ask = partial(describe_progress, client.connect_to_kfp(kfp)) if kfp else None
+    return connect_to_cluster(namespace, context) if namespace else None, ask
 
 
 def list_commands() -> list[str]:

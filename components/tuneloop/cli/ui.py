@@ -1,14 +1,15 @@
 """``tuneloop ui``: a live page over the runs of a store."""
 
 import contextlib
+import threading
 from typing import Annotated
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, STORE
+from tuneloop.cli.arguments import CONTEXT, KFP, STORE
+from tuneloop.cli.kfp import connect_to_executor
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import local_path
-from tuneloop.kube.connection import connect_to_cluster
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
@@ -19,9 +20,11 @@ def serve_ui(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 8090,
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
     context: CONTEXT = None,
+    kfp: KFP = None,
 ) -> None:
     """Serve a live page over the runs of a store. Read only: curves, alarms, completions token by token, weights."""
     try:
+        import pyarrow as pa
         import uvicorn
 
         from tuneloop.inference.server import bind_address, serve_until_signalled
@@ -30,12 +33,16 @@ def serve_ui(
         raise UserError("ui", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
     if (folder := local_path(store)) and not folder.is_dir():
         raise UserError("--store", store, "is not a directory; correct it, or start a run there first")
-    cluster = connect_to_cluster(namespace, context) if namespace else None
+    cluster, ask = connect_to_executor(namespace, context, kfp)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))
         listener.listen(128)
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"http://{shown}:{listener.getsockname()[1]}/", err=True)
         hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
-        config = uvicorn.Config(build_app(store, cluster, hosts), log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            build_app(store, cluster, hosts, ask), log_level="warning", access_log=False, lifespan="off"
+        )
+        # With its first value pyarrow imports pandas, where it is there: a second, for which no page is to wait.
+        threading.Thread(target=pa.scalar, args=(0,), daemon=True).start()
         serve_until_signalled(uvicorn.Server(config), listener)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, RUN, STORE
+from tuneloop.cli.arguments import CONTEXT, KFP, RUN, STORE
 from tuneloop.core.errors import Retryable
 
 if TYPE_CHECKING:
@@ -30,25 +30,26 @@ def watch_run(
     store: STORE = "runs",
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
     context: CONTEXT = None,
+    kfp: KFP = None,
 ) -> int:
     """Watch a run until it ends. Stages, iterations, reward, time to go; exit code 0: it succeeded, 1: it failed, 75:
     it was interrupted, or has committed nothing for a day."""
     from rich.live import Live
 
-    from tuneloop.kube.connection import connect_to_cluster
+    from tuneloop.cli.kfp import connect_to_executor
     from tuneloop.runs.run_record import Run
     from tuneloop.runs.tracking import find_phase
     from tuneloop.ui.describe import describe_state
 
-    cluster = connect_to_cluster(namespace, context) if namespace else None
-    run = Run(name, store) if cluster else Run.open(name, store)  # on a cluster it may have committed nothing yet
+    cluster, ask = connect_to_executor(namespace, context, kfp)
+    run = Run(name, store) if cluster or ask else Run.open(name, store)  # elsewhere it may have committed nothing yet
     shown, phase, told = set[str](), "", ""
     with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
         while True:
             over, began = phase in CODES, time.monotonic()  # what a run that has ended committed is there by now
             try:
                 run.refresh(whole=False)
-                stands = describe_state(run, cluster)
+                stands = describe_state(run, cluster, ask)
                 phase, message = stands["phase"], stands["message"]
                 if phase == "elsewhere" and (phase := find_phase(run)) == "elsewhere":
                     message = "nothing was committed for a day, and nothing says how it ended"

@@ -15,3 +15,10 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
     if own and revision not in (None, own):
         raise UserError(field, address, f"names another revision than {revision}; give one")
     return name, own or revision
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return whether a failed connection is among the causes."""
+    while error and not isinstance(error, ConnectionError | TimeoutError) and "ConnectError" not in str(type(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None

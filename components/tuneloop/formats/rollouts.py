@@ -31,6 +31,9 @@ SCHEMA = pa.schema(
         **dict.fromkeys(("finish_reason", "prompt", "completion", "answer", "reward_spec", "metadata"), pa.string()),
     }
 )
+TEXTS = ("id", "prompt", "completion", "answer")
+SAMPLES = pa.schema({**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()})
+"""Of the completions that an evaluation judged, in ``samples.parquet``."""
 
 
 def request_id(group: str, sample: int) -> str:

@@ -152,10 +152,10 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and the
     result of `tell_versions_apart`, if the canary has the version before: with a separation below `SEPARATED`, only the
     engine's word tells `policy` from that version. Raises StaleWeights: they differ still."""
-    result = _compare_with_canary(engine, policy, tolerance)
+    result = compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         engine.load(policy, force=True)
-        result = _compare_with_canary(engine, policy, tolerance)
+        result = compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         raise StaleWeights(
             f"{result}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
@@ -164,7 +164,7 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     return result
 
 
-def _compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
+def compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
     """Measure the differences, or say what is wrong."""
     want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
     if served != want:

@@ -139,7 +139,7 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
             batch *= stage.ranks * stage.nodes
             tokens = f", at most {steps * batch * most:,.0f} tokens" if (most := value("max_length")) else ""
             yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
-        elif stage.role == "evaluator" and (limit := value("limit")):
+        elif stage.role == "evaluator" and "tasks" not in stage.flags and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
 
 

@@ -36,11 +36,12 @@ class Promotion(TypedDict):
 
 
 def promote_version(run: Run, version: int, name: str, least: Mapping[str, float]) -> dict[str, Any]:
-    """Name a version, if it, its newest evaluation and their sources pass the audit, and the evaluation reaches
-    `least`. Retention keeps the version from then on. Raises UserError where it does not pass, or is not in the run."""
+    """Name a version, if it, its newest evaluation with these results and their sources pass the audit, and `least` is
+    reached. Retention keeps the version from then on. Raises UserError where it does not pass, or is not in the run."""
     check_name(name, "NAME")
     entry = find_made(run, f"v{version}")
-    judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key][-1:]
+    judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key]
+    judged = ([e for e in judged if least.keys() <= e.manifest.scalars.keys()] or judged)[-1:]
     if not judged:
         raise UserError("VERSION", version, f"was not evaluated by {run.name} (loop.evaluate_every does)")
     prove_chain(run, version, entry, *judged)

@@ -40,8 +40,8 @@ SETTLED = 2
 MANY = 64
 """More iterations than these are listed at once, not one by one."""
 SAMPLED = ("id", "prompt", "completion", "answer", "score", "outcome")
-RECORDING: tuple[Role, ...] = ("trainer", "sampler", "scorer")
-SAID = ("step", "mean", "mean_reward")
+RECORDING: tuple[Role, ...] = ("trainer", "sampler", "scorer", "evaluator")
+SAID = ("step", "mean", "mean_reward", "scored")
 """Columns of ``metrics.jsonl`` that are not curves, or are in the results already."""
 
 
@@ -307,9 +307,12 @@ class Run:
                 made = scores[-1].entry.manifest
                 found.append(curve := Curve("mean_reward", made.stage, made.role, scores[0].how, "iteration"))
             for score in scores:
-                judged = self.policy_of(score.entry) if score.entry.manifest.role == "evaluator" else None
-                curve.add(float((judged or score.entry).iteration or 0), score.value, score.entry.finished)
+                curve.add(self._find_iteration(score.entry), score.value, score.entry.finished)
         return [*found, *(curve for role in RECORDING for curve in self._recorded(role, of))]
+
+    def _find_iteration(self, entry: Entry) -> float:
+        """Find the iteration that an artifact tells of: of an evaluation that of the policy it judged."""
+        return float(((entry.manifest.role == "evaluator" and self.policy_of(entry)) or entry).iteration or 0)
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
         """Return stage → (iteration, seconds it worked); iteration 0 is everything outside the loop."""
@@ -341,19 +344,17 @@ class Run:
         return int(outcomes.get("score", 0)) + (int(outcomes.get("escape", 0)) if punished else 0)
 
     def _recorded(self, role: Role, of: Collection[str] | None) -> Iterator[Curve]:
-        """Yield the columns of ``metrics.jsonl``, over optimizer steps outside the loop, over iterations inside."""
+        """Yield the columns of ``metrics.jsonl``: over iterations; of training outside the loop over its steps."""
         entries = [entry for entry in self.with_role(role) if of is None or entry.key in of]
         for stage in dict.fromkeys(entry.manifest.stage for entry in entries):
             curves: dict[str, Curve] = {}
-            of_it = [entry for entry in entries if entry.manifest.stage == stage]
-            of_it.sort(key=lambda e: e.iteration or 0)
+            of_it = sorted((e for e in entries if e.manifest.stage == stage), key=self._find_iteration)
             for entry, rows in zip(of_it, self.read_rows(of_it)):
-                for index, row in enumerate(rows):
-                    inside = entry.iteration is not None
-                    x = (entry.iteration or 1) - 1 + (index + 1) / len(rows) if inside else row.get("step", index)
+                axis = "step" if entry.iteration is None and role != "evaluator" else "iteration"
+                for i, row in enumerate(rows):
+                    x = row.get("step", i) if axis == "step" else self._find_iteration(entry) - 1 + (i + 1) / len(rows)
                     for name, value in row.items():
                         if name not in SAID and isinstance(value, int | float):
-                            axis = "iteration" if inside else "step"
                             curve = curves.setdefault(name, Curve(name, stage, role, f"as {stage} recorded it", axis))
                             curve.add(x, value, entry.finished)
             yield from curves.values()

@@ -11,7 +11,7 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.hub import split_hub_address
+from tuneloop.core.hub import is_unreachable, split_hub_address
 from tuneloop.formats.canary import write_canary
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
@@ -151,7 +151,7 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True, **about)
     except Exception as error:  # every library below has errors of its own, and all of them are about this model
         reason = " ".join(str(error).split())[:300]
-        if _unreachable(error):
+        if is_unreachable(error):
             raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
         raise UserError("base_model.model", model, f"cannot be loaded: {reason}") from error
     policy, found = loaded
@@ -181,15 +181,6 @@ def _check_directory(model: str) -> None:
     ):
         if not any(any(path.glob(pattern)) for pattern in patterns):
             raise UserError("base_model.model", model, f"has no {what} ({' or '.join(patterns)}); add it")
-
-
-def _unreachable(error: BaseException | None) -> bool:
-    """Return whether a failed connection is among the causes."""
-    while error is not None:
-        if isinstance(error, ConnectionError | TimeoutError) or "ConnectError" in type(error).__name__:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 if __name__ == "__main__":

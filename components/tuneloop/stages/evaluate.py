@@ -8,13 +8,10 @@ from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.formats.rollouts import build_reward_inputs, open_rows, read_rows
+from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.rewards.scoring import KINDS, may_pass, score_all
-
-TEXTS = ("id", "prompt", "completion", "answer")
-SAMPLES = pa.schema({**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()})
 
 
 class EvaluateOptions(SamplingOptions):

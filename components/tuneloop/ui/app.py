@@ -37,9 +37,14 @@ POLICY = (
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
-def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str] = ("*",)) -> Starlette:
-    """Build the application over the runs below `store`, a path or URL; `cluster` says how those on it stand. It
-    answers for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding)."""
+def build_app(
+    store: str,
+    cluster: Connection | None = None,
+    hosts: Sequence[str] = ("*",),
+    ask: describe.Ask | None = None,
+) -> Starlette:
+    """Build the application over the runs below `store`, a path or URL; `cluster`, or `ask`, says how those on it
+    stand. It answers for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding)."""
     hosted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     locks, known = dict[str, threading.Lock](), dict[str, Run]()
 
@@ -80,7 +85,7 @@ def build_app(store: str, cluster: Connection | None = None, hosts: Sequence[str
             *(Route(path, lambda _, name=name: FileResponse(STATIC / name, headers=HEADERS)) for path, name in FILES),
             Route("/api/runs", answer_runs),
             route_run("", lambda run, _: describe.describe_run(run)),
-            route_run("/now", lambda run, _: describe.describe_state(run, cluster)),
+            route_run("/now", lambda run, _: describe.describe_state(run, cluster, ask)),
             route_run("/weights", lambda run, _: describe.describe_weights(run)),
             route_run("/samples/{at:path}", lambda run, r: samples.read_page(run, r.path_params["at"], r.query_params)),
         ],

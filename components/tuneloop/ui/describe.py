@@ -1,5 +1,6 @@
 """What the pages show of a run, as JSON: how it stands now, all that it has committed, and its weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tuneloop.cluster.watch import read_status
@@ -14,20 +15,26 @@ from tuneloop.runs.summary import estimate_loop_end, iterations_line, list_devic
 from tuneloop.weights import live
 from tuneloop.weights.inspect import list_versions
 
+Ask = Callable[[Run], dict[str, Any]]
+"""Asks another executor than Argo how a run stands: its ``phase``, ``message`` and ``stages``."""
 
-def describe_state(run: Run, cluster: Connection | None) -> dict[str, Any]:
+
+def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None) -> dict[str, Any]:
     """Describe how a run stands: its phase, its stages and what each waits for, and its rewards in a line."""
     state, stands = run.state, dict[str, Any](phase=run.phase, message="", stages=list_stages(run))
     asked = state.workflow.parameters.get("iterations") if state else None
     most = int(asked) if asked else None
     if state:
         stands["message"] = state.workflow.message
-    elif cluster:
+    else:
         try:
-            seen = read_status(cluster, run.name)
-            stages = list_cluster_stages(seen.nodes, seen.waiting)
-            stands = {"phase": seen.phase.lower(), "message": seen.message, "stages": stages}
-            most = seen.iterations
+            if cluster:
+                seen = read_status(cluster, run.name)
+                stages = list_cluster_stages(seen.nodes, seen.waiting)
+                stands = {"phase": seen.phase.lower(), "message": seen.message, "stages": stages}
+                most = seen.iterations
+            elif ask:
+                stands = ask(run)
         except UserError as error:  # its workflows are deleted by now, or are on another cluster
             stands["message"] = str(error)
     rewards = [score.value for score in run.training_rewards() or run.evaluations()]

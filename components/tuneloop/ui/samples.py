@@ -19,6 +19,8 @@ SIZE = 50
 """Completions on a page."""
 MOST = 400
 """Tokens of a completion on a page of several; one by itself has all."""
+BATCH = 1 << 14
+"""Rows whose texts are in memory at once while they are searched."""
 FILES = ("rewards.parquet", FILE, "samples.parquet")
 TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
 CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
@@ -86,8 +88,11 @@ def _select_places(file: pq.ParquetFile, table: pa.Table, wanted: Mapping[str, s
     for column in {*CHOICES} & {*table.column_names} & {name for name in wanted if wanted[name]}:
         keep &= pc.fill_null(pc.equal(table[column], wanted[column]), False).to_numpy()
     if text := wanted.get("search"):
-        has = (pc.match_substring(each, text, ignore_case=True) for each in file.read(list(TEXTS)).columns)
-        keep &= np.any([pc.fill_null(each, False).to_numpy() for each in has], axis=0)
+        found = [np.zeros(0, bool)]
+        for batch in file.iter_batches(BATCH, columns=list(TEXTS)):
+            has = (pc.fill_null(pc.match_substring(each, text, ignore_case=True), False) for each in batch.columns)
+            found.append(np.any([each.to_numpy(zero_copy_only=False) for each in has], axis=0))
+        keep &= np.concatenate(found)
     return np.flatnonzero(keep)
 
 

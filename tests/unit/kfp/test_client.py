@@ -3,16 +3,22 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.kfp_api import Api, serve_api
+from tests.unit import toy
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import Interrupted, Unavailable, UserError
-from tuneloop.kfp import client
+from tuneloop.kfp import client, progress
 from tuneloop.kfp.api import RunApi, call_api
 from tuneloop.kfp.check_data import start_scheduled_run
 from tuneloop.kfp.schedule import convert_cron
+from tuneloop.ui.app import build_app
 
 NODES = {
     "wf-1": {"id": "wf-1", "name": "wf", "type": "DAG", "displayName": "wf", "templateName": "entrypoint"},
@@ -83,6 +89,50 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
     backend.runs[0]["state"] = "CANCELED"  # as the backend says some seconds later
     assert run_cli(line) == 0, "resumes"
     assert client.find_run(client.connect_to_kfp(backend.url), "demo").run_id == "r2"
+
+
+def test_every_state_of_kfp_is_known() -> None:
+    from kfp_server_api import V2beta1RuntimeState
+
+    assert {*progress.PHASES, "RUNTIME_STATE_UNSPECIFIED"} == {*V2beta1RuntimeState().allowable_values}
+
+
+def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On its page and by `watch`: what was committed, and the states of KFP's tasks."""
+    assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
+    toy.make(f"{tmp_path}/demo", 1, whole=False)
+    toy.make(f"{tmp_path}/other", 1, whole=False)
+    ask = partial(progress.describe_progress, client.connect_to_kfp(backend.url))
+    (run,) = backend.runs
+    with TestClient(build_app(str(tmp_path), ask=ask)) as page:
+
+        def look(name: str) -> tuple[str, str, dict[str, Any]]:
+            now = page.get(f"/api/runs/{name}/now").json()
+            return now["phase"], now["message"], {each["stage"]: each for each in now["stages"]}
+
+        phase, message, stages = look("demo")
+        assert (phase, message) == ("running", "")
+        assert {name: each["phase"] for name, each in stages.items()} == {
+            **dict.fromkeys(("evaluate-before", "rollout", "reward", "policy-update"), "Committed"),
+            **{"sft": "Succeeded", "evaluate-after": "Running"},
+        }
+        assert (stages["sft"]["done"], stages["evaluate-after"]["done"]) == (1, 0)
+        assert look("other")[:2] == ("elsewhere", "run: 'other': no run of that name on this backend")
+        run["run_details"]["task_details"][-3] |= {"state": "FAILED", "error": {"code": 1, "message": "out of memory"}}
+        run |= {"state": "FAILED", "error": {"code": 1, "message": "a task failed"}}
+        phase, message, stages = look("demo")
+        assert (phase, message) == ("failed", "a task failed")
+        assert (stages["evaluate-after"]["phase"], stages["evaluate-after"]["message"]) == ("Failed", "out of memory")
+        for state, told in (("CANCELING", ("running", "")), ("CANCELED", ("failed", "canceled"))):
+            run |= {"state": state, "error": None}
+            assert look("demo")[:2] == told
+    watch = ["watch", "demo", "--store", str(tmp_path), "--kfp", backend.url]
+    capsys.readouterr()
+    assert run_cli(watch) == 1 and capsys.readouterr().out.endswith("demo: failed: canceled\n")
+    run["state"] = "SUCCEEDED"
+    assert run_cli(watch) == 0 and "iterations/1/policy-update" in capsys.readouterr().out
+    assert run_cli([*watch, "--namespace", "x"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --kfp: '{backend.url}': is for runs there, --namespace for")
 
 
 def test_where_every_template_is_retried_tasks_have_a_row_and_logs(

@@ -11,7 +11,7 @@ from tests.unit.planning.test_plan import WORKFLOW
 from tuneloop.cli import run_cli
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import MANIFEST, dump_checked_json, load_checked_json
-from tuneloop.planning.cost import estimate_cost
+from tuneloop.planning.cost import estimate_cost, read_seconds
 from tuneloop.planning.picture import draw_graph
 from tuneloop.runs.run_record import Run
 
@@ -25,10 +25,11 @@ def test_the_price_is_that_of_all_accelerators_for_as_long_as_their_stages_took(
         manifest = load_checked_json(file.read_bytes(), MANIFEST, path, "")
         manifest["timings"]["total"] = seconds
         file.write_bytes(dump_checked_json(manifest, MANIFEST))
-    hours, pauses, cost = estimate_cost(WORKFLOW, Run.open("r", str(tmp_path)), 2.5)
+    seconds = read_seconds(Run.open("r", str(tmp_path)))
+    hours, pauses, cost = estimate_cost(WORKFLOW, seconds, "at most, as r took", 2.5)
     # 11 of sft by an hour, 10 rollouts by the median of 6 minutes, and 22 pods
     assert hours.startswith("hours: at most 12.1, as r took, one stage after another: ")
-    assert "sft 11 × 3.6e+03 s, rollout 10 × 360 s, without base-model, which r did not run" in hours
+    assert "sft 11 × 3.6e+03 s, rollout 10 × 360 s, without base-model, of which it says nothing" in hours
     assert "10 s for each of at most 22 pods" in pauses
     assert cost == "accelerator hours: at most 22 × 2.5 = 55", "of two accelerators each, and of no other stage"
 
@@ -39,7 +40,7 @@ def test_every_replica_of_a_server_costs_from_the_first_pod_to_the_last(tmp_path
     sets = ["cluster.sampler.gpus=1", "cluster.trainer.gpus=0", "loop.iterations=100", "loop.per_workflow=10"]
     found = find_pipeline("grpo")
     built = found.build(found.configure(None, ["engine.name=vllm", f"engine.replicas={replicas}", *sets]))
-    hours, _, cost = estimate_cost(built, Run.open("r", str(tmp_path)), None)
+    hours, _, cost = estimate_cost(built, read_seconds(Run.open("r", str(tmp_path))), "at most, as r took", None)
     total = float(hours.split()[3].rstrip(","))
     assert float(cost.split()[-1]) == pytest.approx(replicas * total, rel=0.02), "ten workflows, one after the other"
 
@@ -49,7 +50,9 @@ def test_a_price_needs_seconds_and_a_picture_a_place(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_cli(["plan", "sft", "--price", "2"]) == 2
-    assert capsys.readouterr().err.startswith("error: --price: 2.0: needs the seconds of a run: give --measured RUN")
+    assert capsys.readouterr().err.startswith(
+        "error: --price: 2.0: needs seconds: give --measured RUN or --device NAME"
+    )
     assert run_cli(["plan", "sft", "--svg", "nowhere/a.svg"]) == 2
     assert capsys.readouterr().err == "error: --svg: 'nowhere/a.svg': cannot be written (No such file or directory)\n"
     assert run_cli(["plan", "sft", "--svg", "a.svg"]) == 0 and ET.parse("a.svg").getroot().tag == f"{SVG}svg"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit import toy
 from tuneloop.cli import run_cli
-from tuneloop.core.artifacts import Artifact, dump_checked_json
+from tuneloop.core.artifacts import Artifact, Draft, dump_checked_json
 from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store
 from tuneloop.runs.promotion import promote_version, read_history
@@ -50,6 +50,18 @@ def test_a_version_that_passes_has_a_name_with_a_history(run: Run, capsys: pytes
     assert first["evaluation"] == Artifact(f"{run.url}/evaluate-after").ref and first["figures"] == {"mean_reward": 1.0}
     assert run_cli(["promoted", "nobody", *store]) == 2
     assert "error: NAME: 'nobody': was not promoted in" in capsys.readouterr().err
+
+
+def test_the_newest_evaluation_that_has_the_figures_decides(run: Run) -> None:
+    """Another kind of evaluation, that came later, has others."""
+    policy = Artifact(f"{run.url}/iterations/3/policy-update")
+    draft = Draft(f"{run.url}/lm-eval")
+    draft.commit(stage="measure", role="evaluator", inputs={"policy": policy.ref}, results={"score": 0.25})
+    assert promote(run, "4", "production", "--min", "mean_reward=0.9") == 0
+    assert promote(run, "4", "production", "--min", "score=0.25") == 0
+    assert promote(run, "4", "production", "--min", "score=0.3") == 2
+    told = [(each["evaluation"].split("@")[0], each["figures"]) for each in read_history(Store(run.store_url))[0]]
+    assert told == [(f"{run.url}/evaluate-after", {"mean_reward": 1.0}), (f"{run.url}/lm-eval", {"score": 0.25})]
 
 
 def test_a_promotion_that_stands_is_not_recorded_again(run: Run) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.unit import toy
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
@@ -55,6 +56,16 @@ def test_curves_have_every_point_and_its_place(store: Path) -> None:
     assert curves["policy_update", "kl"].y == [0.01, 0.02, 0.01, 0.02]
     assert curves["rollout", "mean_length"].y == [7.0, 6.0]
     assert all(len(c.x) == len(c.y) == len(c.at) for c in curves.values())
+
+
+def test_what_an_evaluation_records_is_a_curve_over_the_iterations_that_it_judged(tmp_path: Path) -> None:
+    toy.make(f"{tmp_path}/demo")
+    for at, made in (("a", "iterations/2/policy-update"), ("b", "sft"), ("c", "iterations/1/policy-update")):
+        draft = Draft(f"{tmp_path}/demo/{at}")
+        (draft.path / "metrics.jsonl").write_text(f'{{"step": 9, "task/acc": {len(made)}}}\n')
+        draft.commit(stage="measure", role="evaluator", inputs={"policy": Artifact(f"{tmp_path}/demo/{made}").ref})
+    (curve,) = (each for each in Run.open("demo", str(tmp_path)).curves() if each.stage == "measure")
+    assert (curve.axis, curve.x, curve.y) == ("iteration", [0, 1, 2], [3, 26, 26])
 
 
 def test_equal_bytes_at_two_places_are_told_apart(tmp_path: Path) -> None:

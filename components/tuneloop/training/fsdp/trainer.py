@@ -19,14 +19,13 @@ from torch.profiler import ProfilerActivity, profile
 from tuneloop.core.artifacts import Artifact
 from tuneloop.training import distributed_checkpoint
 from tuneloop.training.batching import Batch
+from tuneloop.training.devices import DEVICES
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.options import Optimization
 
 Item = TypeVar("Item")
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 operations a second, from the vendor's data sheets."""
 
 
 class Trainer(Policy):
@@ -84,7 +83,7 @@ class Trainer(Policy):
         found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
         if self.ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
-            peaks = [peak for known, peak in PEAK_FLOPS.items() if known in name and self.dtype == torch.bfloat16]
+            peaks = [peak.flops for known, peak in DEVICES.items() if known in name and self.dtype == torch.bfloat16]
             found |= {"mfu": flops / (peaks[0] * self.ranks.world)} if peaks else {}
             memory = float(torch.cuda.max_memory_allocated())
         else:

@@ -1,0 +1,106 @@
+"""How long stages take on a device whose data sheet is known: arithmetic, where no run was measured.
+
+Training takes 6 operations a parameter and token, 2 of them forward; 2 more with gradient checkpointing, which computes
+forward twice, and 2 fewer for parameters that LoRA freezes. A generated token takes a pass over the weights and the KV
+cache of all sequences that are generated at once, as fast as memory gives them or the device computes, and a prompt's
+2 operations a parameter. Attention's own operations are left out."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.argo.memory_estimate import Model, context_of, model_of
+from tuneloop.core.errors import UserError
+from tuneloop.planning.cost import count_replicas
+from tuneloop.planning.plan import count_pods
+from tuneloop.runs.summary import format_size
+from tuneloop.training.devices import DEVICES, Device
+from tuneloop.training.options import TrainerOptions
+from tuneloop.workflow.pod_loop import expand_pod
+from tuneloop.workflow.rendered_stages import Stage, read_stage
+
+COMPUTING, READING = 0.4, 0.6
+"""Shares of a device's operations and of its memory's bytes a second that are assumed to be reached."""
+
+
+def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, float], list[str]]:
+    """Estimate the seconds of a pod of each stage that trains or generates, and tell how. Raises UserError: the device
+    or the shape of the model is not known."""
+    if name not in DEVICES:
+        raise UserError("--device", name, f"is not known; known: {', '.join(DEVICES)}")
+    workflow, _ = expand_pod(workflow)
+    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
+    stages = [read_stage(templates[each]) for each in count_pods(workflow)]
+    if not isinstance(model := model_of(stages), Model):
+        raise UserError("--device", name, f"needs the shape of the model: {model}")
+    replicas = count_replicas(templates)
+    servers = [stage for stage in stages if stage.serves for _ in range(replicas[stage.name])]
+    seconds, lines = dict[str, float](), list[str]()
+    for stage in stages:
+        if stage.role == "trainer":
+            told = _train(stage, stages, model, DEVICES[name])
+        elif stage.role in ("sampler", "evaluator"):
+            told = _generate(stage, servers, model, context_of(stages), DEVICES[name])
+        else:
+            continue
+        if isinstance(told, str):
+            lines.append(f"  {stage.name}: not estimated: {told}")
+        else:
+            seconds[stage.name] = told[0]
+            lines.append(f"  {stage.name}: {told[1]} = {told[0]:.3g} s")
+    assumed = f"assumed: {COMPUTING:.0%} of {name}'s {DEVICES[name].flops / 1e12:g} TFLOP/s (dense bfloat16), "
+    assumed += f"{READING:.0%} of its {DEVICES[name].bandwidth / 1e12:g} TB/s; without starting, loading and storing"
+    return seconds, [*lines, f"  {assumed}"]
+
+
+def _train(stage: Stage, stages: list[Stage], model: Model, device: Device) -> tuple[float, str] | str:
+    """Return the seconds of a stage that trains and how they come about, or what is not known."""
+    if not (count := stage.accelerators * stage.nodes):
+        return "it has no accelerator"
+    if stage.flags.get("dtype") != "bfloat16":
+        return f"dtype is {stage.flags.get('dtype', 'not given')}, and peaks are known of bfloat16"
+    length = stage.number("max_length")
+    if stage.number("updates_per_batch"):
+        sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
+        sequences, length = sum(sizes), context_of(stages)
+    else:
+        batch = math.prod(stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps"))
+        kinds = stage.component.options.values() if stage.component else ()
+        batch *= max((kind.sequences for kind in kinds if issubclass(kind, TrainerOptions)), default=1)
+        sequences = batch * (stage.number("gradient_accumulation_steps") or 1) * stage.ranks * stage.nodes
+    if not (sequences and length):
+        return "nothing limits its tokens (engine.args.max_model_len)"
+    each = (
+        6 + 2 * (stage.flags.get("gradient_checkpointing") == "true") - 2 * (stage.flags.get("lora", "null") != "null")
+    )
+    took = each * model.parameters * sequences * length / (count * device.flops * COMPUTING)
+    return took, f"{each} × {model.parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
+
+
+def _generate(
+    stage: Stage, servers: list[Stage], model: Model, context: int | None, device: Device
+) -> tuple[float, str] | str:
+    """Return the seconds of a stage that generates, itself or by `servers`, and how, or what is not known."""
+    engines = [stage] if stage.accelerators else servers
+    if not (count := sum(each.accelerators * each.nodes for each in engines)):
+        return "it has no accelerator, and no server here has"
+    sequences, most = _count_sequences(stage), stage.number("max_tokens")
+    if not (sequences and most and context):
+        return "nothing limits its tokens (engine.args.max_model_len)"
+    arguments = engines[0].engine_args
+    split = int(arguments.get("tensor_parallel_size", 1))
+    share = math.ceil(sequences / max(1, count // split))
+    at_once = min(share, int(arguments.get("max_num_seqs", 256)))
+    steps, mean = math.ceil(share / at_once) * most, context - most / 2
+    read = 2 * model.parameters + at_once * mean * model.kv_bytes
+    a_step = max(read / device.bandwidth / READING, 2 * model.parameters * at_once / device.flops / COMPUTING) / split
+    asked = 2 * model.parameters * sequences * (context - most) / (count * device.flops * COMPUTING)
+    how = f"{steps:,.0f} steps of {at_once} at once, each {format_size(read)} (2 × {model.parameters:,} + {at_once} × "
+    how += f"{mean:g} × {model.kv_bytes:,}), and {sequences:,.0f} × {context - most:g} tokens of prompts, on {count}"
+    return steps * a_step + asked, how
+
+
+def _count_sequences(stage: Stage, trained: bool = False) -> float:
+    """Count the completions of a pod, or those of them that are trained on."""
+    sizes = ("prompts_per_iteration", "limit") if trained else ("oversampled_prompts", "prompts_per_iteration", "limit")
+    return next(filter(None, map(stage.number, sizes)), 0) * (stage.number("n") or 1)

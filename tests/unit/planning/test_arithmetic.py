@@ -1,0 +1,124 @@
+"""Hours by a device's data sheet, against figures that were computed by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.test_plan import PUBLISHED, leaf
+from tuneloop.cli import run_cli
+from tuneloop.planning.arithmetic import estimate_seconds
+
+SIZE = "596,049,920"
+H100 = 0.4 * 989e12
+"""Operations a second that are assumed, and below bytes."""
+BYTES = 0.6 * 3.35e12
+TRAINED = ["--dtype", "bfloat16", "--max-length", "1000", "--per-device-train-batch-size", "8"]
+ASKED = ["--prompts-per-iteration", "100", "--n", "4", "--max-tokens", "200"]
+
+
+def estimate(tmp_path: Path, *stages: dict[str, Any], device: str = "H100") -> tuple[dict[str, float], list[str]]:
+    """Estimate stages that follow one another, on Qwen3-0.6B."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
+    leaves = [leaf("base-model", "base_model", "--model", str(tmp_path)), *stages]
+    calls = [[{"name": each["name"], "template": each["name"]}] for each in leaves]
+    spec = {"entrypoint": "main", "templates": [*leaves, {"name": "main", "steps": calls}]}
+    return estimate_seconds({"spec": spec}, device)
+
+
+def gpus(count: int) -> dict[str, Any]:
+    return {"limits": {"nvidia.com/gpu": count}}
+
+
+@pytest.mark.parametrize(
+    ("more", "operations"),
+    [
+        ([], 6),
+        (["--gradient-checkpointing", "true"], 8),
+        (["--lora", '{"r": 8}'], 4),
+        (["--lora", '{"r": 8}', "--gradient-checkpointing", "true"], 6),
+    ],
+)
+def test_training_takes_so_many_operations_a_parameter_and_token(
+    tmp_path: Path, more: list[str], operations: int
+) -> None:
+    steps = ["--max-steps", "100", "--gradient-accumulation-steps", "2", *TRAINED, *more]
+    seconds, lines = estimate(tmp_path, leaf("sft", "sft", *steps, resources=gpus(4)))
+    # 1,600 sequences of 1,000 tokens, on four devices; 6 operations: 5.722e15 at 1.5824e15 a second
+    assert seconds == {"sft": pytest.approx(operations * 596_049_920 * 1.6e6 / (4 * H100))}
+    assert operations != 6 or seconds["sft"] == pytest.approx(3.616, abs=1e-3)
+    assert lines[0].startswith(f"  sft: {operations} × {SIZE} × 1,600 × 1000 tokens, on 4 = ")
+    assert "assumed: 40% of H100's 989 TFLOP/s (dense bfloat16), 60% of its 3.35 TB/s; without starting" in lines[-1]
+
+
+def test_a_pair_is_two_sequences(tmp_path: Path) -> None:
+    stage = leaf("preference", "preference", "--max-steps", "10", *TRAINED, resources=gpus(1))
+    _, (line, _) = estimate(tmp_path, stage)
+    assert line.startswith(f"  preference: 6 × {SIZE} × 160 × 1000 tokens")
+
+
+def test_a_token_takes_a_pass_over_weights_and_cache(tmp_path: Path) -> None:
+    engine = ["--engine-args", '{"max_model_len": 1000, "max_num_seqs": 150}']
+    update = leaf(
+        "policy-update", "policy_update", "--updates-per-batch", "2", "--dtype", "bfloat16", resources=gpus(1)
+    )
+    seconds, lines = estimate(tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(1)), update)
+    # 400 completions, 150 at once: three rounds of 200 tokens. A step reads 1.192 GB of weights and of 150 sequences
+    # 900 tokens, on the mean, of 114,688 bytes each: 15.483 GB, together 16.675 GB. The prompts have 320,000 tokens.
+    step, prompts = (1.1921e9 + 15.4829e9) / BYTES, 2 * 596_049_920 * 320_000 / H100
+    assert seconds["rollout"] == pytest.approx(600 * step + prompts, rel=1e-4) == pytest.approx(5.942, abs=1e-3)
+    assert "600 steps of 150 at once, each 16.7 GB" in lines[0]
+    assert seconds["policy-update"] == pytest.approx(6 * 596_049_920 * 400 * 1000 / H100), "every completion once"
+
+
+def test_engines_share_the_completions_and_tensor_parallel_ranks_a_step(tmp_path: Path) -> None:
+    engine = ["--engine-args", '{"max_model_len": 1000, "tensor_parallel_size": 2}']
+    seconds, lines = estimate(tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(4)))
+    step = (2 * 596_049_920 + 200 * 900 * 114_688) / BYTES / 2
+    assert seconds["rollout"] == pytest.approx(200 * step + 2 * 596_049_920 * 320_000 / (4 * H100))
+    assert "200 steps of 200 at once" in lines[0]
+
+
+def test_many_short_sequences_are_bound_by_computing(tmp_path: Path) -> None:
+    many = ["--prompts-per-iteration", "4000", "--n", "1", "--max-tokens", "2"]
+    engine = ["--engine-args", '{"max_model_len": 4, "max_num_seqs": 4000}']
+    seconds, _ = estimate(tmp_path, leaf("rollout", "rollout", *many, *engine, resources=gpus(1)))
+    assert seconds["rollout"] == pytest.approx((2 + 2) * 2 * 596_049_920 * 4000 / H100), (
+        "two tokens, and two of a prompt"
+    )
+
+
+def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [
+        leaf("sft", "sft", "--dtype", "float32", resources=gpus(1)),
+        leaf("rollout", "rollout", *ASKED, resources=gpus(1)),
+        leaf("evaluate", "evaluate", "--limit", "9", "--max-tokens", "2"),
+    ]
+    seconds, lines = estimate(tmp_path, *stages)
+    assert seconds == {} and lines[:-1] == [
+        "  sft: not estimated: dtype is float32, and peaks are known of bfloat16",
+        "  rollout: not estimated: nothing limits its tokens (engine.args.max_model_len)",
+        "  evaluate: not estimated: it has no accelerator, and no server here has",
+    ]
+    for line, says in (
+        (["--device", "TPU"], "--device: 'TPU': is not known; known: B200, H200, H100, A100, L40S, L4"),
+        (["--device", "H100", "--measured", "r"], "--device: 'H100': is for where no run was measured"),
+        (
+            ["--device", "H100", "--set", "base_model=a/b"],
+            "--device: 'H100': needs the shape of the model: a/b: ",
+        ),
+    ):
+        assert run_cli(["plan", "sft", *line]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {says}")
+
+
+def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server has the accelerator, and the evaluations that ask it are one after another."""
+    sets = ["engine.name=vllm", "cluster.trainer.gpus=1", "cluster.sampler.gpus=1", "update.dtype=bfloat16"]
+    words = [word for each in sets for word in ("--set", each)]
+    assert run_cli(["plan", "grpo", *words, "--device", "H100", "--price", "2.5"]) == 0
+    text = capsys.readouterr().out
+    assert "hours: about 0.183, by arithmetic for H100, not measured, one stage after another: evaluate 2 × " in text
+    assert "without data-prep, base-model, reward, export, of which it says nothing" in text
+    assert "× 2.5 = " in text and "256 × 248 tokens of prompts, on 1 = " in text
