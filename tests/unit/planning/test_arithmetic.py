@@ -9,6 +9,7 @@ import pytest
 from tests.unit.planning.test_plan import PUBLISHED, leaf
 from tuneloop.cli import run_cli
 from tuneloop.planning.arithmetic import estimate_seconds
+from tuneloop.training.devices import DEVICES, find_device
 
 SIZE = "596,049,920"
 H100 = 0.4 * 989e12
@@ -102,7 +103,7 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         "  evaluate: not estimated: it has no accelerator, and no server here has",
     ]
     for line, says in (
-        (["--device", "TPU"], "--device: 'TPU': is not known; known: B200, H200, H100, A100, L40S, L4"),
+        (["--device", "TPU"], "--device: 'TPU': is not known; known: B200, H200, H100, H100 PCIe, A100, L40S, L4"),
         (["--device", "H100", "--measured", "r"], "--device: 'H100': is for where no run was measured"),
         (
             ["--device", "H100", "--set", "base_model=a/b"],
@@ -122,3 +123,22 @@ def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hours: about 0.183, by arithmetic for H100, not measured, one stage after another: evaluate 2 × " in text
     assert "without data-prep, base-model, reward, export, of which it says nothing" in text
     assert "× 2.5 = " in text and "256 × 248 tokens of prompts, on 1 = " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+    ],
+)
+def test_a_device_is_found_by_whole_words_of_its_name(name: str, known: str) -> None:
+    assert find_device(name) == DEVICES[known]
+
+
+@pytest.mark.parametrize("name", ["GB200", "GH200 480GB", "L40", "H100 NVL", "H100 80GB HBM3 MIG 1g.10gb", "T4"])
+def test_a_device_of_another_form_is_not_known(name: str) -> None:
+    assert find_device(f"NVIDIA {name}") is None
