@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
-ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
+ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT"
+TIMEOUT_S = 30
+"""For which the API may be silent, as Argo's; the client library itself would wait for ever."""
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
@@ -38,20 +41,28 @@ class TaskStatus:
     error: str
 
 
-def connect_to_kfp(endpoint: str | None = None) -> Any:
-    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError where
-    kfp is not installed, or nothing answers there."""
+def connect_to_kfp(endpoint: str | None = None, option: str | None = None) -> Any:
+    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig), which the `option` of
+    the command line named. Raises UserError where kfp is not installed, or nothing answers there."""
     check_kfp_is_installed()
     from kfp import Client
     from kfp_server_api import ApiException
+    from urllib3 import Retry
+    from urllib3.exceptions import HTTPError
 
     class Once(Client):  # type: ignore[misc]  # of no type there
-        """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time."""
+        """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time. This is what
+        it asks first, and where its later calls get their timeout, which is no setting of the SDK."""
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
+            rest = self._healthz_api.api_client.rest_client
+            ask = partial(type(rest).request, rest)
+            rest.request = lambda *args, **given: ask(*args, **{**given, "_request_timeout": TIMEOUT_S})
+            rest.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
             return self._healthz_api.healthz_service_get_healthz()
 
-    with warnings.catch_warnings(), translate_api_errors(endpoint):
+    field, named = option or "kfp", f"{option or ADDRESS} names the API's address"
+    with warnings.catch_warnings(), translate_api_errors(endpoint, field):
         warnings.simplefilter("ignore", FutureWarning)
         try:
             with redirect_stdout(io.StringIO()):  # it says "Failed to load kube config.", also where it needs none
@@ -60,8 +71,11 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
         except ApiException as error:
             if error.status != 404:
                 raise
-            remedy = f"has no Kubeflow Pipelines ({read_api_message(error)}); {ADDRESS}"
-            raise UserError("kfp", endpoint or FOUND, remedy) from error
+            remedy = f"has no Kubeflow Pipelines ({read_api_message(error)}); {named}"
+            raise UserError(field, endpoint or FOUND, remedy) from error
+        except HTTPError as error:
+            remedy = f"does not answer ({type(error).__name__}); {named}"
+            raise UserError(field, endpoint or FOUND, remedy) from error
     return client
 
 
@@ -72,7 +86,7 @@ def check_kfp_is_installed() -> None:
 
 
 @contextmanager
-def translate_api_errors(endpoint: str | None) -> Iterator[None]:
+def translate_api_errors(asked: str | None, field: str = "kfp") -> Iterator[None]:
     """Raise errors of the client library as UserError, or as Retryable where the API may answer later."""
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
@@ -83,9 +97,9 @@ def translate_api_errors(endpoint: str | None) -> Iterator[None]:
         message = read_api_message(error)
         if error.status in (429, 502, 503, 504):
             raise Retryable(f"kfp: {message}") from error
-        raise UserError("kfp", endpoint or FOUND, f"refused ({error.status}): {message}") from error
+        raise UserError(field, asked or FOUND, f"refused ({error.status}): {message}") from error
     except HTTPError as error:
-        raise UserError("kfp", endpoint or FOUND, f"does not answer ({type(error).__name__}); {ADDRESS}") from error
+        raise Retryable(f"kfp: the API does not answer ({type(error).__name__})") from error
 
 
 def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
@@ -226,7 +240,7 @@ def _get(client: Any, path: str) -> str | None:
             if error.status in (400, 404, 500):  # how the API says that a pod is gone
                 return None
             raise
-    return str(reply.data.decode(errors="replace"))
+        return str(reply.data.decode(errors="replace"))
 
 
 def _named(client: Any, run: str) -> list[Any]:
