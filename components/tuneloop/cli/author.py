@@ -42,6 +42,7 @@ def plan_pipeline(
     from rich.console import Console
 
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.planning.arithmetic import estimate_seconds
     from tuneloop.planning.cost import estimate_cost, read_seconds
     from tuneloop.planning.plan import render_plan
 
@@ -50,13 +51,9 @@ def plan_pipeline(
     built, runs = found.build(configured), measured or []
     if price is not None and (share or not (runs or device is not None)):
         raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME, and leave out --share")
-    estimated: tuple[dict[str, float], list[str]] | None = None
-    if device is not None:
-        if share or runs:
-            raise UserError("--device", device, "is for where no run was measured: leave out --measured and --share")
-        from tuneloop.planning.arithmetic import estimate_seconds
-
-        estimated = estimate_seconds(built, device)
+    if device is not None and (share or runs):
+        raise UserError("--device", device, "is for where no run was measured: leave out --measured and --share")
+    estimated = None if device is None else estimate_seconds(built, device)
     if svg:
         from tuneloop.planning.picture import draw_graph
 

@@ -2,12 +2,10 @@
 
 import errno
 import re
-import socket
 
 from tuneloop.core.errors import UserError
 
-AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution")
-"""Of the names of classes by which requests, httpx, aiohttp and urllib3 say that nobody answers."""
+AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")  # classes' names
 
 
 def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
@@ -24,10 +22,8 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among the causes."""
-    while error:
-        if isinstance(error, ConnectionError | TimeoutError | socket.gaierror) or AWAY.search(type(error).__name__):
-            return True
+    while error and not (isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__)):
         if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            return True
+            break
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None

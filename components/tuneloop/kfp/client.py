@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from tuneloop.kube.connection import list_status_nodes, read_api_message
 
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
-ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT"
-TIMEOUT_S = 30
-"""For which the API may be silent, as Argo's; the client library itself would wait for ever."""
+ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
+TIMEOUT_S = 30  # as Argo's; the client library itself would wait for ever
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
@@ -41,27 +39,23 @@ class TaskStatus:
     error: str
 
 
-def connect_to_kfp(endpoint: str | None = None, option: str | None = None) -> Any:
-    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig), which the `option` of
-    the command line named. Raises UserError where kfp is not installed, or nothing answers there."""
+def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str = ADDRESS) -> Any:
+    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError where
+    kfp is not installed, or nothing answers there."""
     check_kfp_is_installed()
     from kfp import Client
     from kfp_server_api import ApiException
-    from urllib3 import Retry
-    from urllib3.exceptions import HTTPError
+    from urllib3 import Retry, exceptions
 
     class Once(Client):  # type: ignore[misc]  # of no type there
-        """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time. This is what
-        it asks first, and where its later calls get their timeout, which is no setting of the SDK."""
+        """Asks first how the backend is, but once, not five times, each with a traceback; and gives up in time."""
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
-            rest = self._healthz_api.api_client.rest_client
-            ask = partial(type(rest).request, rest)
-            rest.request = lambda *args, **given: ask(*args, **{**given, "_request_timeout": TIMEOUT_S})
-            rest.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
+            api = self._healthz_api.api_client.rest_client
+            api.request = lambda *args, **how: type(api).request(api, *args, **how | {"_request_timeout": TIMEOUT_S})
+            api.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
             return self._healthz_api.healthz_service_get_healthz()
 
-    field, named = option or "kfp", f"{option or ADDRESS} names the API's address"
     with warnings.catch_warnings(), translate_api_errors(endpoint, field):
         warnings.simplefilter("ignore", FutureWarning)
         try:
@@ -71,11 +65,10 @@ def connect_to_kfp(endpoint: str | None = None, option: str | None = None) -> An
         except ApiException as error:
             if error.status != 404:
                 raise
-            remedy = f"has no Kubeflow Pipelines ({read_api_message(error)}); {named}"
-            raise UserError(field, endpoint or FOUND, remedy) from error
-        except HTTPError as error:
-            remedy = f"does not answer ({type(error).__name__}); {named}"
-            raise UserError(field, endpoint or FOUND, remedy) from error
+            told = f"has no Kubeflow Pipelines ({read_api_message(error)}); {remedy}"
+            raise UserError(field, endpoint or FOUND, told) from error
+        except exceptions.HTTPError as error:
+            raise UserError(field, endpoint or FOUND, f"does not answer ({type(error).__name__}); {remedy}") from error
     return client
 
 

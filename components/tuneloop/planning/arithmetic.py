@@ -37,7 +37,7 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
         raise UserError("--device", name, f"needs a dense model: {model.name} has experts, or another kind of layers")
     replicas = count_replicas(templates)
     servers = [stage for stage in stages if stage.serves for _ in range(replicas[stage.name])]
-    seconds, lines, unknown = dict[str, float](), list[str](), list[str]()
+    seconds, lines = dict[str, float](), list[str]()
     for stage in stages:
         if stage.role == "trainer":
             told = _train(stage, stages, model, DEVICES[name])
@@ -47,12 +47,11 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
             continue
         if isinstance(told, str):
             lines.append(f"  {stage.name}: not estimated: {told}")
-            unknown.append(f"{stage.name}: {told}")
         else:
             seconds[stage.name] = told[0]
             lines.append(f"  {stage.name}: {told[1]} = {told[0]:.3g} s")
     if not seconds:
-        raise UserError("--device", name, "; ".join(["it estimates no stage here", *unknown]))
+        raise UserError("--device", name, "; ".join(map(str.strip, lines)) or "no stage here trains or generates")
     assumed = f"assumed: {COMPUTING:.0%} of {name}'s {DEVICES[name].flops / 1e12:g} TFLOP/s (dense bfloat16), "
     assumed += f"{READING:.0%} of its {DEVICES[name].bandwidth / 1e12:g} TB/s; without starting, loading and storing"
     return seconds, [*lines, f"  {assumed}"]
@@ -76,9 +75,8 @@ def _train(stage: Stage, stages: list[Stage], model: Model, device: Device) -> t
         sequences = batch * (stage.number("gradient_accumulation_steps") or 1) * stage.ranks * stage.nodes
     if not (sequences and length):
         return f"nothing limits its tokens ({limit})"
-    each = (
-        6 + 2 * (stage.flags.get("gradient_checkpointing") == "true") - 2 * (stage.flags.get("lora", "null") != "null")
-    )
+    again, frozen = stage.flags.get("gradient_checkpointing") == "true", stage.flags.get("lora", "null") != "null"
+    each = 6 + 2 * again - 2 * frozen
     took = each * model.parameters * sequences * length / (count * device.flops * COMPUTING)
     return took, f"{each} × {model.parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
 
@@ -111,8 +109,6 @@ def _generate(
 
 
 def _count_sequences(stage: Stage, trained: bool = False) -> float:
-    """Count the completions of a pod, or those of them that are trained on."""
-    sizes = ["prompts_per_iteration", "limit"]
-    if not trained and not stage.number("carry_after"):  # which carries on what is asked for beyond these
-        sizes.insert(0, "oversampled_prompts")
-    return next(filter(None, map(stage.number, sizes)), 0) * (stage.number("n") or 1)
+    """Count the completions of a pod without those that it carries on, or those of them that are trained on."""
+    more = None if trained or stage.number("carry_after") else stage.number("oversampled_prompts")
+    return (more or stage.number("prompts_per_iteration") or stage.number("limit") or 0) * (stage.number("n") or 1)

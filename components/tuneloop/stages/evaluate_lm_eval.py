@@ -1,7 +1,7 @@
 """Measure a policy by tasks of lm-eval, EleutherAI's Language Model Evaluation Harness, which runs as it is."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +61,8 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
     with stage.timed("load"), name_errors("tasks", options.tasks, Exception):  # whatever their data and code raise
         loaded = (manager := lm_eval.tasks.TaskManager(include_path=options.include_path)).load(options.tasks)
         for name, task in loaded["tasks"].items():
-            choose_metric(name, options.metric and options.metric.partition("/")[0], task.aggregation())
+            metrics = {f"{metric},none": 0 for metric in task.aggregation()}
+            find_metrics(name, metrics, options.metric and options.metric.partition("/")[0])
     with stage.timed("load"), name_errors("model_args", options.model_args, TypeError, ValueError):
         model = open_model(policy, options)
     if options.engine == "endpoint":
@@ -132,18 +133,13 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
 
 def find_metrics(name: str, said: Mapping[str, Any], wanted: str | None) -> dict[str, float]:
     """Find lm-eval's metrics of a task or group, as ``acc``, ``acc_stderr``, ``exact_match/strict-match``, the `wanted`
-    one first. Raises what `choose_metric` does."""
+    one first. Raises UserError where it has others alone."""
     numbers = {key: float(number) for key, number in said.items() if "," in key and isinstance(number, int | float)}
     found = {key.removesuffix(",none").replace(",", "/"): number for key, number in numbers.items()}
-    return {key: found[key] for key in [*choose_metric(name, wanted, found), *found]}
-
-
-def choose_metric(name: str, wanted: str | None, known: Collection[str]) -> list[str]:
-    """Choose the first metric of a task that is `wanted`, if it has any. Raises UserError where it has others alone."""
-    first = [key for key in known if wanted in (None, key, key.partition("/")[0])][:1]
-    if known and not first:
-        raise UserError("metric", wanted, f"is none of {name}, which has {', '.join(known)}")
-    return first
+    first = [key for key in found if wanted in (None, key, key.partition("/")[0])][:1]
+    if found and not first:
+        raise UserError("metric", wanted, f"is none of {name}, which has {', '.join(found)}")
+    return {key: found[key] for key in [*first, *found]}
 
 
 def list_samples(task: str, samples: Any, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:

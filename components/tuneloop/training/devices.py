@@ -1,6 +1,5 @@
 """What the vendor's data sheets say of devices, by words of the names that CUDA has for them."""
 
-import re
 from typing import NamedTuple
 
 
@@ -24,6 +23,6 @@ DEVICES = {
 
 def find_device(name: str) -> Device | None:
     """Find a device by CUDA's name for it; None where it is not known, or is another form of a known one, or a part."""
-    words = {*re.split("[ -]", name)}
-    known = [] if words & {"NVL", "MIG"} else [each for each in DEVICES if words.issuperset(each.split())]
+    words = {*name.replace("-", " ").split()}
+    known = [each for each in DEVICES if words.issuperset(each.split()) and words.isdisjoint(("NVL", "MIG"))]
     return DEVICES[max(known, key=len)] if known else None

@@ -135,7 +135,9 @@ def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.C
     run["state"] = "SUCCEEDED"
     assert run_cli(watch) == 0 and "iterations/1/policy-update" in capsys.readouterr().out
     assert run_cli([*watch, "--namespace", "x"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --kfp: '{backend.url}': is for runs there, --namespace for")
+    assert capsys.readouterr().err.startswith(
+        f"error: --kfp: '{backend.url}': takes a URL, for runs there, and --namespace is"
+    )
     assert run_cli(["watch", "typo", *watch[2:]]) == 2
     told = f"error: run: 'typo': no run of that name on this backend; nor has {tmp_path} anything of it\n"
     assert capsys.readouterr().err == told
@@ -158,10 +160,10 @@ def test_an_option_is_named_that_names_no_api(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for url in ("http://127.0.0.1:1", f"http://127.0.0.1:{silent.getsockname()[1]}"):
             assert run_cli([*command, "--store", str(tmp_path), "--kfp", url]) == 2
-            told = f"error: --kfp: '{url}': does not answer (MaxRetryError); --kfp names the API's address\n"
+            told = f"error: --kfp: '{url}': does not answer (MaxRetryError); give the API's address\n"
             assert capsys.readouterr().err == told
     assert run_cli([*command, "--store", str(tmp_path), "--kfp", ""]) == 2
-    assert capsys.readouterr().err.startswith("error: --kfp: '': is not a URL; write http")
+    assert capsys.readouterr().err.startswith("error: --kfp: '': takes a URL, for runs there")
 
 
 def test_where_every_template_is_retried_tasks_have_a_row_and_logs(

@@ -110,14 +110,14 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
     with pytest.raises(UserError) as refused:
         estimate(tmp_path, *stages)
-    assert refused.value.remedy == "; ".join(["it estimates no stage here", *(each.format("") for each in said)])
+    assert refused.value.remedy == "; ".join(each.format("not estimated: ") for each in said)
     known = leaf("reward-model", "reward_model", "--max-steps", "10", *TRAINED, resources=gpus(1))
     seconds, lines = estimate(tmp_path, *stages, known)
     assert [*seconds] == ["reward-model"]
     assert lines[:-2] == [f"  {each.format('not estimated: ')}" for each in said]
     for line, says in (
         (["--device", ""], "--device: '': is not known; known: B200, "),
-        (["--device", "H100"], "--device: 'H100': it estimates no stage here; sft: it has no accelerator (cluster.tr"),
+        (["--device", "H100"], "--device: 'H100': sft: not estimated: it has no accelerator (cluster.trainer.gpus), "),
         (
             ["--device", "TPU", "--svg", str(tmp_path / "a.svg")],
             "--device: 'TPU': is not known; known: B200, H200, H100, H100 PCIe, A100, L40S, L4",
@@ -137,7 +137,9 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_completion_leaves_room_for_its_prompt(tmp_path: Path, most: int) -> None:
     asked = ["--prompts-per-iteration", "4", "--n", "4", "--max-tokens", str(most)]
     engine = ["--engine-args", '{"max_model_len": 1000}']
-    with pytest.raises(UserError, match=r"rollout: max_tokens leaves no room for a prompt in engine\.args"):
+    with pytest.raises(
+        UserError, match=r"rollout: not estimated: max_tokens leaves no room for a prompt in engine\.args"
+    ):
         estimate(tmp_path, leaf("rollout", "rollout", *asked, *engine, resources=gpus(1)))
 
 
