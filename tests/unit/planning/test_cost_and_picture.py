@@ -32,6 +32,9 @@ def test_the_price_is_that_of_all_accelerators_for_as_long_as_their_stages_took(
     assert "sft 11 × 3.6e+03 s, rollout 10 × 360 s, without base-model, of which it says nothing" in hours
     assert "10 s for each of at most 22 pods" in pauses
     assert cost == "accelerator hours: at most 22 × 2.5 = 55", "of two accelerators each, and of no other stage"
+    del seconds["sft"]
+    *_, cost = estimate_cost(WORKFLOW, seconds, "at most, as r took", 2.5)
+    assert cost == "accelerator hours: at most 0 × 2.5 = 0, without sft"
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
