@@ -42,8 +42,6 @@ def plan_pipeline(
     from rich.console import Console
 
     from tuneloop.config.loading import find_pipeline
-    from tuneloop.planning.arithmetic import estimate_seconds
-    from tuneloop.planning.cost import estimate_cost, read_seconds
     from tuneloop.planning.plan import render_plan
 
     found = find_pipeline(pipeline)
@@ -53,7 +51,10 @@ def plan_pipeline(
         raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME, and leave out --share")
     if device is not None and (share or runs):
         raise UserError("--device", device, "is for where no run was measured: leave out --measured and --share")
-    estimated = None if device is None else estimate_seconds(built, device)
+    if device is not None:
+        from tuneloop.planning.arithmetic import estimate_seconds
+
+        seconds, lines = estimate_seconds(built, device)
     if svg:
         from tuneloop.planning.picture import draw_graph
 
@@ -68,9 +69,13 @@ def plan_pipeline(
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built, run.seconds_an_iteration() if run else None))
-    if estimated := (read_seconds(run), []) if run else estimated:
-        how = f"at most, as {run.name} took" if run else f"about, by arithmetic for {device}, not measured"
-        typer.echo("\n".join([*estimate_cost(built, estimated[0], how, price), *estimated[1]]))
+    if run or device is not None:
+        from tuneloop.planning.cost import estimate_cost, read_seconds
+
+        if run:
+            seconds, lines = read_seconds(run), []
+        how = ("at most", f"as {run.name} took") if run else ("about", f"by arithmetic for {device}, not measured")
+        typer.echo("\n".join([*estimate_cost(built, seconds, *how, price), *lines]))
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from tuneloop.argo.memory_estimate import Model, context_of, model_of
 from tuneloop.core.errors import UserError
 from tuneloop.planning.cost import count_replicas
-from tuneloop.planning.plan import count_pods
+from tuneloop.planning.plan import count_pods, count_prompts
 from tuneloop.runs.summary import format_size
 from tuneloop.training.devices import DEVICES, Device
 from tuneloop.training.options import TrainerOptions
@@ -110,5 +110,5 @@ def _generate(
 
 def _count_sequences(stage: Stage, trained: bool = False) -> float:
     """Count the completions of a pod without those that it carries on, or those of them that are trained on."""
-    more = None if trained or stage.number("carry_after") else stage.number("oversampled_prompts")
-    return (more or stage.number("prompts_per_iteration") or stage.number("limit") or 0) * (stage.number("n") or 1)
+    prompts = stage.number("prompts_per_iteration") if trained else count_prompts(stage)
+    return (prompts or stage.number("limit") or 0) * (stage.number("n") or 1)
