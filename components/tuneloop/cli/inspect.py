@@ -95,7 +95,7 @@ def track_run(
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on Argo: how they end.")] = None,
     context: CONTEXT = None,
 ) -> None:
-    """Mirror a run into MLflow, TensorBoard or W&B. Default: as TUNELOOP_TRACKERS says; again brings it up to date."""
+    """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: as TUNELOOP_TRACKERS says; again: up to date."""
     from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows
     from tuneloop.kube.connection import connect_to_cluster
     from tuneloop.runs.tracking import EVERY, find_phase, list_trackers, mirror_run, mirror_store
