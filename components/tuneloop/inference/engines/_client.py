@@ -54,7 +54,7 @@ class Client:
         endpoint: ``http://host:port``.
         timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
         sleeps: the server has its device by turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
-            which drops the weights. Untested: it needs a GPU.
+            which drops the weights, or has them in its snapshot. Untested: it needs a GPU.
         deterministic: require it of the server, and keep nothing of a lost POST: its rest would be another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
             for an address that never answered.
