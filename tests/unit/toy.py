@@ -103,9 +103,9 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
         file.write_table(table)
 
 
-def make(url: str, iterations: int = 2, *, whole: bool = True) -> dict[str, Manifest]:
+def make(url: str, iterations: int = 2, *, whole: bool = True, skill: int = 1) -> dict[str, Manifest]:
     """Run the stages in this process, in the order of the loop, below `url`; unless `whole`, end with the loop."""
-    made = {"sft": sft(out=f"{url}/sft")}
+    made = {"sft": sft(out=f"{url}/sft", skill=skill)}
     policy = f"{url}/sft@{made['sft'].digest}"
     made["evaluate-before"] = evaluate(out=f"{url}/evaluate-before", policy=policy)
     for i in range(1, iterations + 1):
