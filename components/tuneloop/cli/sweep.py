@@ -83,7 +83,7 @@ def run_sweep(
 
 def _print_ranking(runs: Sequence["Run"], points: dict[str, dict[str, str]], states: dict[str, str]) -> None:
     """Print the runs, the best first, by held-out reward where there is one, and why runs were stopped."""
-    from tuneloop.cluster.sweep import read_reason
+    from tuneloop.cluster.sweep import STOPPED, read_reason
 
     rows, looped = [], any(run.iteration for run in runs)
     for run in runs:  # what was evaluated before a loop says nothing of its settings
@@ -91,6 +91,7 @@ def _print_ranking(runs: Sequence["Run"], points: dict[str, dict[str, str]], sta
         held = [value for value, made in judged if not looped or (made and made.iteration)]
         rewards = held[-1:], [score.value for score in run.training_rewards()][-1:]
         shown = (str(run.iteration or ""), *(f"{each[0]:.3f}" if each else "" for each in rewards))
-        rows.append((rewards, (run.name, *points[run.name].values(), states[run.name], *shown, read_reason(run))))
+        state, why = states[run.name], read_reason(run) if states[run.name] == STOPPED else ""
+        rows.append((rewards, (run.name, *points[run.name].values(), state, *shown, why)))
     columns = ("run", *points[runs[0].name], "state", "iterations", "held out", "training", "why stopped")
     print_table(columns, [row for _, row in sorted(rows, reverse=True)], right=columns[-4:-1], cut=columns[-1])

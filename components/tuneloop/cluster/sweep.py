@@ -87,6 +87,7 @@ def follow_runs(
                     stop(run.name)
             waiting = [name for name in waiting if states[name] not in ("running", "succeeded", STOPPED)]
             for name in waiting[: max(0, parallel - [*states.values()].count("running"))]:
+                print(f"{name}: begins", flush=True)
                 children[name] = begin(name)
                 waiting.remove(name)
                 states[name] = "running"
