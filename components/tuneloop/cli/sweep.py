@@ -22,7 +22,8 @@ def run_sweep(
     pipeline: PIPELINE,
     name: Annotated[str, typer.Option("--name", help="Of the sweep; its runs are NAME-1, NAME-2, …")],
     over: Annotated[
-        list[str], typer.Option(metavar="KEY=V1,V2", help="Values of a key. Repeatable: all combinations.")
+        list[str],
+        typer.Option(metavar="KEY=V1,V2", help="Values of a key, YAML without commas. Repeatable: all combinations."),
     ],
     store: STORE = "runs",
     config: CONFIG = None,
