@@ -13,7 +13,6 @@ from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import Retryable, UserError
 
 if TYPE_CHECKING:
-    from tuneloop.config.loading import Pipeline
     from tuneloop.runs.run_record import Run
 
 TRACK = Annotated[
@@ -40,26 +39,19 @@ def run_pipeline(
 
     A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
-    from tuneloop.config.loading import find_pipeline
+    from tuneloop.cli.checks import check_local_run, check_model
+    from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.core.store import normalize_url
+    from tuneloop.runs import records, run_record
 
     found = find_pipeline(pipeline)
     resolved = found.configure(config, sets or ()).model_dump(mode="json")
     if name is None:
         name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _continue(prepare_run(found, resolved, name, store, track), parallelism, track, warm)
-
-
-def prepare_run(found: "Pipeline", resolved: dict[str, Any], name: str, store: str, track: bool) -> "Run":
-    """Return the run of this name, which is created unless it exists with these settings."""
-    from tuneloop.cli.checks import check_local_run, check_model
-    from tuneloop.config.loading import dump_workflow
-    from tuneloop.core.store import normalize_url
-    from tuneloop.runs import records, run_record
-
     if (record := records.read_record(name, store)) is not None:
         standing = run_record.Run(name, store, record)
         if _same(standing, found.name, resolved, normalize_url(store)):
-            return standing
+            return _continue(standing, parallelism, track, warm)
     workflow = found.build(found.validate(resolved))
     if record is None:
         check_model(resolved)
@@ -67,7 +59,7 @@ def prepare_run(found: "Pipeline", resolved: dict[str, Any], name: str, store: s
     _check_trackers(track)
     at = normalize_url(store)
     fresh = records.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=at)
-    return run_record.Run.create(fresh, dump_workflow(workflow), replaced=record)
+    return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow), replaced=record), parallelism, track, warm)
 
 
 def run_demo(
