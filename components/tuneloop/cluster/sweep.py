@@ -78,7 +78,7 @@ def judge_run(run: Run, runs: Sequence[Run], start: int) -> bool:
     k = len(own := rewards.pop(run.name))
     averages = [mean(each[:k]) for each in rewards.values() if len(each) >= k >= start]
     if stop := len(averages) >= 3 and max(own) < median(averages):
-        why = f"best reward in {k} iterations {max(own):.4g}, median of others' averages {median(averages):.4g}"
+        why = f"best reward by iteration {k} {max(own):.4g}, median of others' averages {median(averages):.4g}"
         Store(run.url).put(STOPPED, why.encode())
         print(f"{run.name}: is stopped early: {why}", flush=True)
     return stop

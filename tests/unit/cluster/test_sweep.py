@@ -45,13 +45,13 @@ def test_a_run_for_each_combination_named_by_it() -> None:
 @pytest.mark.parametrize(
     ("own", "others", "start", "why"),
     [
-        ((0, 1), [(1, 1), (2, 1), (3, 1)], 1, "1 iterations 0.25, median of others' averages 0.75"),
-        ((0, 2), [(1, 3), (2, 2), (3, 2)], 1, "2 iterations 0.5, median of others' averages 0.875"),
+        ((0, 1), [(1, 1), (2, 1), (3, 1)], 1, "1 0.25, median of others' averages 0.75"),
+        ((0, 2), [(1, 3), (2, 2), (3, 2)], 1, "2 0.5, median of others' averages 0.875"),
         (
             (0, 2),
             [(0, 2), (0, 2), (0, 2), (3, 2), (3, 2), (3, 2)],
             2,
-            "2 iterations 0.5, median of others' averages 0.6875",
+            "2 0.5, median of others' averages 0.6875",
         ),
         ((0, 2), [(1, 3), (2, 2), (3, 2)], 3, None),  # not yet
         ((0, 3), [(1, 3), (2, 2), (3, 2)], 1, None),  # two of three have not got as far
@@ -69,7 +69,7 @@ def test_the_median_rule(
     run, *rest = (Run(f"{name}", f"{tmp_path}") for name in range(len(others) + 1))
     assert judge_run(run, [*rest, run], start) == (why is not None)
     written = Store(run.url).get("stopped")
-    assert written == (f"best reward in {why}".encode() if why else None)
+    assert written == (f"best reward by iteration {why}".encode() if why else None)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_run_that_fails_holds_up_no_other(call: Call) -> None:
     assert rows(result.out) == [["false", shares[0], "succeeded"], ["true", shares[1], "failed"]]
 
 
-TOLD = "best reward in {} iterations {}, median of others' averages {}"
+TOLD = "best reward by iteration {} {}, median of others' averages {}"
 
 
 def test_a_run_below_the_median_is_stopped_and_stays_so(call: Call, tmp_path: Path) -> None:
