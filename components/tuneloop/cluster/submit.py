@@ -59,14 +59,14 @@ def prepare_resumption(
 
 
 def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
-    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, have ended. Raises UserError at
-    another pipeline or store, and at other settings after the loop has made a version: until then they may be mended,
-    as on one machine (`tuneloop run`), for the stages refuse what does not fit their committed outputs. What pods ask
-    for, and what no stage compares with its output (addresses, patience, processes), may change at any time."""
+    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, are given. Raises UserError at
+    another pipeline or store, and at other settings, unless the run failed before its loop made a version. They may be
+    mended then, as on one machine (`tuneloop run`): stages refuse what does not fit their committed outputs. What pods
+    ask for, and what no stage compares with its output (addresses, patience, processes), may change at any time."""
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}
     differing = find_differences(asked, {k: before[k] for k in asked})
-    begun = any(get_workflow_phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
+    begun = any(get_workflow_phase(each) not in ("Failed", "Error") or _has_made_a_version(each) for each in earlier)
     elsewhere = [name for name in ("pipeline", "store") if name in differing]
     if elsewhere or (differing and begun):
         what = ", ".join(elsewhere or differing[:5])
