@@ -206,7 +206,7 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 def context_of(stages: list[Stage]) -> int | None:
     """Return the tokens of a prompt and its completion that an engine takes at most: vLLM's ``max_model_len``."""
-    limits = [stage.engine_args["max_model_len"] for stage in stages if "max_model_len" in stage.engine_args]
+    limits = [stage.engine_args["max_model_len"] for stage in stages if stage.engine_args.get("max_model_len")]
     return max(map(int, limits), default=None)
 
 

@@ -10,6 +10,7 @@ import typer
 from tuneloop.cli.arguments import CONFIG, OUTPUT, PIPELINE, SETS
 from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import UserError
+from tuneloop.training.devices import DEVICES
 
 
 def plan_pipeline(
@@ -33,7 +34,7 @@ def plan_pipeline(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Estimate hours by arithmetic for it: H100, H200, A100, L40S, B200."),
+        typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}."),
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph there, as a picture.")] = None,
 ) -> None:
@@ -46,10 +47,14 @@ def plan_pipeline(
     found = find_pipeline(pipeline)
     configured = found.configure(config, sets or ())
     built, runs = found.build(configured), measured or []
-    if price is not None and (share or not (runs or device)):
+    if price is not None and (share or not (runs or device is not None)):
         raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME, and leave out --share")
-    if device and (share or runs):
+    if device is not None and (share or runs):
         raise UserError("--device", device, "is for where no run was measured: leave out --measured and --share")
+    if device is not None:
+        from tuneloop.planning.arithmetic import estimate_seconds
+
+        seconds, lines = estimate_seconds(built, device)
     if svg:
         from tuneloop.planning.picture import draw_graph
 
@@ -64,13 +69,13 @@ def plan_pipeline(
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built, run.seconds_an_iteration() if run else None))
-    if run or device:
-        from tuneloop.planning.arithmetic import estimate_seconds
+    if run or device is not None:
         from tuneloop.planning.cost import estimate_cost, read_seconds
 
-        how = f"at most, as {run.name} took" if run else f"about, by arithmetic for {device}, not measured"
-        seconds, lines = (read_seconds(run), []) if run else estimate_seconds(built, device or "")
-        typer.echo("\n".join([*estimate_cost(built, seconds, how, price), *lines]))
+        if run:
+            seconds, lines = read_seconds(run), []
+        how = ("at most", f"as {run.name} took") if run else ("about", f"by arithmetic for {device}, not measured")
+        typer.echo("\n".join([*estimate_cost(built, seconds, *how, price), *lines]))
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:

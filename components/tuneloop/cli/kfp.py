@@ -143,11 +143,11 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
 
 def connect_to_executor(namespace: str | None, context: str | None, kfp: str | None) -> tuple[Any, Any]:
     """Connect to what executes runs elsewhere: a cluster's Argo, or Kubeflow Pipelines, as something to ask."""
-    if namespace and kfp:
-        raise UserError("--kfp", kfp, "is for runs there, --namespace for runs on Argo: give one")
+    if kfp is not None and (namespace or not kfp):
+        raise UserError("--kfp", kfp, "takes a URL, for runs there, and --namespace is for runs on Argo: give one")
     from tuneloop.kfp.progress import describe_progress
 
-    ask = partial(describe_progress, client.connect_to_kfp(kfp)) if kfp else None
+    ask = partial(describe_progress, client.connect_to_kfp(kfp, "--kfp", "give the API's address")) if kfp else None
     return connect_to_cluster(namespace, context) if namespace else None, ask
 
 

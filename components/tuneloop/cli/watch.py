@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuneloop.cli.arguments import CONTEXT, KFP, RUN, STORE
-from tuneloop.core.errors import Retryable
+from tuneloop.core.errors import EXIT_USER, Retryable, print_diagnostic
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,7 +33,7 @@ def watch_run(
     kfp: KFP = None,
 ) -> int:
     """Watch a run until it ends. Stages, iterations, reward, time to go; exit code 0: it succeeded, 1: it failed, 75:
-    it was interrupted, or has committed nothing for a day."""
+    it was interrupted, or has committed nothing for a day; 2: nobody knows it."""
     from rich.live import Live
 
     from tuneloop.cli.kfp import connect_to_executor
@@ -51,6 +51,8 @@ def watch_run(
                 run.refresh(whole=False)
                 stands = describe_state(run, cluster, ask)
                 phase, message = stands["phase"], stands["message"]
+                if phase == "elsewhere" and message and not run.entries:
+                    return print_diagnostic(f"error: {message}; nor has {store} anything of it", EXIT_USER)
                 if phase == "elsewhere" and (phase := find_phase(run)) == "elsewhere":
                     message = "nothing was committed for a day, and nothing says how it ended"
                 if live:

@@ -68,10 +68,12 @@ def open_response(
     body: Any = None,
     headers: Mapping[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
+    trusted: ssl.SSLContext | None = None,
 ) -> Iterator[Response]:
     """Send a request, and yield the answer once its status is there; leaving the block hangs up. `check` is called at
-    least every `POLL_S` seconds while this process waits; what it raises hangs up. Raises Unanswered: the server is
-    lost, as it is after `timeout_s` seconds without a byte."""
+    least every `POLL_S` seconds while this process waits; what it raises hangs up. `trusted`: the certificates that
+    prove the server (default: the system's). Raises Unanswered: the server is lost, as it is after `timeout_s` seconds
+    without a byte."""
     import httpx2  # noqa: F401 - not on the thread of the event loop: a fork meanwhile would inherit its lock
 
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -87,7 +89,7 @@ def open_response(
                 raise event
             return event
 
-    sending = _send(events, timeout_s, method=method, url=url, json=body, headers=headers)
+    sending = _send(events, timeout_s, trusted, method=method, url=url, json=body, headers=headers)
     task = asyncio.run_coroutine_threadsafe(sending, _event_loop())
     try:
         yield Response(receive)
@@ -95,12 +97,14 @@ def open_response(
         task.cancel()
 
 
-async def _send(events: queue.SimpleQueue[Any], timeout_s: float, **request: Any) -> None:
+async def _send(
+    events: queue.SimpleQueue[Any], timeout_s: float, trusted: ssl.SSLContext | None, **request: Any
+) -> None:
     """Put the status of the answer, each chunk of its body and `END` into `events`, or the error that ended it."""
     import httpx2
 
     try:
-        verify = _read_certificates() if request["url"].startswith("https:") else False
+        verify = (trusted or _read_certificates()) if request["url"].startswith("https:") else False
         timeout = httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         async with httpx2.AsyncClient(trust_env=False, verify=verify, timeout=timeout) as client:
             response = await client.send(client.build_request(**request), stream=True)

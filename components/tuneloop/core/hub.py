@@ -1,8 +1,11 @@
 """Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also ``hf://datasets/…``."""
 
+import errno
 import re
 
 from tuneloop.core.errors import UserError
+
+AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")  # classes' names
 
 
 def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
@@ -19,6 +22,8 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among the causes."""
-    while error and not isinstance(error, ConnectionError | TimeoutError) and "ConnectError" not in str(type(error)):
+    while error and not (isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__)):
+        if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            break
         error = error.__cause__ or error.__context__
     return error is not None

@@ -115,7 +115,7 @@ def generate_completions(
         completions: Sequence[Sequence[Completion]]
         if job.rounds:
             check = functools.partial(measure_staleness, policy, bound=bound)
-            completions = job.rounds.play(engine, requests, sampling, seed, check, done)
+            completions = job.rounds.grow_completions(engine, requests, sampling, seed, check, done)
             bound += job.rounds.oldest
         elif options.environment is None:
             completions = engine.generate(requests, sampling, done)
@@ -128,7 +128,7 @@ def generate_completions(
     if refitted := getattr(engine, "refitted", None):
         stage.notes["refitted"] = asdict(refitted)
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
-    tokens -= job.rounds.tokens if job.rounds else 0
+    tokens -= job.rounds.begun_tokens if job.rounds else 0
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
     given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     stage.facts.update(

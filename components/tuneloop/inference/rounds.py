@@ -38,11 +38,11 @@ class Rounds:
     begun: Mapping[str, Begun]
 
     @property
-    def tokens(self) -> int:
-        """Those that there were before."""
+    def begun_tokens(self) -> int:
+        """Tokens of the groups that go on, which earlier iterations sampled."""
         return sum(len(said.ids) for each in self.begun.values() for said in each.completions)
 
-    def play(
+    def grow_completions(
         self,
         engine: Engine,
         requests: Sequence[Request],
@@ -80,7 +80,7 @@ class Rounds:
             if ended >= self.wanted:
                 return groups
 
-    def divide(self, groups: Sequence[Sequence[Completion]], max_tokens: int) -> tuple[list[int], list[int]]:
+    def divide_groups(self, groups: Sequence[Sequence[Completion]], max_tokens: int) -> tuple[list[int], list[int]]:
         """Divide groups, by their places, into the first `wanted` that have ended and all others."""
         ended = [i for i, each in enumerate(groups) if all(has_ended(said, max_tokens) for said in each)]
         batch = ended[: self.wanted]

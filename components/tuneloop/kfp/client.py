@@ -21,6 +21,7 @@ from tuneloop.kube.connection import list_status_nodes, read_api_message
 EXPERIMENT = "tuneloop"
 FOUND = "address taken from the kubeconfig"
 ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
+TIMEOUT_S = 30  # as Argo's; the client library itself would wait for ever
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
 """Nodes that KFP adds to each task: of no interest to people."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
@@ -38,20 +39,24 @@ class TaskStatus:
     error: str
 
 
-def connect_to_kfp(endpoint: str | None = None) -> Any:
+def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str = ADDRESS) -> Any:
     """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError where
     kfp is not installed, or nothing answers there."""
     check_kfp_is_installed()
     from kfp import Client
     from kfp_server_api import ApiException
+    from urllib3 import Retry, exceptions
 
     class Once(Client):  # type: ignore[misc]  # of no type there
-        """Asks the backend how it is once; the SDK's own asks five times, and logs a traceback each time."""
+        """Asks first how the backend is, but once, not five times, each with a traceback; and gives up in time."""
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
+            api = self._healthz_api.api_client.rest_client
+            api.request = lambda *args, **how: type(api).request(api, *args, **how | {"_request_timeout": TIMEOUT_S})
+            api.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
             return self._healthz_api.healthz_service_get_healthz()
 
-    with warnings.catch_warnings(), translate_api_errors(endpoint):
+    with warnings.catch_warnings(), translate_api_errors(endpoint, field):
         warnings.simplefilter("ignore", FutureWarning)
         try:
             with redirect_stdout(io.StringIO()):  # it says "Failed to load kube config.", also where it needs none
@@ -60,8 +65,10 @@ def connect_to_kfp(endpoint: str | None = None) -> Any:
         except ApiException as error:
             if error.status != 404:
                 raise
-            remedy = f"has no Kubeflow Pipelines ({read_api_message(error)}); {ADDRESS}"
-            raise UserError("kfp", endpoint or FOUND, remedy) from error
+            told = f"has no Kubeflow Pipelines ({read_api_message(error)}); {remedy}"
+            raise UserError(field, endpoint or FOUND, told) from error
+        except exceptions.HTTPError as error:
+            raise UserError(field, endpoint or FOUND, f"does not answer ({type(error).__name__}); {remedy}") from error
     return client
 
 
@@ -72,7 +79,7 @@ def check_kfp_is_installed() -> None:
 
 
 @contextmanager
-def translate_api_errors(endpoint: str | None) -> Iterator[None]:
+def translate_api_errors(asked: str | None, field: str = "kfp") -> Iterator[None]:
     """Raise errors of the client library as UserError, or as Retryable where the API may answer later."""
     from kfp_server_api import ApiException
     from urllib3.exceptions import HTTPError
@@ -83,9 +90,9 @@ def translate_api_errors(endpoint: str | None) -> Iterator[None]:
         message = read_api_message(error)
         if error.status in (429, 502, 503, 504):
             raise Retryable(f"kfp: {message}") from error
-        raise UserError("kfp", endpoint or FOUND, f"refused ({error.status}): {message}") from error
+        raise UserError(field, asked or FOUND, f"refused ({error.status}): {message}") from error
     except HTTPError as error:
-        raise UserError("kfp", endpoint or FOUND, f"does not answer ({type(error).__name__}); {ADDRESS}") from error
+        raise Retryable(f"kfp: the API does not answer ({type(error).__name__})") from error
 
 
 def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
@@ -226,7 +233,7 @@ def _get(client: Any, path: str) -> str | None:
             if error.status in (400, 404, 500):  # how the API says that a pod is gone
                 return None
             raise
-    return str(reply.data.decode(errors="replace"))
+        return str(reply.data.decode(errors="replace"))
 
 
 def _named(client: Any, run: str) -> list[Any]:

@@ -16,7 +16,7 @@ PHASES = {
 
 def describe_progress(client: Any, run: Run) -> dict[str, Any]:
     """Describe how a run stands there: its phase, and the stages that it has committed or that are tasks there. Raises
-    UserError where there is none of that name."""
+    UserError where there is none of that name, Retryable where the API does not answer."""
     found, stages = find_run(client, run.name), {stage.stage: stage for stage in list_stages(run)}
     for task in list_tasks(found):
         phase = PHASES.get(task.state, "Pending")

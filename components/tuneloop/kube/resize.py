@@ -3,7 +3,6 @@
 Without Kubernetes' client library, which images that sample do not have. The token names the pod it is bound to."""
 
 import base64
-import http.client
 import json
 import os
 import queue
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Unavailable, print_diagnostic
-from tuneloop.core.http import is_transient
+from tuneloop.core.http import Unanswered, is_transient, send_request
 from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
 
 ACCOUNT_FILES = "/run/tuneloop/account"
@@ -87,25 +86,21 @@ class PodResizer(threading.Thread):
     def _send(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         token = (self._files / "token").read_text()  # the kubelet renews it
         of = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["kubernetes.io"]
-        path = f"/api/v1/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/strategic-merge-patch+json"}
-        host, port = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
-        trusted = ssl.create_default_context(cafile=self._files / "ca.crt")
-        connection = http.client.HTTPSConnection(host, port, timeout=30, context=trusted)
+        host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+        url = f"https://{f'[{host}]' if ':' in host else host}:{port}/api/v1"
+        url += f"/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
+        how: dict[str, Any] = {"timeout_s": 30, "trusted": ssl.create_default_context(cafile=self._files / "ca.crt")}
+        how["headers"] = {"Authorization": f"Bearer {token}", "Content-Type": "application/strategic-merge-patch+json"}
         try:
-            connection.request("PATCH", path, json.dumps({"spec": spec}), headers)
-            answer = connection.getresponse()
-            text = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"cluster: {host} does not answer ({type(error).__name__}: {error})") from error
-        finally:
-            connection.close()
-        if answer.status == 200:
+            status, text = send_request("PATCH", url, body={"spec": spec}, **how)
+        except Unanswered as error:
+            raise Unavailable(f"cluster: {host} does not answer ({error})") from error
+        if status == 200:
             return json.loads(text)  # type: ignore[no-any-return]
-        message = read_api_message(Namespace(body=text, reason=answer.reason))
-        if is_transient(answer.status) or answer.status == 409:
+        message = read_api_message(Namespace(body=text, reason=f"status {status}"))
+        if is_transient(status) or status == 409:
             raise Unavailable(f"cluster: {host}: {message}")
-        raise ApiRefusal(IN_CLUSTER, answer.status, message)
+        raise ApiRefusal(IN_CLUSTER, status, message)
 
     def _say(self, line: str) -> None:
         if line not in self._said:

@@ -12,7 +12,7 @@ from typing import Any
 from tuneloop.argo.memory_estimate import Model, context_of, model_of
 from tuneloop.core.errors import UserError
 from tuneloop.planning.cost import count_replicas
-from tuneloop.planning.plan import count_pods
+from tuneloop.planning.plan import count_pods, count_prompts
 from tuneloop.runs.summary import format_size
 from tuneloop.training.devices import DEVICES, Device
 from tuneloop.training.options import TrainerOptions
@@ -25,7 +25,7 @@ COMPUTING, READING = 0.4, 0.6
 
 def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, float], list[str]]:
     """Estimate the seconds of a pod of each stage that trains or generates, and tell how. Raises UserError: the device
-    or the shape of the model is not known."""
+    or the shape of the model is not known, or that of no stage is."""
     if name not in DEVICES:
         raise UserError("--device", name, f"is not known; known: {', '.join(DEVICES)}")
     workflow, _ = expand_pod(workflow)
@@ -33,6 +33,8 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
     stages = [read_stage(templates[each]) for each in count_pods(workflow)]
     if not isinstance(model := model_of(stages), Model):
         raise UserError("--device", name, f"needs the shape of the model: {model}")
+    if not model.linears:
+        raise UserError("--device", name, f"needs a dense model: {model.name} has experts, or another kind of layers")
     replicas = count_replicas(templates)
     servers = [stage for stage in stages if stage.serves for _ in range(replicas[stage.name])]
     seconds, lines = dict[str, float](), list[str]()
@@ -48,6 +50,8 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
         else:
             seconds[stage.name] = told[0]
             lines.append(f"  {stage.name}: {told[1]} = {told[0]:.3g} s")
+    if not seconds:
+        raise UserError("--device", name, "; ".join(map(str.strip, lines)) or "no stage here trains or generates")
     assumed = f"assumed: {COMPUTING:.0%} of {name}'s {DEVICES[name].flops / 1e12:g} TFLOP/s (dense bfloat16), "
     assumed += f"{READING:.0%} of its {DEVICES[name].bandwidth / 1e12:g} TB/s; without starting, loading and storing"
     return seconds, [*lines, f"  {assumed}"]
@@ -55,24 +59,24 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
 
 def _train(stage: Stage, stages: list[Stage], model: Model, device: Device) -> tuple[float, str] | str:
     """Return the seconds of a stage that trains and how they come about, or what is not known."""
-    if not (count := stage.accelerators * stage.nodes):
-        return "it has no accelerator"
-    if stage.flags.get("dtype") != "bfloat16":
-        return f"dtype is {stage.flags.get('dtype', 'not given')}, and peaks are known of bfloat16"
-    length = stage.number("max_length")
+    missing = [] if (count := stage.accelerators * stage.nodes) else ["it has no accelerator (cluster.trainer.gpus)"]
+    if (dtype := stage.flags.get("dtype", "not given")) != "bfloat16":
+        missing.append(f"dtype is {dtype}, and peaks are known of bfloat16")
+    if missing:
+        return ", and ".join(missing)
+    length, limit = stage.number("max_length"), "max_length"
     if stage.number("updates_per_batch"):
         sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
-        sequences, length = sum(sizes), context_of(stages)
+        sequences, length, limit = sum(sizes), context_of(stages), "engine.args.max_model_len"
     else:
         batch = math.prod(stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps"))
         kinds = stage.component.options.values() if stage.component else ()
         batch *= max((kind.sequences for kind in kinds if issubclass(kind, TrainerOptions)), default=1)
         sequences = batch * (stage.number("gradient_accumulation_steps") or 1) * stage.ranks * stage.nodes
     if not (sequences and length):
-        return "nothing limits its tokens (engine.args.max_model_len)"
-    each = (
-        6 + 2 * (stage.flags.get("gradient_checkpointing") == "true") - 2 * (stage.flags.get("lora", "null") != "null")
-    )
+        return f"nothing limits its tokens ({limit})"
+    again, frozen = stage.flags.get("gradient_checkpointing") == "true", stage.flags.get("lora", "null") != "null"
+    each = 6 + 2 * again - 2 * frozen
     took = each * model.parameters * sequences * length / (count * device.flops * COMPUTING)
     return took, f"{each} × {model.parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
 
@@ -81,16 +85,20 @@ def _generate(
     stage: Stage, servers: list[Stage], model: Model, context: int | None, device: Device
 ) -> tuple[float, str] | str:
     """Return the seconds of a stage that generates, itself or by `servers`, and how, or what is not known."""
+    if "tasks" in stage.flags:
+        return "its tasks decide how much it generates"
     engines = [stage] if stage.accelerators else servers
     if not (count := sum(each.accelerators * each.nodes for each in engines)):
-        return "it has no accelerator, and no server here has"
+        return "it has no accelerator, and no server here has (cluster.sampler.gpus)"
     sequences, most = _count_sequences(stage), stage.number("max_tokens")
     if not (sequences and most and context):
         return "nothing limits its tokens (engine.args.max_model_len)"
+    if most >= context:
+        return "max_tokens leaves no room for a prompt in engine.args.max_model_len"
     arguments = engines[0].engine_args
-    split = int(arguments.get("tensor_parallel_size", 1))
-    share = math.ceil(sequences / max(1, count // split))
-    at_once = min(share, int(arguments.get("max_num_seqs", 256)))
+    split, pipeline = (int(arguments.get(f"{each}_parallel_size") or 1) for each in ("tensor", "pipeline"))
+    share = math.ceil(sequences / max(1, count // (split * pipeline)))
+    at_once = min(share, int(arguments.get("max_num_seqs") or 256))
     steps, mean = math.ceil(share / at_once) * most, context - most / 2
     read = 2 * model.parameters + at_once * mean * model.kv_bytes
     a_step = max(read / device.bandwidth / READING, 2 * model.parameters * at_once / device.flops / COMPUTING) / split
@@ -101,6 +109,6 @@ def _generate(
 
 
 def _count_sequences(stage: Stage, trained: bool = False) -> float:
-    """Count the completions of a pod, or those of them that are trained on."""
-    sizes = ("prompts_per_iteration", "limit") if trained else ("oversampled_prompts", "prompts_per_iteration", "limit")
-    return next(filter(None, map(stage.number, sizes)), 0) * (stage.number("n") or 1)
+    """Count the completions of a pod without those that it carries on, or those of them that are trained on."""
+    prompts = stage.number("prompts_per_iteration") if trained else count_prompts(stage)
+    return (prompts or stage.number("limit") or 0) * (stage.number("n") or 1)

@@ -29,13 +29,13 @@ def count_replicas(templates: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
 
 
 def estimate_cost(
-    workflow: Mapping[str, Any], seconds: Mapping[str, float], how: str, price: float | None
+    workflow: Mapping[str, Any], seconds: Mapping[str, float], bound: str, how: str, price: float | None
 ) -> Iterator[str]:
-    """Yield lines: a workflow's hours, by the `seconds` of its stages, and their cost at `price` a device hour. `how`
-    these came about begins with ``at most`` or ``about``."""
+    """Yield lines: a workflow's hours, by the `seconds` of its stages, and their cost at `price` a device hour.
+    `bound`: ``at most`` or ``about``; `how` the seconds came about."""
     unfolded, grain = expand_pod(workflow)
     templates = {template["name"]: template for template in unfolded["spec"]["templates"]}
-    pods, held, parts, unknown = count_pods(unfolded), 0.0, list[str](), list[str]()
+    pods, held, parts, unknown = count_pods(unfolded), 0.0, list[str](), dict[str, int]()
     every, servers = count_all_pods(unfolded, grain, pods)[0], 0
     calls = count_replicas(templates)
     total = REQUEUE * every
@@ -49,11 +49,11 @@ def estimate_cost(
             held += count * each * devices
             parts.append(f"{name} {count} × {each:.3g} s")
         elif stage.component:
-            unknown.append(name)
+            unknown[name] = devices
     held += servers * total  # from its first pod to its last at most
     without = f", without {', '.join(unknown)}, of which it says nothing" if unknown else ""
-    bound, how = how.split(",", 1)
-    yield f"hours: {bound} {total / 3600:.3g},{how}, one stage after another: {', '.join(parts)}{without}"
+    yield f"hours: {bound} {total / 3600:.3g}, {how}, one stage after another: {', '.join(parts)}{without}"
     yield f"  of these {REQUEUE:g} s for each of at most {every} pods, until Argo looks at the workflow again"
     text = f"accelerator hours: {bound} {held / 3600:.3g}"
-    yield text + (f" × {price:g} = {held / 3600 * price:.4g}" if price is not None else "")
+    without = f", without {', '.join(left)}" if (left := [name for name, devices in unknown.items() if devices]) else ""
+    yield text + (f" × {price:g} = {held / 3600 * price:.4g}" if price is not None else "") + without

@@ -121,15 +121,20 @@ def count_all_pods(workflow: Mapping[str, Any], grain: PerPod, pods: Mapping[str
     return sum(count for stage, count in pods.items() if stage not in shared) + together, together
 
 
+def count_prompts(stage: Stage) -> float | None:
+    """Count the prompts whose completions a pod of a sampler hands on; of groups that are carried, those of a batch."""
+    more = None if stage.number("carry_after") else stage.number("oversampled_prompts")
+    return more or stage.number("prompts_per_iteration")
+
+
 def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield the steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
-        times, value = pods[stage.name], stage.number
-        more = value("oversampled_prompts")
-        prompts = (more if not value("carry_after") else None) or value("prompts_per_iteration")
+        times, value, prompts = pods[stage.name], stage.number, count_prompts(stage)
         if stage.role == "sampler" and prompts and (n := value("n")):
             total = times * prompts * n
-            begun = total + ((more or prompts) - prompts) * n  # with carry_after: what the last iteration leaves
+            left = (value("oversampled_prompts") or prompts) - prompts  # with carry_after: by the last iteration
+            begun = total + left * n
             tokens = f", at most {begun * most:,.0f} tokens" if (most := value("max_tokens")) else ""
             yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"
         elif stage.role == "trainer" and (each := value("updates_per_batch")):

@@ -39,7 +39,9 @@ class LmEvalOptions(Options):
 
 def hash_own(params: Any) -> dict[str, Any]:
     """Return what tells the files of `include_path` from others of the same names."""
-    return {"task_files": (own := params.include_path) and {k: f.digest for k, f in hash_files(Path(own)).items()}}
+    if (own := params.include_path) and not Path(own).is_dir():
+        raise UserError("--include-path", own, "is not a directory")
+    return {"task_files": own and {k: f.digest for k, f in hash_files(Path(own)).items()}}
 
 
 @component("metrics", image="rollout", accelerator=True, role="evaluator", results={"score": float}, identity=hash_own)
@@ -49,6 +51,8 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
     `score` is the mean of one metric of each task; of a group with metrics, these stand for its tasks. A server proves
     by the canary that it has this checkpoint. Raises UserError: lm-eval is not installed, or cannot do with a task,
     metric or argument; a server refuses, or has another model. Raises Unavailable: server or hub do not answer."""
+    if options.endpoint and options.engine != "endpoint":
+        raise UserError("--endpoint", options.endpoint, "is for --engine endpoint")
     if find_spec("lm_eval") is None:
         raise UserError("package", "lm_eval", "is not installed; pip install 'tuneloop[lm-eval]'")
     import lm_eval.tasks
@@ -56,6 +60,9 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
 
     with stage.timed("load"), name_errors("tasks", options.tasks, Exception):  # whatever their data and code raise
         loaded = (manager := lm_eval.tasks.TaskManager(include_path=options.include_path)).load(options.tasks)
+        for name, task in loaded["tasks"].items():
+            metrics = {f"{metric},none": 0 for metric in task.aggregation()}
+            find_metrics(name, metrics, options.metric and options.metric.partition("/")[0])
     with stage.timed("load"), name_errors("model_args", options.model_args, TypeError, ValueError):
         model = open_model(policy, options)
     if options.engine == "endpoint":
@@ -64,9 +71,12 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
     model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # it hears of every answer
     manager.load = lambda _: loaded  # once is enough
     how = options.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"})
-    with stage.timed("evaluate"), name_errors("--endpoint", options.endpoint, OSError, ClientError):
+    away = name_errors("--endpoint", options.endpoint, OSError, ClientError)
+    with stage.timed("evaluate"), name_errors("arguments", how, ValueError), away:
         told = lm_eval.simple_evaluate(model, tasks=options.tasks, task_manager=manager, **how)
     found = {name: each for name, said in told["results"].items() if (each := find_metrics(name, said, options.metric))}
+    if others := [name for name in told["samples"] if name not in found]:
+        raise UserError("tasks", others, "have no metric that is a number")
     inside = {child for name, children in told["group_subtasks"].items() if name in found for child in children}
     scores = [next(iter(found[name].values())) for name in found if name not in inside]
     rows = [row for name, samples in told["samples"].items() for row in list_samples(name, samples, found[name])]

@@ -101,7 +101,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
     batch = every = [*zip(chosen, requests, completions)]
     if rounds:
-        batch, left = ([every[i] for i in some] for some in rounds.divide(completions, options.max_tokens))
+        batch, left = ([every[i] for i in some] for some in rounds.divide_groups(completions, options.max_tokens))
         about = {"drawn": drawn + len(places), "options": _shared_options(options)}
         _write(stage.out / CARRIED, tokenizer, left, {ABOUT: json.dumps(about, sort_keys=True)})
         bound = int(stage.facts["staleness"]["bound"])

@@ -1,4 +1,4 @@
-"""What the vendor's data sheets say of devices, by the names that CUDA has for them."""
+"""What the vendor's data sheets say of devices, by words of the names that CUDA has for them."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,15 @@ DEVICES = {
     "B200": Device(2250e12, 8e12),  # NVIDIA's of DGX B200, an eighth
     "H200": Device(989e12, 4.8e12),  # of H200, as SXM
     "H100": Device(989e12, 3.35e12),  # of H100, as SXM
+    "H100 PCIe": Device(756e12, 2e12),  # of H100, as PCIe
     "A100": Device(312e12, 2.039e12),  # of A100, as SXM with 80 GB
     "L40S": Device(362e12, 0.864e12),
     "L4": Device(121e12, 0.3e12),
 }
+
+
+def find_device(name: str) -> Device | None:
+    """Find a device by CUDA's name for it; None where it is not known, or is another form of a known one, or a part."""
+    words = {*name.replace("-", " ").split()}
+    known = [each for each in DEVICES if words.issuperset(each.split()) and words.isdisjoint(("NVL", "MIG"))]
+    return DEVICES[max(known, key=len)] if known else None

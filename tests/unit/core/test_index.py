@@ -134,8 +134,9 @@ def test_of_an_object_store_only_what_is_new_is_asked(tmp_path: Path, monkeypatc
         asked.clear()
         run = Run("run", "s3://bucket")
         run.curves()
-        # Top, `iterations`, the five stages outside, the two newest iterations; the index.
-        assert asked == {"LIST": 9, "GET": 1} and len(run.entries) == 5 + 3 * LONG
+        # Top, `iterations`, the five stages outside, the two newest iterations; the index, and the two
+        # evaluations' metrics, which were read behind the trainers', when it was written.
+        assert asked == {"LIST": 9, "GET": 3} and len(run.entries) == 5 + 3 * LONG
         objects |= {key: path.read_bytes() for key, path in files.items() if key.startswith(newest)}
         asked.clear()
         run.refresh()

@@ -57,7 +57,7 @@ def play(
 
     seeds = lambda name, length: derive_seed(0, "on", name, length)  # noqa: E731
     done = over.append if over is not None else lambda _: None
-    return rounds.play(engine, requests, Sampling(1.0, most, (STOP,)), seeds, check, done)  # type: ignore[arg-type]
+    return rounds.grow_completions(engine, requests, Sampling(1.0, most, (STOP,)), seeds, check, done)  # type: ignore[arg-type]
 
 
 def test_completions_grow_until_enough_groups_have_ended() -> None:
@@ -69,7 +69,7 @@ def test_completions_grow_until_enough_groups_have_ended() -> None:
         [("a-s01", 2), ("c-s00", 2), ("c-s01", 2), ("d-s00", 2), ("d-s01", 2)],
     ]
     assert over == [0, 1], "after the first round b had ended, after the second b and d"
-    assert rounds.divide(made, 6) == ([1, 3], [0, 2])
+    assert rounds.divide_groups(made, 6) == ([1, 3], [0, 2])
     assert [[(len(c.ids), c.finish_reason) for c in group] for group in made] == [
         [(1, "stop"), (4, "length")], [(2, "stop"), (2, "stop")],
         [(4, "length"), (4, "length")], [(4, "stop"), (3, "stop")],
@@ -79,11 +79,11 @@ def test_completions_grow_until_enough_groups_have_ended() -> None:
 
     begun = {name: Begun({}, PROMPT, made[i]) for i, name in enumerate(lengths) if i in (0, 2)}
     later = Rounds(2, 2, 1, begun)
-    assert later.tokens == 1 + 4 + 4 + 4
+    assert later.begun_tokens == 1 + 4 + 4 + 4
     engine = Given(4, lambda name, sample: 1 if name == "e" else lengths[name][sample])
     whole = play(engine, later, ["a", "c", "e"], 2, 6)
     assert [[r.id for r in asked] for asked in engine.asked] == [["a-s01", "c-s00", "c-s01", "e"]]
-    assert later.divide(whole, 6) == ([0, 1], [2])
+    assert later.divide_groups(whole, 6) == ([0, 1], [2])
     assert [said.ids[:4] for said in whole[1]] == [said.ids for said in made[2]]
     assert whole[1][0].versions == [3, 3, 3, 3, 4, 4] and whole[1][0].logprobs == [-1.5] * 4 + [-2.0] * 2
     assert (whole[1][0].start_version, whole[1][0].end_version, whole[1][0].finish_reason) == (3, 4, "length")
@@ -104,7 +104,7 @@ def test_every_group_is_in_one_batch_and_no_token_is_older_than_the_bound(
         names = [*begun, *fresh]
         engine = Given(version, lambda name, sample: derive_seed(seed, name, sample) % (2 * size * rounds) + 1)
         made = play(engine, one := Rounds(size, wanted, bound, begun), names, n, size * rounds)
-        batch, left = one.divide(made, size * rounds)
+        batch, left = one.divide_groups(made, size * rounds)
         batches.append([names[i] for i in batch])
         oldest = min(v for i in batch for said in made[i] for v in said.versions)
         assert version - oldest <= bound
@@ -128,7 +128,7 @@ def test_the_bound_is_reached(rounds: int, groups: int, wanted: int, bound: int)
         long = {f"i0-p{place}" for place in range(groups) if place >= wanted}
         engine = Given(version, lambda name, sample: 2 * rounds if name in long else 1)  # noqa: B023
         made = play(engine, one := Rounds(2, wanted, bound, begun), names, 1, 2 * rounds)
-        batch, left = one.divide(made, 2 * rounds)
+        batch, left = one.divide_groups(made, 2 * rounds)
         ages += [version - min(made[i][0].versions) for i in batch]
         begun = {names[i]: Begun({}, PROMPT, made[i]) for i in left}
     assert max(ages) == bound

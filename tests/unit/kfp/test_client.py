@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,14 @@ from starlette.testclient import TestClient
 from tests.kfp_api import Api, serve_api
 from tests.unit import toy
 from tuneloop.cli import run_cli
-from tuneloop.core.errors import Interrupted, Unavailable, UserError
+from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
 from tuneloop.kfp import client, progress
 from tuneloop.kfp.api import RunApi, call_api
 from tuneloop.kfp.check_data import start_scheduled_run
 from tuneloop.kfp.schedule import convert_cron
+from tuneloop.runs.run_record import Run
 from tuneloop.ui.app import build_app
+from tuneloop.ui.describe import describe_state
 
 NODES = {
     "wf-1": {"id": "wf-1", "name": "wf", "type": "DAG", "displayName": "wf", "templateName": "entrypoint"},
@@ -132,7 +135,35 @@ def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.C
     run["state"] = "SUCCEEDED"
     assert run_cli(watch) == 0 and "iterations/1/policy-update" in capsys.readouterr().out
     assert run_cli([*watch, "--namespace", "x"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --kfp: '{backend.url}': is for runs there, --namespace for")
+    assert capsys.readouterr().err.startswith(
+        f"error: --kfp: '{backend.url}': takes a URL, for runs there, and --namespace is"
+    )
+    assert run_cli(["watch", "typo", *watch[2:]]) == 2
+    told = f"error: run: 'typo': no run of that name on this backend; nor has {tmp_path} anything of it\n"
+    assert capsys.readouterr().err == told
+
+
+def test_an_api_that_goes_away_is_asked_again(backend: Api, tmp_path: Path) -> None:
+    """What was committed must not be taken for how the run ended."""
+    ask = partial(progress.describe_progress, client.connect_to_kfp(backend.url))
+    backend.shutdown()
+    backend.server_close()
+    with pytest.raises(Retryable, match=r"kfp: the API does not answer \(MaxRetryError\)"):
+        describe_state(Run("demo", str(tmp_path)), None, ask)
+
+
+@pytest.mark.parametrize("command", [["ui"], ["watch", "demo"]])
+def test_an_option_is_named_that_names_no_api(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for url in ("http://127.0.0.1:1", f"http://127.0.0.1:{silent.getsockname()[1]}"):
+            assert run_cli([*command, "--store", str(tmp_path), "--kfp", url]) == 2
+            told = f"error: --kfp: '{url}': does not answer (MaxRetryError); give the API's address\n"
+            assert capsys.readouterr().err == told
+    assert run_cli([*command, "--store", str(tmp_path), "--kfp", ""]) == 2
+    assert capsys.readouterr().err.startswith("error: --kfp: '': takes a URL, for runs there")
 
 
 def test_where_every_template_is_retried_tasks_have_a_row_and_logs(

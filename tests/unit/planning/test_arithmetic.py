@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from tests.unit.planning.test_plan import PUBLISHED, leaf
+from tuneloop.argo import memory_estimate
 from tuneloop.cli import run_cli
+from tuneloop.core.errors import UserError
 from tuneloop.planning.arithmetic import estimate_seconds
+from tuneloop.training.devices import DEVICES, find_device
 
 SIZE = "596,049,920"
 H100 = 0.4 * 989e12
@@ -16,6 +19,7 @@ H100 = 0.4 * 989e12
 BYTES = 0.6 * 3.35e12
 TRAINED = ["--dtype", "bfloat16", "--max-length", "1000", "--per-device-train-batch-size", "8"]
 ASKED = ["--prompts-per-iteration", "100", "--n", "4", "--max-tokens", "200"]
+CARRYING = ["--carry-after", "64"]
 
 
 def estimate(tmp_path: Path, *stages: dict[str, Any], device: str = "H100") -> tuple[dict[str, float], list[str]]:
@@ -94,15 +98,30 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         leaf("sft", "sft", "--dtype", "float32", resources=gpus(1)),
         leaf("rollout", "rollout", *ASKED, resources=gpus(1)),
         leaf("evaluate", "evaluate", "--limit", "9", "--max-tokens", "2"),
+        leaf("evaluate-lm-eval", "evaluate_lm_eval", "--tasks", '["gsm8k"]', "--limit", "9", resources=gpus(1)),
+        leaf("preference", "preference", "--max-steps", "10", "--dtype", "bfloat16", resources=gpus(1)),
     ]
-    seconds, lines = estimate(tmp_path, *stages)
-    assert seconds == {} and lines[:-1] == [
-        "  sft: not estimated: dtype is float32, and peaks are known of bfloat16",
-        "  rollout: not estimated: nothing limits its tokens (engine.args.max_model_len)",
-        "  evaluate: not estimated: it has no accelerator, and no server here has",
+    said = [
+        "sft: {}dtype is float32, and peaks are known of bfloat16",
+        "rollout: {}nothing limits its tokens (engine.args.max_model_len)",
+        "evaluate: {}it has no accelerator, and no server here has (cluster.sampler.gpus)",
+        "evaluate-lm-eval: {}its tasks decide how much it generates",
+        "preference: {}nothing limits its tokens (max_length)",
     ]
+    with pytest.raises(UserError) as refused:
+        estimate(tmp_path, *stages)
+    assert refused.value.remedy == "; ".join(each.format("not estimated: ") for each in said)
+    known = leaf("reward-model", "reward_model", "--max-steps", "10", *TRAINED, resources=gpus(1))
+    seconds, lines = estimate(tmp_path, *stages, known)
+    assert [*seconds] == ["reward-model"]
+    assert lines[:-2] == [f"  {each.format('not estimated: ')}" for each in said]
     for line, says in (
-        (["--device", "TPU"], "--device: 'TPU': is not known; known: B200, H200, H100, A100, L40S, L4"),
+        (["--device", ""], "--device: '': is not known; known: B200, "),
+        (["--device", "H100"], "--device: 'H100': sft: not estimated: it has no accelerator (cluster.trainer.gpus), "),
+        (
+            ["--device", "TPU", "--svg", str(tmp_path / "a.svg")],
+            "--device: 'TPU': is not known; known: B200, H200, H100, H100 PCIe, A100, L40S, L4",
+        ),
         (["--device", "H100", "--measured", "r"], "--device: 'H100': is for where no run was measured"),
         (
             ["--device", "H100", "--set", "base_model=a/b"],
@@ -110,7 +129,42 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
     ):
         assert run_cli(["plan", "sft", *line]) == 2
-        assert capsys.readouterr().err.startswith(f"error: {says}")
+        told = capsys.readouterr()
+        assert told.err.startswith(f"error: {says}") and not told.out and not [*tmp_path.glob("*.svg")]
+
+
+@pytest.mark.parametrize("most", [1000, 1200])
+def test_a_completion_leaves_room_for_its_prompt(tmp_path: Path, most: int) -> None:
+    asked = ["--prompts-per-iteration", "4", "--n", "4", "--max-tokens", str(most)]
+    engine = ["--engine-args", '{"max_model_len": 1000}']
+    with pytest.raises(
+        UserError, match=r"rollout: not estimated: max_tokens leaves no room for a prompt in engine\.args"
+    ):
+        estimate(tmp_path, leaf("rollout", "rollout", *asked, *engine, resources=gpus(1)))
+
+
+def test_of_groups_that_are_carried_those_of_an_iteration_count(tmp_path: Path) -> None:
+    engine = ["--engine-args", '{"max_model_len": 1000, "max_num_seqs": null, "tensor_parallel_size": null}']
+    asked = [*ASKED, "--oversampled-prompts", "150"]
+    rollouts = [leaf(f"r{len(more)}", "rollout", *asked, *engine, *more, resources=gpus(1)) for more in ([], CARRYING)]
+    _, (whole, carried, _) = estimate(tmp_path, *rollouts)
+    assert "600 × 800 tokens of prompts" in whole and "400 × 800 tokens of prompts" in carried
+
+
+def test_an_engine_has_the_devices_of_its_pipeline(tmp_path: Path) -> None:
+    engine = ["--engine-args", '{"max_model_len": 1000, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}']
+    seconds, lines = estimate(tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(8)))
+    step = (2 * 596_049_920 + 200 * 900 * 114_688) / BYTES / 2
+    assert seconds["rollout"] == pytest.approx(200 * step + 2 * 596_049_920 * 320_000 / (8 * H100))
+    assert "200 steps of 200 at once" in lines[0], "two engines of four"
+
+
+def test_a_model_with_experts_is_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "count_parameters", lambda _: 10**9)
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setitem(PUBLISHED["Qwen3-0.6B"][1], "num_experts", 8)
+    with pytest.raises(UserError, match=r"--device: 'H100': needs a dense model: .* has experts"):
+        estimate(tmp_path, leaf("sft", "sft", "--max-steps", "1", *TRAINED, resources=gpus(1)))
 
 
 def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,3 +176,22 @@ def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hours: about 0.183, by arithmetic for H100, not measured, one stage after another: evaluate 2 × " in text
     assert "without data-prep, base-model, reward, export, of which it says nothing" in text
     assert "× 2.5 = " in text and "256 × 248 tokens of prompts, on 1 = " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+    ],
+)
+def test_a_device_is_found_by_whole_words_of_its_name(name: str, known: str) -> None:
+    assert find_device(name) == DEVICES[known]
+
+
+@pytest.mark.parametrize("name", ["GB200", "GH200 480GB", "L40", "H100 NVL", "H100 80GB HBM3 MIG 1g.10gb", "T4"])
+def test_a_device_of_another_form_is_not_known(name: str) -> None:
+    assert find_device(f"NVIDIA {name}") is None

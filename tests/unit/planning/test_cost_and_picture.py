@@ -26,12 +26,15 @@ def test_the_price_is_that_of_all_accelerators_for_as_long_as_their_stages_took(
         manifest["timings"]["total"] = seconds
         file.write_bytes(dump_checked_json(manifest, MANIFEST))
     seconds = read_seconds(Run.open("r", str(tmp_path)))
-    hours, pauses, cost = estimate_cost(WORKFLOW, seconds, "at most, as r took", 2.5)
+    hours, pauses, cost = estimate_cost(WORKFLOW, seconds, "at most", "as r took", 2.5)
     # 11 of sft by an hour, 10 rollouts by the median of 6 minutes, and 22 pods
     assert hours.startswith("hours: at most 12.1, as r took, one stage after another: ")
     assert "sft 11 × 3.6e+03 s, rollout 10 × 360 s, without base-model, of which it says nothing" in hours
     assert "10 s for each of at most 22 pods" in pauses
     assert cost == "accelerator hours: at most 22 × 2.5 = 55", "of two accelerators each, and of no other stage"
+    del seconds["sft"]
+    *_, cost = estimate_cost(WORKFLOW, seconds, "at most", "as r took", 2.5)
+    assert cost == "accelerator hours: at most 0 × 2.5 = 0, without sft"
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -40,7 +43,7 @@ def test_every_replica_of_a_server_costs_from_the_first_pod_to_the_last(tmp_path
     sets = ["cluster.sampler.gpus=1", "cluster.trainer.gpus=0", "loop.iterations=100", "loop.per_workflow=10"]
     found = find_pipeline("grpo")
     built = found.build(found.configure(None, ["engine.name=vllm", f"engine.replicas={replicas}", *sets]))
-    hours, _, cost = estimate_cost(built, read_seconds(Run.open("r", str(tmp_path))), "at most, as r took", None)
+    hours, _, cost = estimate_cost(built, read_seconds(Run.open("r", str(tmp_path))), "at most", "as r took", None)
     total = float(hours.split()[3].rstrip(","))
     assert float(cost.split()[-1]) == pytest.approx(replicas * total, rel=0.02), "ten workflows, one after the other"
 

@@ -85,6 +85,13 @@ def test_task_files_are_told_by_their_bytes(tmp_path: Path) -> None:
     assert hash_own(given) == first != hash_own(SimpleNamespace(include_path=None))
     (tmp_path / "rows.jsonl").write_text("[]")
     assert hash_own(given) != first
+    with pytest.raises(UserError, match=r"--include-path: '.*nowhere': is not a directory"):
+        hash_own(SimpleNamespace(include_path=str(tmp_path / "nowhere")))
+
+
+def test_an_address_is_for_a_server(tmp_path: Path, policy: Artifact) -> None:
+    with pytest.raises(UserError, match="--endpoint: 'http://x/v1': is for --engine endpoint"):
+        measure(tmp_path / "m", policy, None, endpoint="http://x/v1")
 
 
 @slow
@@ -130,7 +137,11 @@ def test_other_task_files_are_other_work(tmp_path: Path, policy: Artifact, tasks
     ("options", "says"),
     [
         ({"tasks": ["nope"]}, r"tasks: \['nope'\]: .*'nope' is not a registered task"),
-        ({"metric": "bleu", "limit": 1}, "metric: 'bleu': is none of digits_choose, which has acc, acc_norm"),
+        (
+            {"metric": "acc_nrm", "model_args": {"heads": 3}},
+            "metric: 'acc_nrm': is none of digits_choose, which has acc, ",
+        ),
+        ({"tasks": ["digits_say"], "gen_kwargs": {"heads": 3}, "limit": 1}, "arguments: .*: lm-eval cannot do .*heads"),
         ({"model_args": {"heads": 3}}, "model_args: {'heads': 3}: .*unexpected keyword argument 'heads'"),
         ({"engine": "endpoint"}, "--endpoint: None: is required: an OpenAI API"),
         (

@@ -114,7 +114,7 @@ class Client:
                 waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
                 made, before = (dict[int, list[Completion]](), len(results)) if self.deterministic else (results, 0)
                 body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version} | more
-                body["digest"] = self.digest
+                body["digest"] = self.digest or None  # nothing was loaded: any will do
                 with self._open("POST", "/generate", body) as response:
                     for line in response.lines():
                         if line.strip():  # an empty one only says that the server is alive

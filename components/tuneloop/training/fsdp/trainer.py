@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from tuneloop.core.artifacts import Artifact
 from tuneloop.training import distributed_checkpoint
 from tuneloop.training.batching import Batch
-from tuneloop.training.devices import DEVICES
+from tuneloop.training.devices import find_device
 from tuneloop.training.fsdp import export
 from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
@@ -82,9 +82,8 @@ class Trainer(Policy):
         flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
         found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
         if self.ranks.device.type == "cuda":
-            name = torch.cuda.get_device_name()
-            peaks = [peak.flops for known, peak in DEVICES.items() if known in name and self.dtype == torch.bfloat16]
-            found |= {"mfu": flops / (peaks[0] * self.ranks.world)} if peaks else {}
+            known = find_device(torch.cuda.get_device_name()) if self.dtype == torch.bfloat16 else None
+            found |= {"mfu": flops / (known.flops * self.ranks.world)} if known else {}
             memory = float(torch.cuda.max_memory_allocated())
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
