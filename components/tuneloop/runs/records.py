@@ -20,7 +20,8 @@ SCHEDULE_LENGTH = 31
 """Characters of a schedule's name; its runs get nine more."""
 DIGITS = 8
 """Of the prompts' digest, in the name of a schedule's run."""
-NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+NAME = re.compile(r"^(?!sessions$)[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+"""Of a run. Below a store's ``sessions`` a gateway keeps those of its clients."""
 
 
 class Record(BaseModel, frozen=True):
@@ -60,7 +61,7 @@ def write_record(record: Record, workflow: str, replaced: Record | None = None) 
 def check_name(name: str, field: str = "--run") -> None:
     """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
     if not NAME.match(name):
-        remedy = "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
+        remedy = "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends; not 'sessions'"
         raise UserError(field, name, remedy)
 
 

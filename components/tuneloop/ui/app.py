@@ -67,8 +67,8 @@ def build_app(
         try:
             return Run.open(name, store)
         except UserError:
-            if list_submitted(f"{RUN_LABEL}={name}"):  # and has committed nothing
-                return Run(name, store)
+            if cluster and list_cluster_runs(cluster, normalize_url(store), f"{RUN_LABEL}={name}"):
+                return Run(name, store)  # which has committed nothing
             raise
 
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:
