@@ -31,8 +31,8 @@ Vllm.sleep = lambda self, level: self.poison() if level > 1 else None
 Vllm.wake_up = lambda self: time.sleep(8)
 os._exit(server.main())
 """
-"""The server, with real vLLM, which sleeps on a CPU but for what vLLM does there with its memory. It wakes up as slowly as
-a large model, so that a rollout lasts longer than the kubelet takes on a busy machine."""
+"""The server, with real vLLM, which sleeps on a CPU but for what vLLM does there with its memory. It wakes up as
+slowly as a large model, so that a rollout lasts longer than the kubelet takes on a busy machine."""
 
 
 def sleeping_run() -> dict[str, Any]:
