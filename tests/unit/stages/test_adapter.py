@@ -113,7 +113,7 @@ def test_adapters_of_several_updates_go_over_the_base_of_the_first(tmp_path: Pat
     weights = hashlib.sha256((base.part("model") / "model.safetensors").read_bytes()).hexdigest()
     for said in (
         f"version 4, artifact `{policy.manifest.digest}`",
-        f"version 1, made by `sft`, artifact `{base.manifest.digest}`",
+        f"version 1 of the policy, made by `sft`, artifact `{base.manifest.digest}`",
         f"`model/model.safetensors` {weights}\n",
         'AutoModelForCausalLM.from_pretrained("BASE"), "me/tiny")',
     ):
