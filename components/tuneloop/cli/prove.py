@@ -208,6 +208,7 @@ def push_version(
     repo: Annotated[str, typer.Argument(help="On the Hugging Face hub, as OWNER/NAME; made if it is not there.")],
     version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
     private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new one; default: as OWNER.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Its LoRA adapters alone, as peft has them.")] = False,
     store: STORE = "runs",
 ) -> None:
     """Upload a version to the Hugging Face hub. It passes the audit first; a card made from the run goes along."""
@@ -215,7 +216,7 @@ def push_version(
 
     run = open_run(name, store)
     made = questions.find_made(run, _name_version(run, version))
-    typer.echo(f"pushed: {attestation.push_version(run, made, repo, private)}")
+    typer.echo(f"pushed: {attestation.push_version(run, made, repo, private, adapter)}")
 
 
 def _name_version(run: Any, version: str | None) -> str:
