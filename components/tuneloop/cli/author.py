@@ -33,8 +33,7 @@ def plan_pipeline(
         float | None, typer.Option(min=0, help="Of an accelerator for an hour: with --measured or --device, the cost.")
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}."),
+        str | None, typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph there, as a picture.")] = None,
 ) -> None:
