@@ -67,7 +67,7 @@ def plan_pipeline(
         raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-    console.print(render_plan(found.name, built, run.seconds_an_iteration() if run else None))
+    console.print(render_plan(found.name, built))
     if run or device is not None:
         from tuneloop.planning.cost import estimate_cost, read_seconds
 
