@@ -39,10 +39,10 @@ def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:
     body = {"name": version, "registeredModelId": model, "customProperties": custom}
     query = {"name": version, "parentResourceId": model}
     number = find_or_create("model_version", f"registered_models/{model}/versions", query, body)
-    artifact = {"artifactType": "model-artifact", "name": version, "uri": split_ref(handle["ref"])[0]}
-    artifact["customProperties"] = custom
+    body = {"name": version, "artifactType": "model-artifact", "uri": split_ref(handle["ref"])[0]}
     query = {"name": version, "parentResourceId": number}
-    find_or_create("model_artifact", f"model_versions/{number}/artifacts", query, artifact)
+    path = f"model_versions/{number}/artifacts"
+    find_or_create("model_artifact", path, query, {**body, "customProperties": custom})
     return version
 
 
