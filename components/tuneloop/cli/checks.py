@@ -1,10 +1,7 @@
 """What is checked before a run touches anything."""
 
 import importlib.util
-import shutil
 import socket
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,19 +57,6 @@ def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
     from tuneloop.argo.lint import lint_workflow
 
     return [str(problem) for problem in lint_workflow(workflow)]
-
-
-def argo_lint(text: str) -> list[str] | None:
-    """List what ``argo lint --offline`` finds in YAML `text`; None where argo is not on PATH."""
-    if (argo := shutil.which("argo")) is None:
-        return None
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "workflow.yaml"
-        path.write_text(text)
-        done = subprocess.run([argo, "lint", "--offline", str(path)], capture_output=True, text=True)
-    if done.returncode == 0:
-        return []
-    return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
