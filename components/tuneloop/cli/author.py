@@ -79,11 +79,11 @@ def plan_pipeline(
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
     """Check the rendered workflow. By tuneloop's rules; Argo's: tuneloop render PIPELINE | argo lint --offline -"""
-    from tuneloop.cli.checks import lint_problems
+    from tuneloop.argo.lint import lint_workflow
     from tuneloop.config.loading import find_pipeline
 
     found = find_pipeline(pipeline)
-    problems = lint_problems(found.build(found.configure(config, sets or ())))
+    problems = lint_workflow(found.build(found.configure(config, sets or ())))
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
     typer.echo(f"{found.name}: {len(problems)} problems")

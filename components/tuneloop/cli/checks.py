@@ -15,12 +15,13 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
     """Refuse a run that cannot succeed on this machine. Raises UserError: the workflow does not pass the lint, or needs
     a cluster; the store cannot be written; a port is taken; vLLM is asked for and not installed, or has no such
     option."""
+    from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
     from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
-    if problems := lint_problems(workflow):
-        raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
+    if problems := lint_workflow(workflow):
+        raise UserError("pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`")
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
     for path, value in list_leaves(config):
@@ -50,13 +51,6 @@ def demo_engine() -> tuple[str, str]:
     if importlib.util.find_spec("vllm") is None:
         return "transformers", "as vLLM is not installed here"
     return "vllm", "as vLLM is installed here; without it: --set engine.name=transformers"
-
-
-def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
-    """List what tuneloop's lint finds, one line each."""
-    from tuneloop.argo.lint import lint_workflow
-
-    return [str(problem) for problem in lint_workflow(workflow)]
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -17,6 +17,7 @@ from tests.local.loops import digests
 from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, free_port, until
+from tuneloop.argo import lint
 from tuneloop.cli import checks, run_cli
 from tuneloop.cli.exits import run_command
 from tuneloop.cli.live import Display
@@ -283,9 +284,9 @@ def test_plan_needs_no_run(call: Call, tmp_path: Path) -> None:
 def test_lint_says_what_it_finds(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("lint", TOY)
     assert (result.code, result.out, result.err) == (0, "toy_pipeline: 0 problems\n", "")
-    monkeypatch.setattr(checks, "lint_problems", lambda workflow: ["spec: wrong"])
+    monkeypatch.setattr(lint, "lint_workflow", lambda workflow: [UserError("spec", 1, "wrong")])
     result = call("lint", TOY)
-    assert (result.code, result.out, result.err) == (2, "toy_pipeline: 1 problems\n", "error: spec: wrong\n")
+    assert (result.code, result.out, result.err) == (2, "toy_pipeline: 1 problems\n", "error: spec: 1: wrong\n")
 
 
 # Before a run
