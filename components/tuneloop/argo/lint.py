@@ -14,8 +14,6 @@ from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
-LIMITS = {"templates": 200, "tasks": 200, "parameters": 500}
-"""Limits of the full CRDs of Argo 4.0 (``workflow_types.go``, MaxItems)."""
 
 
 def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
@@ -46,11 +44,6 @@ def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Use
     entry = spec.get("entrypoint")
     if entry not in templates and "workflowTemplateRef" not in spec:
         yield UserError("spec.entrypoint", entry, f"no such template; there are {', '.join(map(str, templates))}")
-    if len(templates) > LIMITS["templates"]:
-        yield UserError("spec.templates", len(templates), f"Argo takes at most {LIMITS['templates']}")
-    parameters = spec.get("arguments", {}).get("parameters", [])
-    if len(parameters) > LIMITS["parameters"]:
-        yield UserError("spec.arguments.parameters", len(parameters), f"Argo takes at most {LIMITS['parameters']}")
     for field, hook in {"onExit": {"template": spec.get("onExit")}, **(spec.get("hooks") or {})}.items():
         if hook["template"] and hook["template"] not in templates:
             yield UserError(f"spec.{field}", hook["template"], "no such template")
@@ -64,8 +57,6 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
     tasks = {task["name"]: task for task in listed}
     if len(tasks) < len(listed):
         yield UserError(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
-    if len(tasks) > LIMITS["tasks"]:
-        yield UserError(f"{at}.dag.tasks", len(tasks), f"Argo takes at most {LIMITS['tasks']}")
     if "timeout" in template:
         yield UserError(f"{at}.timeout", template["timeout"], "a DAG takes none; set it on the pods")
     waits: dict[str, list[str]] = {}

@@ -33,8 +33,7 @@ def plan_pipeline(
         float | None, typer.Option(min=0, help="Of an accelerator for an hour: with --measured or --device, the cost.")
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}."),
+        str | None, typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph there, as a picture.")] = None,
 ) -> None:
@@ -68,7 +67,7 @@ def plan_pipeline(
         raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-    console.print(render_plan(found.name, built, run.seconds_an_iteration() if run else None))
+    console.print(render_plan(found.name, built))
     if run or device is not None:
         from tuneloop.planning.cost import estimate_cost, read_seconds
 
@@ -79,21 +78,15 @@ def plan_pipeline(
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
-    """Check the rendered workflow. By tuneloop's rules, and by `argo lint --offline` where argo is on PATH."""
-    from tuneloop.cli.checks import argo_lint, lint_problems
-    from tuneloop.config.loading import dump_workflow, find_pipeline
+    """Check the rendered workflow. By tuneloop's rules; Argo's: tuneloop render PIPELINE | argo lint --offline -"""
+    from tuneloop.argo.lint import lint_workflow
+    from tuneloop.config.loading import find_pipeline
 
     found = find_pipeline(pipeline)
-    workflow = found.build(found.configure(config, sets or ()))
-    ran = ["tuneloop"]
-    problems = lint_problems(workflow)
-    if (told := argo_lint(dump_workflow(workflow))) is not None:
-        ran.append("argo lint --offline")
-        problems += told
+    problems = lint_workflow(found.build(found.configure(config, sets or ())))
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
-    missing = "" if len(ran) == 2 else "; argo is not on PATH: `argo lint --offline` was not run"
-    typer.echo(f"{found.name}: {len(problems)} problems, by {' and '.join(ran)}{missing}")
+    typer.echo(f"{found.name}: {len(problems)} problems")
     return 2 if problems else 0
 
 

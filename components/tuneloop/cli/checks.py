@@ -1,10 +1,7 @@
 """What is checked before a run touches anything."""
 
 import importlib.util
-import shutil
 import socket
-import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,13 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
     """Refuse a run that cannot succeed on this machine. Raises UserError: the workflow does not pass the lint, or needs
     a cluster; the store cannot be written; a port is taken; vLLM is asked for and not installed, or has no such
     option."""
+    from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
     from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
-    if problems := lint_problems(workflow):
-        raise UserError("pipeline", problems[0], f"{len(problems)} problems; see `tuneloop lint`")
+    if problems := lint_workflow(workflow):
+        raise UserError("pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`")
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
     for path, value in list_leaves(config):
@@ -53,26 +51,6 @@ def demo_engine() -> tuple[str, str]:
     if importlib.util.find_spec("vllm") is None:
         return "transformers", "as vLLM is not installed here"
     return "vllm", "as vLLM is installed here; without it: --set engine.name=transformers"
-
-
-def lint_problems(workflow: Mapping[str, Any]) -> list[str]:
-    """List what tuneloop's lint finds, one line each."""
-    from tuneloop.argo.lint import lint_workflow
-
-    return [str(problem) for problem in lint_workflow(workflow)]
-
-
-def argo_lint(text: str) -> list[str] | None:
-    """List what ``argo lint --offline`` finds in YAML `text`; None where argo is not on PATH."""
-    if (argo := shutil.which("argo")) is None:
-        return None
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "workflow.yaml"
-        path.write_text(text)
-        done = subprocess.run([argo, "lint", "--offline", str(path)], capture_output=True, text=True)
-    if done.returncode == 0:
-        return []
-    return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

@@ -67,4 +67,4 @@ def serve_gateway(
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
         server = uvicorn.Server(uvicorn.Config(build_app(made), timeout_graceful_shutdown=GRACE_S, **UVICORN))
-        serve_until_signalled(server, listener, made.close)
+        serve_until_signalled(server, listener, made.backend.drain)

@@ -20,9 +20,7 @@ class Kfp(BaseModel, frozen=True, extra="forbid"):
     api: str = Field(
         "http://ml-pipeline.kubeflow:8888", description="address of the KFP API, as pods reach it: a long loop goes on"
     )
-    model_registry: str = Field(
-        "", description="address of a Kubeflow Model Registry, or mlflow+ADDRESS: exported models are registered there"
-    )
+    model_registry: str = Field("", description="address of a Kubeflow Model Registry: exported models go there")
     retries: int = Field(
         3, ge=0, description="attempts of a pod after the first, by the retry policy of Argo's workflow defaults"
     )

@@ -31,17 +31,8 @@ import xxhash
 from pydantic import ValidationError, create_model
 from pydantic.config import JsonDict
 
-from tuneloop.core import program
-from tuneloop.core.artifacts import (
-    DIGEST,
-    Artifact,
-    Draft,
-    Manifest,
-    Role,
-    dump_canonical_json,
-    find_manifest,
-    split_ref,
-)
+from tuneloop.core import artifacts, program
+from tuneloop.core.artifacts import Artifact, Draft, Manifest, Role, dump_canonical_json, find_manifest, split_ref
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
@@ -329,7 +320,7 @@ def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, bool], dict
 
 def _digest_only(value: Any) -> Any:
     """Reduce a reference to its digest: the same bytes at another address are the same input."""
-    if isinstance(value, str) and f"@{DIGEST}:" in value:
+    if isinstance(value, str) and f"@{artifacts.DIGEST}:" in value:
         return value.rpartition("@")[2]
     return value
 

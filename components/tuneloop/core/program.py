@@ -13,18 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tuneloop.core import fencing
+from tuneloop.core import errors, fencing
 from tuneloop.core.attempts import wait_before_ending
-from tuneloop.core.errors import (
-    Exhausted,
-    Retryable,
-    Unavailable,
-    UserError,
-    describe_error,
-    find_full_disk,
-    print_diagnostic,
-    write_termination_message,
-)
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
 """What comes with the extra ``train``."""
@@ -37,22 +27,22 @@ def run_component(work: Callable[[], None]) -> int:
         fencing.read_lease_grant()  # one that was refused begins nothing
         work()
         return 0
-    except (UserError, Retryable, Exhausted) as error:
-        code = _say(*describe_error(error))
-        if isinstance(error, Unavailable):
+    except (errors.UserError, errors.Retryable, errors.Exhausted) as error:
+        code = _say(*errors.describe_error(error))
+        if isinstance(error, errors.Unavailable):
             wait_before_ending()
         return code
     except Exception as error:
-        if full := find_full_disk(error):
-            return _say(*describe_error(full))
+        if full := errors.find_full_disk(error):
+            return _say(*errors.describe_error(full))
         if _lost_peer(error):
-            lost = Unavailable(f"another process of this stage has ended ({error})")
-            return _say(*describe_error(lost), replace=False)  # that one says why
+            lost = errors.Unavailable(f"another process of this stage has ended ({error})")
+            return _say(*errors.describe_error(lost), replace=False)  # that one says why
         if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
             remedy = "is not installed; pip install 'tuneloop[train]'"
-            return _say(*describe_error(UserError("package", error.name, remedy)))
+            return _say(*errors.describe_error(errors.UserError("package", error.name, remedy)))
         traceback.print_exc()
-        write_termination_message(f"bug: {type(error).__name__}: {error}")
+        errors.write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1
 
 
@@ -128,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, formatter_class=shown)
 
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(self.prog, message, "see --help")
+        raise errors.UserError(self.prog, message, "see --help")
 
 
 def _lost_peer(error: Exception) -> bool:
@@ -144,4 +134,4 @@ def _say(line: str, code: int, *, replace: bool = True) -> int:
     """Say why this rank ends; `replace`: in place of what another rank has left as the pod's termination message."""
     rank = int(os.environ.get("RANK", "0"))
     kind, _, rest = line.partition(": ")
-    return print_diagnostic(f"{kind}: rank {rank}: {rest}" if rank else line, code, replace)
+    return errors.print_diagnostic(f"{kind}: rank {rank}: {rest}" if rank else line, code, replace)

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import httpx2
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
 from tuneloop.gateway.jobs import Jobs
@@ -31,7 +31,7 @@ WAIT = 25.0
 PATIENCE = 90.0
 """Seconds until a worker has answered: it answers a poll within 30, and takes what computes into its queue."""
 LOOK = 0.5
-"""Seconds between two looks at a session that is watched or waited for."""
+"""Seconds between two looks at a session that is waited for."""
 PROXIED = (
     *("create_model", "load_weights", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler"),
     *("asample", "create_sampling_session", "retrieve_future", "get_info", "session_heartbeat"),
@@ -71,18 +71,13 @@ class Gateway:
         self.settings = read_settings(config)  # what is wrong with it is said at the start
         limits = httpx2.Limits(max_connections=None)
         self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
-        self.held, self.closing = 0, False
+        self.held = 0
         self.bytes, self.tokens = Meter(), Meter()  # by caller, and by session
         self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
         sampler = self.settings.sampler
         self.sampler = sampler and SamplerUse(backend.scale_sampler, self.settings.namespaces, sampler.idle)
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
-
-    def close(self) -> None:
-        """End what follows sessions, and the sessions that would end with this process."""
-        self.closing = True
-        self.backend.drain()
 
     async def caller(self, headers: Any) -> Caller:
         """Return who sent a request. Raises Refused (401)."""
@@ -184,28 +179,6 @@ class Gateway:
         self.tokens[id] = int(answer.headers.get(TOKENS, 0))
         return answer
 
-    async def watch(self, caller: Caller, id: str) -> AsyncIterator[bytes]:
-        """Yield the session as server-sent events."""
-        before, quiet = None, 0.0
-        while not self.closing:
-            try:
-                now = (await asyncio.to_thread(self.get, caller, id)).public()
-            except Refused:
-                yield _event("gone", {"id": id})
-                return
-            except Retryable:  # the API server is away: what was said last may still be so
-                await asyncio.sleep(LOOK)
-                continue
-            if now != before:
-                before, quiet = now, 0.0
-                yield _event("session", now)
-            elif (quiet := quiet + LOOK) > 15:
-                quiet = 0.0
-                yield b": alive\n\n"
-            if now["phase"] not in ALIVE:
-                return
-            await asyncio.sleep(LOOK)
-
 
 async def _known(request: Request) -> Caller:
     gateway: Gateway = request.app.state.gateway
@@ -274,11 +247,6 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/sessions/{id}")
     def get(id: str, caller: Known) -> dict[str, Any]:
         return gateway.get(caller, id).public()
-
-    @app.get("/v1/sessions/{id}/events")
-    def events(id: str, caller: Known) -> Response:
-        gateway.get(caller, id)
-        return StreamingResponse(gateway.watch(caller, id), media_type="text/event-stream")
 
     @app.delete("/v1/sessions/{id}")
     @app.post("/api/v1/sessions/{id}/finish")
@@ -355,7 +323,3 @@ def _parse_json(text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise Refused(422, "the body is not JSON") from None
-
-
-def _event(name: str, data: Any) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo.pod_fields import NOBODY, RESTRICTED, STORE
+import yaml
+
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.gateway.access import translate_refusals
 from tuneloop.gateway.sessions import Phase, Session, Wanted, read_settings
@@ -21,8 +22,7 @@ WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wante
 PORT = 8000
 TIMEOUT = {"_request_timeout": 30}
 """Of a request to the API server, in seconds."""
-KEPT = 3600
-"""Seconds for which an ended session is still listed."""
+JOB = Path(__file__).with_name("session.yaml")
 
 
 class Jobs:
@@ -86,56 +86,23 @@ class Jobs:
         command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
-        container: dict[str, Any] = {
-            "name": "worker",
-            "image": pod.image,
-            "imagePullPolicy": "IfNotPresent",
-            "command": command,
-            "env": [
-                {"name": KEY, "value": secrets.token_urlsafe(32)},
-                {"name": "TUNELOOP_IMAGE", "value": pod.image},
-                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            ],
-            "envFrom": [{kind: {"name": STORE, "optional": True}} for kind in ("configMapRef", "secretRef")],
-            "ports": [{"name": "http", "containerPort": PORT}],
-            "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
-            "resources": {
-                "requests": {"cpu": pod.cpu, "memory": pod.request or pod.memory},
-                "limits": {"memory": pod.memory, **devices},
-            },
-            "securityContext": RESTRICTED,
-            "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
-        }
-        volumes: list[dict[str, Any]] = [{"name": "scratch", "emptyDir": {}}]
+        job: dict[str, Any] = yaml.safe_load(JOB.read_text())
+        annotations = {WANTED: wanted.model_dump_json(), CREATOR: creator, ARTIFACTS: artifacts}
+        job["metadata"] = {"name": name, "labels": {**labels, **queue}, "annotations": annotations}
+        job["spec"]["template"]["metadata"] = {"labels": labels}
+        spec = job["spec"]["template"]["spec"]
+        spec["terminationGracePeriodSeconds"] = pod.grace
+        (container,) = spec["containers"]
+        requests, limits = {"cpu": pod.cpu, "memory": pod.request or pod.memory}, {"memory": pod.memory, **devices}
+        container |= {"image": pod.image, "command": command, "resources": {"requests": requests, "limits": limits}}
+        variables = {KEY: secrets.token_urlsafe(32), "TUNELOOP_IMAGE": pod.image}
         if self.sampler:
             command += ["--sampler", f"http://{self.sampler.deployment}:{PORT}"]
-            container["env"].append({"name": VARIABLE, "value": "/sampler/token"})
+            variables[VARIABLE] = "/sampler/token"
             container["volumeMounts"].append({"name": "sampler-token", "mountPath": "/sampler", "readOnly": True})
-            volumes.append({"name": "sampler-token", "secret": {"secretName": self.sampler.deployment}})
-        return {
-            "metadata": {
-                "name": name,
-                "labels": {**labels, **queue},
-                "annotations": {WANTED: wanted.model_dump_json(), CREATOR: creator, ARTIFACTS: artifacts},
-            },
-            "spec": {
-                "backoffLimit": 0,
-                "ttlSecondsAfterFinished": KEPT,
-                "template": {
-                    "metadata": {"labels": labels},
-                    "spec": {
-                        "restartPolicy": "Never",
-                        "serviceAccountName": "tuneloop-stage",
-                        "automountServiceAccountToken": False,
-                        "enableServiceLinks": False,
-                        "terminationGracePeriodSeconds": pod.grace,
-                        "securityContext": NOBODY,
-                        "containers": [container],
-                        "volumes": volumes,
-                    },
-                },
-            },
-        }
+            spec["volumes"].append({"name": "sampler-token", "secret": {"secretName": self.sampler.deployment}})
+        container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
+        return job
 
 
 def _session(job: Any, pod: Any) -> Session:

@@ -41,7 +41,7 @@ class EpisodeOptions(Options):
     """How episodes go."""
 
     environment: Annotated[str, plugins.validate_variant("environments")] | None = Field(
-        None, description="what answers the policy: calculator, python, guess, or pkg.mod:attr; none: one turn"
+        None, description="what answers the policy: calculator, python, or pkg.mod:attr; none: one turn"
     )
     environment_args: Annotated[dict[str, Any], AfterValidator(_check_args)] = Field(
         {}, description="the environment's own arguments"

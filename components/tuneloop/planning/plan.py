@@ -3,18 +3,16 @@ workflow (`tuneloop.workflow.rendered_stages`, `tuneloop.argo.memory_estimate`).
 decides while it runs (``when``, loops that may stop early), and say so."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation, memory_estimate
 from tuneloop.argo.claims import TAKE
 from tuneloop.argo.memory_estimate import Model
-from tuneloop.argo.pod_fields import find_role
-from tuneloop.core.artifacts import Role
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
-from tuneloop.workflow.pod_loop import BEARABLE, PerPod, count_iterations, expand_pod
-from tuneloop.workflow.rendered_stages import LOOP, Stage, read_loop, read_stage
+from tuneloop.workflow.pod_loop import PerPod, expand_pod
+from tuneloop.workflow.rendered_stages import Stage, read_loop, read_stage
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,14 +22,11 @@ if TYPE_CHECKING:
 REQUEUE = 10.0
 """Seconds between two pods that follow one another: Argo looks at a workflow again so long after a pod has ended (its
 controller's ``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Argo 3.7.6)."""
-LOST = (
-    f"a lost pod costs the work of its stage and {REQUEUE:g} s; one of several stages, also the start of all libraries"
-)
 
 
-def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> "RenderableType":
+def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
     """Render the plan of a rendered workflow for a terminal. Raises UserError where its model cannot be read, or runs
-    that share a node do not fit there. `seconds` has how long each stage worked in an iteration of a recorded run."""
+    that share a node do not fit there."""
     colocation.check_colocation(workflow)
     from rich import box
     from rich.console import Group
@@ -43,8 +38,7 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     pods = count_pods(workflow)
     stages = [read_stage(templates[template]) for template in pods]
-    loop = read_loop(workflow)
-    shared = loop.keys() if grain else set()
+    shared = read_loop(workflow).keys() if grain else set()
     total, together = count_all_pods(workflow, grain, pods)
     tree = Tree(f"{name}: at most {total} pods")
     _grow(tree, workflow, templates, workflow["spec"]["entrypoint"], ())
@@ -70,20 +64,7 @@ def render_plan(name: str, workflow: Mapping[str, Any], seconds: Mapping[str, fl
     written = [f"  {stage.name}: {describe_checkpoint(stage, model)}" for stage in training]
     lines = ["work at most", *work, *(["a checkpoint", *written] if written else []), f"memory of {told}", *sums]
     lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
-    overlapped = any(call["name"] == "ahead" for template in templates.values() for call in list_calls(template))
-    spread = any(stage.nodes > 1 for stage in stages if stage.name in loop)
-    if {*loop.values()} != {*LOOP} or overlapped or spread:  # one pod would run the stages in turn
-        return Group(tree, table, Text("\n".join(lines)))
-    grains = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("grain of the loop", "overhead an iteration", "accelerator idle", ""):
-        grains.add_column(heading, no_wrap=True)
-    looped = ((stage, stage.component) for stage in stages if stage.name in loop)  # who only calls a server idles, too
-    idle = [stage.name for stage, made in looped if made and find_role(made, stage.flags, ["endpoint"]) == "cpu"]
-    for row in compare_iterations_per_pod(grain, _parameter(workflow, "per-workflow"), loop, idle, seconds):
-        grains.add_row(*row)
-    told = "as measured in the run given" if seconds else "--measured RUN says what auto is by the seconds of a run"
-    note = f"overhead: Argo's {REQUEUE:g} s between two pods; work: {told}\n{LOST}"
-    return Group(tree, table, Text("\n".join(lines)), grains, Text(note))
+    return Group(tree, table, Text("\n".join(lines)))
 
 
 def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
@@ -190,30 +171,3 @@ def _grow(
             note = " (a server, until the graph around it ends)"
         branch = tree.add(f"{task['name']}{note}")
         _grow(branch, workflow, templates, target, (*above, name))
-
-
-def compare_iterations_per_pod(
-    chosen: PerPod, part: int, loop: Mapping[str, Role], idle: Sequence[str], seconds: Mapping[str, float] | None
-) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table: choice, overhead per iteration, idle accelerator seconds, whether it is the plan's.
-
-    Args:
-        part: iterations of a workflow, and so the most of a pod.
-        idle: stages of `loop` that leave idle the accelerators that they share with others of their pod.
-        seconds: stage → how long it works in an iteration, of a recorded run.
-    """
-    told = f"{sum(seconds.get(stage, 0.0) for stage in idle):.1f} s" if seconds else f"{' and '.join(idle)}'s"
-    for pod in sorted({0, 1, part, 0 if chosen == "auto" else int(chosen)}):
-        name = {0: "a pod a stage", 1: "a pod an iteration"}.get(pod, f"{pod} iterations a pod")
-        mark = "this plan" if pod == chosen else ""
-        yield name, f"{compute_overhead(pod, len(loop)):.3g} s", told if pod and idle else "0 s", mark
-    name, added = "auto", f"{BEARABLE:.0%} at most"
-    if work := sum((seconds or {}).get(stage, 0.0) for stage in loop):
-        count = min(part, max(2, count_iterations(REQUEUE, work)))
-        name, added = f"auto: {count} a pod", f"{compute_overhead(count, len(loop)):.3g} s"
-    yield name, added, told if idle else "0 s", "this plan" if chosen == "auto" else ""
-
-
-def compute_overhead(pod: int, stages: int) -> float:
-    """Compute the seconds per iteration in which no pod of the loop works, with `pod` iterations per pod."""
-    return REQUEUE / pod if pod else REQUEUE * stages

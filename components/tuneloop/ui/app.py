@@ -38,10 +38,7 @@ HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff
 
 
 def build_app(
-    store: str,
-    cluster: Connection | None = None,
-    hosts: Sequence[str] = ("*",),
-    ask: describe.Ask | None = None,
+    store: str, cluster: Connection | None = None, hosts: Sequence[str] = ("*",), ask: describe.Ask | None = None
 ) -> Starlette:
     """Build the application over the runs below `store`, a path or URL; `cluster`, or `ask`, says how those on it
     stand. It answers for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding)."""

@@ -1,8 +1,10 @@
 """What the local executor understands of a Workflow: everything else is refused by name before anything runs."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,45 +12,6 @@ import yaml
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import SANDBOX, TOKEN_SECRET
 
-_POD = (
-    "-affinity -archiveLocation -automountServiceAccountToken -executor -metrics -nodeSelector -podSpecPatch"
-    " -priorityClassName -schedulerName -securityContext -serviceAccountName -tolerations"
-)
-_FIELDS = {
-    "spec": f"entrypoint onExit parallelism arguments:io synchronization:locks templates:template volumes:volume {_POD}"
-    " -archiveLogs -artifactGC -artifactRepositoryRef -dnsConfig -dnsPolicy -hostNetwork -imagePullSecrets"
-    " -podDisruptionBudget -podGC -podMetadata -podPriorityClassName -priority -ttlStrategy -volumeClaimGC"
-    " -workflowMetadata",
-    "locks": "-mutexes -mutex",  # the lock of the work directory does it
-    "template": "name daemon inputs:io outputs:io volumes:volume retryStrategy:retry container:container dag:dag"
-    f" initContainers:sidecar -metadata -annotations {_POD}",
-    "io": "parameters:parameter",
-    "parameter": "name value default globalName valueFrom:source -description",
-    "source": "path default expression parameter",
-    "retry": "limit retryPolicy expression backoff:backoff -affinity",
-    "backoff": "duration factor",
-    "container": "name image command args env:variable envFrom:variables readinessProbe:probe volumeMounts:mount"
-    " -imagePullPolicy -resources -securityContext -ports -terminationMessagePolicy",
-    "variable": "name value valueFrom:pod",
-    "pod": "fieldRef:field",
-    "field": "fieldPath",
-    "variables": "secretRef:reference configMapRef:reference",
-    "reference": "name optional",
-    "mount": "name mountPath",
-    "probe": "httpGet:request periodSeconds timeoutSeconds -failureThreshold",  # an unready pod is waited for
-    "request": "path port",
-    # It holds the stage's turn, see `tuneloop.argo.lease_sidecar`, and is not run: the executor does the same.
-    "sidecar": "name command args -image -imagePullPolicy -env -resources -restartPolicy -securityContext -startupProbe"
-    " -volumeMounts",
-    "dag": "tasks:task -failFast",  # the tasks that do not wait for a broken one go on
-    "task": "name template when dependencies depends arguments:arguments",
-    "arguments": "parameters:argument",
-    "argument": "name value -description",
-    "volume": "name secret:secret -emptyDir -projected",
-    "secret": "secretName optional -defaultMode",
-}
-"""Kind → the fields that it may have, each with the kind of what is below it, if that is looked at; one with a dash has
-no meaning on one machine."""
 KINDS = ("container", "dag")
 UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
@@ -146,13 +109,20 @@ def mounts_token(spec: Mapping[str, Any]) -> bool:
     return TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec
 
 
+@functools.cache
+def _fields() -> dict[str, str]:
+    """Read the kinds and their fields, in words."""
+    read: dict[str, str] = yaml.load(Path(__file__).with_name("local_fields.yaml").read_text(), yaml.CSafeLoader)
+    return read
+
+
 def _unknown(value: Any, kind: str, path: str) -> Iterator[str]:
     """Yield the paths of all fields in `value`, an object or a list of them, that its kind does not have."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown(item, kind, f"{path}.{item.get('name', index) if isinstance(item, dict) else index}")
     elif isinstance(value, dict):
-        known = dict(word.removeprefix("-").partition(":")[::2] for word in _FIELDS[kind].split())
+        known = dict(word.removeprefix("-").partition(":")[::2] for word in _fields()[kind].split())
         for key, item in value.items():
             if key not in known:
                 yield f"{path}.{key}"

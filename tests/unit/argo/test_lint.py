@@ -136,11 +136,6 @@ RULES: list[tuple[Change, str, str]] = [
         "spec.parallelism",
         "the daemon pod takes a place",
     ),
-    (
-        lambda s, pod, loop, main: s["templates"].extend({"name": f"t{n}", "suspend": {}} for n in range(198)),
-        "spec.templates",
-        "at most 200",
-    ),
 ]
 
 

@@ -17,6 +17,7 @@ from tests.local.loops import digests
 from tests.objects import served
 from tests.unit import toy
 from tests.waiting import LIMIT_S, free_port, until
+from tuneloop.argo import lint
 from tuneloop.cli import checks, run_cli
 from tuneloop.cli.exits import run_command
 from tuneloop.cli.live import Display
@@ -232,7 +233,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["render", "grpo", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
         (["render", "sft", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
         (["fleet", "autoscale", "http://a:8000", "--max", "2"], "must be service://name.namespace"),
-        (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
+        (["kfp", "render", "grpo", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
         (
             ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],
             "colocate is of the run's own",
@@ -248,9 +249,7 @@ def test_every_option_has_help(call: Call) -> None:
             ["submit", "grpo", "--run", "x", "--store", "s3://b", "--server", "h:1"],
             "server: 'h:1': must be an absolute URL",
         ),
-        (["run", "sft", "--to", "kfp"], "run knows no target"),
-        (["run", "sft", "--to", "argo"], "run knows no target"),
-        (["status", "demo", "--to", "argo", "--context", "nowhere"], "cluster: 'nowhere': no usable cluster"),
+        (["cluster", "status", "demo", "--context", "nowhere"], "cluster: 'nowhere': no usable cluster"),
         (["submit", "grpo", "--run", "Demo", "--store", "s3://b"], "--run: 'Demo': use at most 40 lower-case"),
         (["submit", "grpo", "--run", "x", "--store", "s3://"], "store: 's3://': names no bucket; write s3://BUCKET"),
         (["run", "sft", "--set", "nodes=2"], "is an object of a cluster"),
@@ -282,18 +281,12 @@ def test_plan_needs_no_run(call: Call, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lint_says_what_ran(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_lint_says_what_it_finds(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("lint", TOY)
-    assert (result.code, result.err) == (0, "")
-    assert "0 problems, by tuneloop; argo is not on PATH: `argo lint --offline` was not run" in result.out
-    argo = tmp_path / "argo"
-    argo.write_text('#!/bin/sh\n[ "$1 $2" = "lint --offline" ] && echo "from argo: $3" && exit 1\n')
-    argo.chmod(0o755)
+    assert (result.code, result.out, result.err) == (0, "toy_pipeline: 0 problems\n", "")
+    monkeypatch.setattr(lint, "lint_workflow", lambda workflow: [UserError("spec", 1, "wrong")])
     result = call("lint", TOY)
-    assert result.code == 2
-    assert "error: from argo: " in result.err
-    assert "1 problems, by tuneloop and argo lint --offline" in result.out
+    assert (result.code, result.out, result.err) == (2, "toy_pipeline: 1 problems\n", "error: spec: 1: wrong\n")
 
 
 # Before a run

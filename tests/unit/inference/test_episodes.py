@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.guess import Guess
 from tests.policies import commit_policy, commit_prompts, tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.environments import Reply, tool_calls
 from tuneloop.environments.calculator import Calculator, evaluate_expression
-from tuneloop.environments.guess import Guess
 from tuneloop.environments.python import create_environment as create_python
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import encode_reply, load_tokenizer
@@ -171,11 +171,11 @@ def test_a_template_that_strips_reasoning() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"environment": "chess"}, "rollout.environment: 'chess': .*unknown; known: calculator, guess, python"),
+        ({"environment": "chess"}, "rollout.environment: 'chess': .*unknown; known: calculator, python"),
         ({"environment_args": {"x": 1}}, "environment_args.x: 1: unknown; .* takes replies"),
         ({"environment_args": {"replies": "many"}}, "environment_args.replies: 'many'"),
         ({"max_turns": 0}, "rollout.max_turns: 0"),
-        ({"environment": "guess", "environment_args": {}}, "prompts row p.*the environment guess needs a whole number"),
+        ({"environment": "tests.guess:create_environment", "environment_args": {}}, "row p.*guess needs a whole"),
     ],
 )
 def test_bad_parameters(tmp_path: Path, policy: Artifact, prompts: Artifact, params: Any, said: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tuneloop.cli import run_cli
 from tuneloop.local import probe
 
+GUESS = "tests.guess:create_environment"
 ROW = {"answer": "42", "prompt": "How much is six times seven?"}
 REWARDS = {
     "naive": "return float(answer in completion)",
@@ -67,8 +68,8 @@ def test_a_row_of_ones_own(answer: str, code: int, stranger: Path, capsys: pytes
         ("7\n", [], "--data: 'rows.jsonl:1': must be a JSON object"),
         ('{"answer": "7"}\n', ["--reward", "exactly"], "rewards: 'exactly': unknown; known: code, "),
         ('{"answer": "7"}\n', ["--reward", "format"], "--reward: 'format': does not judge a wrong answer"),
-        ('{"answer": "x"}\n', ["--environment", "guess"], "--environment: 'guess': does not judge a wrong answer"),
-        ('{"answer": "7"}\n', ["--environment", "gues"], "unknown; known: calculator, guess, python"),
+        ('{"answer": "x"}\n', ["--environment", GUESS], f"--environment: '{GUESS}': does not judge a wrong answer"),
+        ('{"answer": "7"}\n', ["--environment", "gues"], "unknown; known: calculator, python"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -95,7 +96,7 @@ def test_no_attack_gains_from_a_reward(name: str) -> None:
     assert endings.keys() == {""}, [endings.get(letter) for letter in "gnte"]
 
 
-@pytest.mark.parametrize("name", ["guess", "calculator"])
+@pytest.mark.parametrize("name", [GUESS, "calculator"])
 def test_no_attack_gains_in_an_environment(name: str) -> None:
     endings = find_endings([], [name])
     assert endings.keys() == {""}, [endings.get(letter) for letter in "gnte"]

@@ -1,6 +1,6 @@
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -8,7 +8,6 @@ from rich.console import Console
 from tuneloop.argo import memory_estimate
 from tuneloop.argo.memory_estimate import Model
 from tuneloop.config.loading import find_pipeline
-from tuneloop.core.artifacts import Role
 from tuneloop.planning import plan
 from tuneloop.workflow import rendered_stages
 
@@ -170,31 +169,6 @@ def test_a_coarse_grain_is_the_same_work_in_fewer_pods() -> None:
     assert "at most 126 pods" in fine and "at most 8 pods" in coarse and "40 in 2" in coarse
     work = "40 × 16 prompts × 8 = 5,120 completions"
     assert work in fine and work in coarse
-
-
-@pytest.mark.parametrize(("engine", "idle"), [("vllm", "rollout and reward's"), ("transformers", "reward's")])
-def test_a_pod_of_all_stages_leaves_its_accelerators_idle_while_others_compute(engine: str, idle: str) -> None:
-    text = drawn(f"engine.name={engine}", "loop.iterations_per_pod=10", "cluster.trainer.gpus=8")
-    assert text.count(f" {idle} ") == 4, "of 1, 10, 60 and auto"
-
-
-def test_a_plan_says_what_a_pod_would_decide() -> None:
-    loop: dict[str, Role] = {"rollout": "sampler", "reward": "scorer", "policy-update": "trainer"}
-
-    def told(work: float, chosen: int | Literal["auto"] = "auto") -> list[tuple[str, ...]]:
-        seconds = {"rollout": work / 2, "reward": 0.0, "policy-update": work / 2}
-        return [*plan.compare_iterations_per_pod(chosen, 60, loop, ["reward"], seconds)]
-
-    assert told(3.0)[-1] == ("auto: 30 a pod", "0.333 s", "0.0 s", "this plan")
-    assert told(1.0)[-1][0] == "auto: 60 a pod" and told(1000.0)[-1][0] == "auto: 2 a pod"
-    assert [*plan.compare_iterations_per_pod("auto", 60, loop, [], None)][-1] == (
-        "auto",
-        "10% at most",
-        "0 s",
-        "this plan",
-    )
-    names = ["a pod a stage", "a pod an iteration", "20 iterations a pod", "60 iterations a pod"]
-    assert [row[0] for row in told(3.0, 20)[:-1] if row[3] == "this plan" or row[0] in names] == names
 
 
 def test_state_that_is_written_now_and_then_is_counted_so() -> None:

@@ -1,4 +1,5 @@
-"""A number to find: the policy guesses and reads ``higher`` or ``lower`` until it says the row's answer: reward 1."""
+"""A number to find: the policy guesses and reads ``higher`` or ``lower`` until it says the row's answer: reward 1. An
+environment as a user would write it."""
 
 import re
 from collections.abc import Mapping
