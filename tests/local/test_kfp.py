@@ -240,7 +240,7 @@ def test_three_ticks_of_a_schedule(place: Place, api: Api, tmp_path: Path, monke
     write_rows(rows, 40)
     small = ["data.source=jsonl", f"data.source_args.train={rows}", "data.train=8", "data.eval=8", "data.sft=16"]
     small += ["sft.max_steps=4", "kfp.retries=0", f"kfp.api={api.url}"]
-    line = ["kfp", "schedule", "sft", "--name", "nightly", "--store", str(store), "--cron", "0 3 * * *"]
+    line = ["schedule", "sft", "--to", "kfp", "--name", "nightly", "--store", str(store), "--cron", "0 3 * * *"]
     assert run_cli([*line, *(word for each in small for word in ("--set", each))]) == 0
     tick_package, package = tmp_path / "tick.yaml", compiled("sft", small, tmp_path / "sft.yaml")
     tick_package.write_text(yaml.dump(api.recurring[0]["pipeline_spec"]["pipeline_spec"]))

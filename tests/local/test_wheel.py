@@ -84,7 +84,7 @@ def test_the_sdist_has_what_a_cluster_is_prepared_with(built: Path) -> None:
 def test_the_wheel_renders_what_the_clone_renders(installed: Path, tmp_path: Path) -> None:
     """One command after the other in one process; the demo below is a program of its own."""
     rendered = [["render", name] for name in PIPELINES]
-    others = [["lint", "sft_then_grpo"], ["plan", "sft_then_grpo"], ["kfp", "render", "sft"]]
+    others = [["lint", "sft_then_grpo"], ["plan", "sft_then_grpo"], ["render", "sft", "--to", "kfp"]]
     at, *texts = start(installed, tmp_path, "-c", MANY, json.dumps([*rendered, *others])).split("\0")
     assert Path(at.strip()).is_relative_to(installed), "not the clone's"
     for name, text in zip(PIPELINES, texts):

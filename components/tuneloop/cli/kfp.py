@@ -21,6 +21,10 @@ ROOT = Annotated[
 EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Under which the run is listed.")]
 
 app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
+ON_ARGO = ("plan", "lint", "render", "doctor", "submit", "schedule", "diff")
+"""Commands that mean Argo anyway."""
+AT_ARGO = ("status", "logs", "stop", "unschedule")
+"""Those of `tuneloop cluster`; the first three have namesakes for this machine."""
 
 
 @app.command("render")
@@ -145,3 +149,27 @@ def connect_to_executor(namespace: str | None, context: str | None, kfp: str | N
 
     ask = partial(describe_progress, client.connect_to_kfp(kfp, "--kfp", "give the API's address")) if kfp else None
     return connect_to_cluster(namespace, context) if namespace else None, ask
+
+
+def list_commands() -> list[str]:
+    """List the commands for Kubeflow Pipelines."""
+    return [command.name for command in app.registered_commands if command.name]
+
+
+def route_arguments(arguments: list[str]) -> list[str]:
+    """Route ``submit … --to kfp …`` to ``kfp submit …``, for what one target takes another does not, and
+    ``status … --to argo`` to ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks
+    at runs means this machine. Raises UserError at another target."""
+    words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
+    if "--to" not in words:
+        return arguments
+    at = words.index("--to")
+    target, rest = "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
+    if target not in ("argo", "kfp"):
+        raise UserError("--to", target, "argo or kfp")
+    own = {"argo": (*ON_ARGO, *AT_ARGO), "kfp": list_commands()}[target]
+    if rest and rest[0] not in own:
+        raise UserError("--to", target, f"is for {', '.join(own)}; {rest[0]} knows no target")
+    if target == "kfp":
+        return ["kfp", *rest]
+    return ["cluster", *rest] if rest and rest[0] in AT_ARGO else rest

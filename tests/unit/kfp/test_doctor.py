@@ -1,4 +1,4 @@
-"""`tuneloop kfp doctor`, against what an API server answers."""
+"""`tuneloop doctor --to kfp`, against what an API server answers."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def look(backend: Cluster, *sets: str, pipeline: str = "") -> list[Check]:
 def test_a_backend_that_has_all(backend: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("KUBECONFIG", kubeconfig(backend.url, tmp_path))
     with serve_api() as api:
-        assert run_cli(["kfp", "doctor", "sft", "--endpoint", api.url, "--json"]) == 0
+        assert run_cli(["doctor", "sft", "--to", "kfp", "--endpoint", api.url, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["target"], told["namespace"]) == ("kfp", "kubeflow")
     found = {each["subject"]: each["found"] for each in told["checks"]}
