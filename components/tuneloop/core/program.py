@@ -27,14 +27,14 @@ from tuneloop.core.errors import (
 )
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
-"""What comes with the extra ``train``."""
+"""Libraries that the extra ``train`` installs."""
 
 
 @fencing.watch_lease()
 def run_component(work: Callable[[], None]) -> int:
     """Run a component as a program and return its exit code; end early if the device lease is lost."""
     try:
-        fencing.read_lease_grant()  # one that was refused begins nothing
+        fencing.read_lease_grant()  # a refused lease ends the program here
         work()
         return 0
     except (UserError, Retryable, Exhausted) as error:
@@ -47,7 +47,7 @@ def run_component(work: Callable[[], None]) -> int:
             return _say(*describe_error(full))
         if _lost_peer(error):
             lost = Unavailable(f"another process of this stage has ended ({error})")
-            return _say(*describe_error(lost), replace=False)  # that one says why
+            return _say(*describe_error(lost), replace=False)  # the other process says why
         if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
             remedy = "is not installed; pip install 'tuneloop[train]'"
             return _say(*describe_error(UserError("package", error.name, remedy)))
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Say whether a collective failed because a process at its other end did; that one says why."""
+    """Say whether a collective failed because another process of it ended; that process reports the cause."""
     torch = sys.modules.get("torch")
     if torch is None or "RANK" not in os.environ:
         return False
