@@ -168,7 +168,7 @@ def _progress(run: "Run") -> dict[str, Any]:
 
 
 def _score(run: "Run", score: "Score") -> dict[str, Any]:
-    about = {"completions": run.judged(score.entry), "policy_version": score.version}
+    about = {"completions": run.count_scored_completions(score.entry), "policy_version": score.version}
     return {"mean_reward": score.value, "how": score.how, **about}
 
 

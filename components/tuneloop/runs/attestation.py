@@ -16,7 +16,7 @@ from tuneloop.training.fetch import fetch_artifact
 SAID = ("tuneloop", "code", "image", "packages", "device")
 BUILD = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
 STALE = ["model.safetensors", "model.safetensors.index.json", f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"]
-"""What an earlier push wrote at the top of a repository, and would be loaded in place of new weights."""
+"""Files that an earlier push wrote at the top of a repository: a loader would prefer them to the new weights."""
 SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
   here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
   change of this card sign again with `tuneloop attest`.
@@ -25,7 +25,7 @@ SIGNATURES = """- `provenance.sigstore.json` names all that the model was made f
 
 def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, builder: str) -> Path:
     """Sign a checkpoint's files and a statement of their sources, add a model card if missing; return their directory.
-    Raises UserError for a failed audit, or a directory with files other than the checkpoint's, a card and a license."""
+    Raises UserError if the audit fails, or the directory has files besides the checkpoint's, a card and a license."""
     version = entry.manifest.facts["version"]
     directory = (output or Path(f"{run.name}-v{version}")).absolute()
     judged, chain = _prove(run, entry)
@@ -33,7 +33,7 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
         fetch_artifact(f"{run.url}/{entry.key}@{entry.manifest.digest}#model", directory)
     files = {n.removeprefix("model/"): f.sha256 for n, f in entry.manifest.files.items() if n.startswith("model/")}
     check_files(directory, files, f"{entry.key} of {run.name}; name a directory that is not there yet", beside=True)
-    (directory / SIGNATURE).unlink(missing_ok=True)  # until all is signed, nothing is
+    (directory / SIGNATURE).unlink(missing_ok=True)  # no signature exists until all files are signed
     if not (directory / CARD).exists():
         (directory / CARD).write_text(_write_card(run, entry, chain, directory.name, SIGNATURES))
     sign_model(directory, files, _describe_build(run, entry, chain, judged, builder), signer)
@@ -42,7 +42,7 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
 
 def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str:
     """Upload a checkpoint's model and a card to a Hugging Face repository, made if missing, in place of earlier
-    weights; return the commit's URL. Raises UserError if the audit fails or the hub refuses, Unavailable if away."""
+    weights; return the URL of its commit. Raises UserError if audit or hub refuse, Unavailable if the hub is down."""
     try:
         from huggingface_hub import HfApi, errors
         from huggingface_hub.utils import validate_repo_id
@@ -70,7 +70,7 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str
 
 
 def _prove(run: Run, entry: Entry) -> tuple[list[Entry], list[Entry]]:
-    """Return a checkpoint's evaluations, and with them all that it was made from; each has passed the audit."""
+    """Return a checkpoint's evaluations, and these with everything that it was made from; all have passed the audit."""
     judged = [each for each in run.with_role("evaluator") if run.policy_of(each) == entry]
     return judged, prove_chain(run, entry.manifest.facts["version"], entry, *judged)
 
@@ -91,7 +91,7 @@ def _describe_build(run: Run, entry: Entry, chain: list[Entry], judged: list[Ent
 
 
 def _describe(name: str, ref: str, made: Entry | None = None) -> dict[str, Any]:
-    """Describe an artifact; its digest is of what its manifest states, and not of a file, as in-toto's `sha256` is."""
+    """Describe an artifact; its digest covers what its manifest states, while in-toto's `sha256` covers a file."""
     url, _, digest = ref.rpartition("@sha256:")
     said = {"results": made.manifest.results, **{k: made.manifest.provenance.get(k) for k in SAID}} if made else {}
     return {"name": name, "uri": url, "digest": {"tuneloopArtifact": digest}, "annotations": said}

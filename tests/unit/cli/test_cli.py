@@ -253,7 +253,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["status", "demo", "--to", "argo", "--context", "nowhere"], "cluster: 'nowhere': no usable cluster"),
         (["submit", "grpo", "--run", "Demo", "--store", "s3://b"], "--run: 'Demo': use at most 40 lower-case"),
         (["submit", "grpo", "--run", "x", "--store", "s3://"], "store: 's3://': names no bucket; write s3://BUCKET"),
-        (["run", "sft", "--set", "nodes=2"], "is an object of a cluster"),
+        (["run", "sft", "--set", "nodes=2"], "needs a cluster: submit it"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], says: str) -> None:

@@ -67,7 +67,7 @@ def test_a_manifest_that_the_index_has_with_other_content_is_a_flaw(tmp_path: Pa
     forged = entry.manifest.model_copy(update={field: {"reward": 1.0}})
     assert forged.digest == entry.manifest.digest
     (flaw,) = _check_manifest(run, dataclasses.replace(entry, manifest=forged))
-    assert "is another than before" in flaw
+    assert "has changed: its digest was" in flaw
 
 
 def test_a_changed_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
