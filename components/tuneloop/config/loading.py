@@ -58,7 +58,7 @@ class Pipeline:
             field = getattr(self._section(section), "model_fields", {}).get(key)  # in a list, there is none
             if field is None or not field.description:
                 return from_validation(error)
-            return UserError(".".join((*section, key)), first["input"], f"does not fit; it is: {field.description}")
+            return UserError(".".join((*section, key)), first["input"], f"is not valid; expected: {field.description}")
         known = list(self._section(section).model_fields)
         near = find_keys(self.Config, key) or difflib.get_close_matches(key, known, n=1)
         remedy = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"

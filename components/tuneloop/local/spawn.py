@@ -133,7 +133,7 @@ def _fork(
     ours, theirs = socket.socketpair()
     try:
         pid = os.fork()
-    except OSError:  # there are too many processes, or too little memory: it is tried again
+    except OSError:  # too many processes, or too little memory: the caller retries
         return None
     if pid:
         theirs.close()
@@ -161,7 +161,7 @@ def _fork(
     except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
         if not str(error.filename).startswith("/proc/"):
             raise
-        os._exit(128 + signal.SIGKILL)  # whose output it was to have has ended, and this process with it
+        os._exit(128 + signal.SIGKILL)  # the process whose output it shares has ended
     return request
 
 
@@ -188,7 +188,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _quietly(call: Any, *arguments: Any) -> None:
-    """Call it, though whom the signal or message was for may have gone."""
+    """Call a function, and ignore that the receiver of its signal or message has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError):
         call(*arguments)
 

@@ -159,7 +159,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["run", "sft", "--set", "base_model=./nope"], "base_model: './nope': is not a directory here"),
         (
             ["plan", "grpo", "--set", "cluster.trainer.memory=2GB"],
-            "cluster.trainer.memory: '2GB': does not fit; it is: memory that a pod",
+            "cluster.trainer.memory: '2GB': is not valid; expected: memory that a pod",
         ),
         (
             ["plan", "grpo", "--set", "engine.gpus=2"],
@@ -235,7 +235,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
         (
             ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],
-            "colocate is of the run's own",
+            "colocate needs the run's own",
         ),
         (
             ["plan", "grpo", "--set", "engine.colocate=true", "--set", "loop.asynchronous=true"],

@@ -241,13 +241,13 @@ def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) ->
         ({"name": "endpoint", "rollout_endpoint_url": "http://x"}, "set pull or fleet, not both"),
         ({"name": "endpoint", "fleet": "http://x", "pull": True}, "set pull or fleet, not both"),
         ({"name": "endpoint", "fleet": "x"}, "fleet: 'x': must be a URL"),
-        ({"name": "endpoint", "fleet": "dynamo://a.b", "rollout_endpoint_url": "http://x"}, "name says its URL"),
+        ({"name": "endpoint", "fleet": "dynamo://a.b", "rollout_endpoint_url": "http://x"}, "name gives its URL"),
         ({"name": "endpoint", "rollout_endpoint_url": "x:80", "pull": True}, "absolute URL"),
         ({"name": "transformers", "pull": True}, "pulls nothing"),
         ({"weights": "/w"}, "set pull"),
         (
             {"name": "endpoint", "rollout_endpoint_url": "http://x", "pull": True, "colocate": True},
-            "colocate is of the",
+            "colocate needs the run's own",
         ),
     ],
 )
