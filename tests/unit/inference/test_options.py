@@ -61,7 +61,7 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
         (
             ("rollout.carry_after=2", "rollout.oversampled_prompts=32", "rollout.environment=calculator"),
             "rollout.carry_after",
-            "the state of an environment",
+            "an environment's state cannot continue",
         ),
         (
             ("rollout.carry_after=2", "rollout.oversampled_prompts=32", "loop.asynchronous=true"),
