@@ -207,16 +207,16 @@ def test_every_option_has_help(call: Call) -> None:
         ),
         (
             ["plan", "sft", "--set", "sft.backend=torchtune"],
-            "sft.backend: 'torchtune': does not train for stages: take native or trl",
+            "sft.backend: 'torchtune': cannot train for a stage: use native or trl",
         ),
         (["plan", "sft", "--set", "sft.backend=trll"], "backends: 'trll': unknown; known: native, torchtune, trl"),
         (
             ["render", "sft_then_grpo", "--set", "sft.backend=trl", "--set", "sft.lora.r=8"],
-            "sft.backend: 'trl': trains without lora, which is Lora(",
+            "sft.backend: 'trl': does not support lora, which is Lora(",
         ),
         (
             ["render", "dpo", "--set", "preference.backend=trl", "--set", "preference.algorithm=my:loss"],
-            "preference.backend: 'trl': has no algorithm my:loss, but dpo, ipo and kto",
+            "preference.backend: 'trl': has no algorithm my:loss: choose dpo, ipo or kto",
         ),
         (
             ["render", "sft", "--set", "sft.backend=trl", "--set", "nodes=2"],
