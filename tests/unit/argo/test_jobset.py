@@ -110,7 +110,10 @@ def test_a_pod_of_argos_asks_for_what_argos_own_container_does_beside() -> None:
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (f"a{'0' * 26}", "policy-update-1000-node-0-2-x7k2p: take a name at least 1 characters shorter"),
+        (
+            f"a{'0' * 26}",
+            "policy-update-1000-node-0-2-x7k2p, which is too long: use a name at least 1 characters shorter",
+        ),
         ("2nd", "begin with a letter"),
     ],
 )
