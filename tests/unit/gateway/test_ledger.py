@@ -55,7 +55,7 @@ def test_a_number_is_one_request() -> None:
     ledger = Ledger()
     ledger.open("m", 0)
     assert ledger.submit("m", 0, entry("a")) == ledger.submit("m", 0, entry("a")) == "m:0"
-    with pytest.raises(Refused, match="m:0 was another request; take a number that is free"):
+    with pytest.raises(Refused, match="m:0 was another request; use a free number"):
         ledger.submit("m", 0, entry("b"))
     for wrong in ("m:1", "n:0", "m", ""):
         with pytest.raises(Refused, match="not known here"):

@@ -242,7 +242,7 @@ def test_more_than_may_wait_are_told_to_ask_again_and_accepted_ones_are_answered
         answers = [each.result(LIMIT_S) for each in asked]
         assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 3
         assert all(a.json()["ending"]["stdout"] == "42\n" for a in answers if a.status_code == 200)
-        assert all("ask again" in a.json()["error"] for a in answers if a.status_code == 503)
+        assert all("try again" in a.json()["error"] for a in answers if a.status_code == 503)
         assert server.child.wait(LIMIT_S) == 0
 
 
