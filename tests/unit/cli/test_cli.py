@@ -227,7 +227,7 @@ def test_every_option_has_help(call: Call) -> None:
             "tokenize: True: is for the backend native: leave it out, or preference.backend",
         ),
         (["render", "sft", "--set", "sft.backend_args.x=1"], "sft.backend: None: has no backend_args"),
-        (["render", "grpo", "--template", "--servers", "x"], "--template: 'true': is a form of the workflow"),
+        (["render", "grpo", "--template", "--servers", "x"], "--template: 'true': cannot be combined with --servers"),
         (["plan", "sft_then_grpo", "--set", "update.backend=trl"], "unknown key; did you mean sft.backend?"),
         (["render", "grpo", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
         (["render", "sft", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
@@ -615,7 +615,7 @@ def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
 
 def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:
     told = call("turns", "g", "--store", "runs")
-    assert (told.code, told.out) == (0, "no turn is had or waited for in group g\n")
+    assert (told.code, told.out) == (0, "no run holds or waits for a lease in group g\n")
     open_turns("runs/.turns/g", who="r").change(lambda document: document.ask("r.1", "r").take("r.1"))
     assert "  holds  r  since " in call("turns", "g", "--store", "runs").out
 

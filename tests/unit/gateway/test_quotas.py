@@ -37,7 +37,7 @@ def test_bodies_have_a_quota_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asyncio.run(post(60)).status_code == 422
     refused = asyncio.run(post(60))
     assert refused.status_code == 429
-    told = "quota: 'local' has 60 of 100 bytes_per_day, and 60 more requested; wait for tomorrow (UTC), or ask for a larger"
+    told = "quota: 'local' has 60 of 100 bytes_per_day, and 60 more requested; wait for tomorrow (UTC), or ask"
     assert refused.json()["error"].startswith(told)
     assert asyncio.run(post(40)).status_code == 422, "as many as are left"
     assert asyncio.run(post(1)).status_code == 429 and made.held == 0

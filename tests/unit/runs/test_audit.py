@@ -54,7 +54,7 @@ def test_equal_runs_have_one_root_wherever_they_lie(tmp_path: Path, capsys: pyte
     assert roots[0] in capsys.readouterr().out
     toy.make(f"{tmp_path}/longer/toy", iterations=3)
     assert run_cli(["audit", "toy", "--store", f"{tmp_path}/longer", "--root", roots[0]]) == 2
-    assert "it is not, or no longer, what you were told of" in capsys.readouterr().err
+    assert "it is another run, or was changed since" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["results", "provenance"])

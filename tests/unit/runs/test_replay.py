@@ -76,7 +76,7 @@ def commit(url: str, weight: float, loss: float) -> None:
 @pytest.mark.parametrize(
     ("weight", "loss", "found"),
     [
-        (4.0, 0.5, "equal as far as both go"),
+        (4.0, 0.5, "equal in all artifacts that both have"),
         (5.0, 0.5, "file model/w.safetensors: tensor b, element [1, 1]: 4, 5 (1 differ)"),
         (4.0, 0.25, 'file metrics.jsonl: line 2: {"loss": 0.5}, {"loss": 0.25}'),
     ],
