@@ -13,7 +13,7 @@ from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster
 
 
-def seat_templates(cluster: Cluster) -> list[Container]:
+def build_reservation_steps(cluster: Cluster) -> list[Container]:
     """Build the steps that reserve the claims of a workflow, and release them; none if it claims no devices."""
     share = cluster.share
     if not (share and share.device_class):
@@ -32,8 +32,8 @@ def seat_templates(cluster: Cluster) -> list[Container]:
     ]
 
 
-def connect_seats(workflow: dict[str, Any]) -> None:
-    """Insert the steps of `seat_templates`: the first runs before anything else, wherever the workflow may start."""
+def insert_reservation_steps(workflow: dict[str, Any]) -> None:
+    """Insert these steps: the first one runs before anything else, wherever the workflow may start."""
     templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
     share = share_of(workflow)
     if not share or TAKE not in templates:

@@ -27,7 +27,7 @@ FOREVER = 2**31 - 1
 """Failures allowed to the startup probe, one a second: a stage may wait long for the lease."""
 
 
-def take_turns(made: "Container", cluster: Cluster, role: str) -> None:
+def add_lease_sidecar(made: "Container", cluster: Cluster, role: str) -> None:
     """Add the lease sidecar to `made`, a stage that uses the shared devices of `role`; nothing if none are shared."""
     from hera.workflows import EmptyDirVolume, models
 

@@ -16,7 +16,7 @@ from hera.workflows import DAG, Container, Parameter
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import role_of
-from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import ELSEWHERE, OUTPUTS, find_role, mount_token, retried_pod_fields, step_fields
 from tuneloop.argo.tasks import ITERATION, RUN, Output, build_term, input_tag, output_parameter, output_term, task_tag
 from tuneloop.config.loop import LoopPipelineConfig
@@ -69,7 +69,7 @@ def call_step(step: Step, templates: Templates, values: Mapping[str, str], **abo
     return templates[step.name](name=step.name, arguments=dict(arguments), **about)
 
 
-def call_in_turn(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
+def chain_steps(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
     """Create the tasks of `steps`, each after the previous one; return the last."""
     before = None
     for step in steps:
@@ -96,7 +96,7 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     batched = [output_of(wire) for wire in loop.batch_wires]
     outputs = [output_parameter(output_of(wire), value=task_tag(*wire.split("."))) for wire in loop.batch_wires]
     with build_dag("batch", list(sampled), outputs) as batch:
-        call_in_turn(loop.batch, templates, sampled)
+        chain_steps(loop.batch, templates, sampled)
     turn = build_iteration(loop, templates, every, batch)
     outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
     with build_dag("loop", loop.inputs, outputs) as made:
@@ -120,7 +120,7 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
         **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch},
     }
     with build_dag("turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)) as made:
-        scored = None if batch else call_in_turn(loop.batch, templates, values)
+        scored = None if batch else chain_steps(loop.batch, templates, values)
         update = call_step(loop.trainer, templates, values)
         if scored:
             scored >> update
@@ -202,7 +202,7 @@ def pod_template(
         ],
         **retried_pod_fields("rollout", role, cluster),
     )
-    take_turns(made, cluster, role_of("rollout"))
+    add_lease_sidecar(made, cluster, role_of("rollout"))
     return made
 
 
@@ -231,7 +231,7 @@ def build_pods(loop: Loop, pod: Any) -> Any:
     return made
 
 
-def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
+def build_continue_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
     """Build the step ``continue``, which starts the run's next workflow at the template `entrypoint`."""
     passed = [f"{name}={input_tag(name)}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
@@ -247,7 +247,7 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
     """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
-    proceed = proceed_template(CONTINUED, loop.passed, config.cluster)
+    proceed = build_continue_template(CONTINUED, loop.passed, config.cluster)
     ended = g.tasks.loop.outputs.parameters
     more = build_loop_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
     with build_dag("part", loop.inputs) as part:

@@ -10,9 +10,9 @@ from hera.workflows import Container, Parameter, Steps, models
 from pydantic import BaseModel
 
 from tuneloop.argo import claims, pod_fields
-from tuneloop.argo.claim_steps import connect_seats, seat_templates
+from tuneloop.argo.claim_steps import build_reservation_steps, insert_reservation_steps
 from tuneloop.argo.jobset import jobset_steps
-from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.memory_estimate import set_pod_memory
 from tuneloop.argo.resize import check_asleep
 from tuneloop.argo.tasks import input_tag
@@ -28,7 +28,7 @@ class Workflow(hera.workflows.Workflow):
     def to_dict(self) -> Any:
         """Return the Workflow as a mapping, from which its YAML is also made."""
         made = super().to_dict()
-        connect_seats(made)
+        insert_reservation_steps(made)
         set_pod_memory(made)
         check_asleep(made)
         return made
@@ -42,7 +42,7 @@ def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: C
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
     patch = {"containers": [{"name": "wait", **executor}], "initContainers": [{"name": "init", **executor}]}
     cluster = cluster or Cluster()
-    seats: Any = seat_templates(cluster)
+    seats: Any = build_reservation_steps(cluster)
     return Workflow(
         generate_name=f"{name}-",
         labels=labels,
@@ -116,7 +116,7 @@ def stage_template(
         made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
     # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:
-        take_turns(made, cluster, claims.role_of(component.image))
+        add_lease_sidecar(made, cluster, claims.role_of(component.image))
     return made
 
 

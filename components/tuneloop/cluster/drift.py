@@ -25,7 +25,7 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
 def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
     """Compare the newest workflow of a run with `workflow`, as submitted to that run; see `template_drift`."""
     live = run_workflows.find_workflows(cluster, run)[-1]
-    made = run_workflows.started_like(_prepare_as(live, workflow, run), live)
+    made = run_workflows.copy_entrypoint(_prepare_as(live, workflow, run), live)
     spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
     return _difference(spec, made["spec"], live["metadata"]["name"])
 

@@ -110,7 +110,7 @@ def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
-def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
+def copy_entrypoint(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `made` with the entrypoint of `newest`, a later workflow of the same run."""
     spec = newest["spec"]
     known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}

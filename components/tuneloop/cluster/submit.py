@@ -55,7 +55,7 @@ def prepare_resumption(
         return made, 1
     check_resumable(made, earlier, run)
     numbers = [get_workflow_number(run, workflow["metadata"]["name"]) for workflow in earlier]
-    return run_workflows.started_like(made, earlier[-1]), max(numbers) + 1
+    return run_workflows.copy_entrypoint(made, earlier[-1]), max(numbers) + 1
 
 
 def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:

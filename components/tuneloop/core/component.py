@@ -157,7 +157,7 @@ class Component:
         try:
             return self.Params(**values)
         except ValidationError as error:
-            raise from_validation(error, prefix=f"{self.name}.") from None
+            raise convert_validation_error(error, prefix=f"{self.name}.") from None
 
     def resolve_constants(self, given: Mapping[str, Any], dynamic: Collection[str] = ()) -> dict[str, Any]:
         """Return validated parameters as JSON values, without the `dynamic` ones of a graph. Raises as `validate`."""
@@ -291,7 +291,7 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
     return next((each for each in found if each.template == template), found[0] if found else None)
 
 
-def from_validation(error: ValidationError, prefix: str = "") -> UserError:
+def convert_validation_error(error: ValidationError, prefix: str = "") -> UserError:
     """Describe the first problem of a pydantic error in one line with field, value and remedy."""
     first = error.errors()[0]
     field = prefix + ".".join(str(part) for part in first["loc"] if part != "[key]")

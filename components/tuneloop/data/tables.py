@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import full_marks, parse_spec, score_all
+from tuneloop.rewards.scoring import compute_full_marks, parse_spec, score_all
 
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
@@ -45,7 +45,7 @@ def examine_answers(
     found: list[str | None] = [None] * len(rows)
     if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
         text = json.dumps(rewards, sort_keys=True)
-        best = full_marks(parse_spec(text))
+        best = compute_full_marks(parse_spec(text))
         golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]
         for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)):
             if outcome.score is None or not math.isclose(outcome.score, best):

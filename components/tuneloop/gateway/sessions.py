@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core.artifacts import dump_canonical_json
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.inference.refusals import Refused
 from tuneloop.sharing.places import STORED
@@ -150,6 +150,6 @@ def read_settings(path: Path | None) -> Settings:
     try:
         return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
     except ValidationError as error:
-        raise from_validation(error, prefix=f"{path}: ") from None
+        raise convert_validation_error(error, prefix=f"{path}: ") from None
     except (OSError, yaml.YAMLError) as error:
         raise UserError("--config", str(path), f"cannot be read ({error})") from error

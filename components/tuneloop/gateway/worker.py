@@ -33,7 +33,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 
 from tuneloop.core import fencing
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
 from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
@@ -194,7 +194,7 @@ class Worker:
             model, number = wire.read_address(body) if proto else _address(body)
             if not model or number is None:
                 raise
-            refusal = from_validation(error) if isinstance(error, ValidationError) else error
+            refusal = convert_validation_error(error) if isinstance(error, ValidationError) else error
             ids.append(self.session.refuse(body, model, number, refusal))
 
     def _guarded(self, app: Any) -> Any:

@@ -149,7 +149,7 @@ def check_seeds(probe: Probe) -> None:
     _expect(len({tuple(s["ids"]) for s in first}) > 1, "gives the same tokens for eight seeds at temperature 1")
 
 
-def check_apart(probe: Probe) -> None:
+def check_concurrent(probe: Probe) -> None:
     """requests at the same time get their own answers"""
     prompts = [probe.prompt(10 + i, 6 + i) for i in range(6)]
     alone = [probe.one(p, temperature=0.0) for p in prompts]
@@ -162,7 +162,7 @@ def check_apart(probe: Probe) -> None:
             _expect(near, f"gives another answer when there are several {how}")
 
 
-def check_as_given(probe: Probe) -> None:
+def check_prompt_ids(probe: Probe) -> None:
     """prompt ids are taken as they are: a prompt's continuation is that of its own tokens"""
     for seed in range(20, 24):
         prompt = probe.prompt(seed)
@@ -184,7 +184,7 @@ def check_scored(probe: Probe) -> None:
     _expect(worst <= probe.tolerance, f"samples with other log-probabilities than it scores (by {worst:.3f} nats)")
 
 
-def check_heat(probe: Probe) -> None:
+def check_temperature(probe: Probe) -> None:
     """log-probabilities are of the sampled distribution: differences between tokens double at half the temperature"""
     prompt = probe.prompt(5)
     warm, cool = (
@@ -210,7 +210,7 @@ def check_versions(probe: Probe) -> None:
         _expect(start == end or len(each) == len(completion["ids"]), "changed version and does not say at which token")
 
 
-def check_exact(probe: Probe) -> None:
+def check_exact_version(probe: Probe) -> None:
     """a demanded version answers the request, or the status is 409 while it is not served"""
     served = probe.one(probe.prompt(7))["end_version"]
     completion = probe.one(probe.prompt(7), version=served)
@@ -221,7 +221,7 @@ def check_exact(probe: Probe) -> None:
         _expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
 
 
-def check_least(probe: Probe) -> None:
+def check_min_version(probe: Probe) -> None:
     """a demanded minimum version is respected: the status is 409 until it is served"""
     served = probe.one(probe.prompt(7))["end_version"]
     _expect(probe.one(probe.prompt(7), min_version=served)["start_version"] >= served, "answers with an older version")
@@ -279,8 +279,9 @@ def check_weights(probe: Probe) -> None:
 
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (
-    *(check_form, check_lengths, check_stops, check_seeds, check_apart, check_as_given, check_scored, check_heat),
-    *(check_versions, check_exact, check_least, check_refuses, check_streams, check_aborts, check_weights),
+    *(check_form, check_lengths, check_stops, check_seeds, check_concurrent, check_prompt_ids, check_scored),
+    *(check_temperature, check_versions, check_exact_version, check_min_version, check_refuses, check_streams),
+    *(check_aborts, check_weights),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop.core import plugins
-from tuneloop.core.component import Options, from_validation
+from tuneloop.core.component import Options, convert_validation_error
 from tuneloop.environments import Environment
 from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request, get_versions
 from tuneloop.formats.tokens import decode_ids, encode_reply
@@ -57,7 +57,7 @@ class EpisodeOptions(Options):
         try:
             environment: Environment = validate_call(create)(row, **self.environment_args)
         except ValidationError as error:
-            raise from_validation(error, "environment_args.") from None
+            raise convert_validation_error(error, "environment_args.") from None
         return environment
 
 

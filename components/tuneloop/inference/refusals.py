@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
 
 REFUSAL_S = 1.0
@@ -39,7 +39,7 @@ def create_app(mistake: int) -> FastAPI:
                 where = found["loc"][1:]
                 found["loc"] = where if where and found["type"] != "json_invalid" else ("body",)
         if isinstance(error, ValidationError | RequestValidationError):
-            error = from_validation(error)  # type: ignore[arg-type]
+            error = convert_validation_error(error)  # type: ignore[arg-type]
         if isinstance(error, HTTPException):  # no such route, or another method
             error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503

@@ -91,7 +91,7 @@ class Graph:
         try:
             results = self._run_tasks()
             leaves = [name for name in self.tasks if not any(name in names for names in self.waits.values())]
-            branches = [branch_result(leaf, self.waits, results) for leaf in leaves]
+            branches = [get_branch_result(leaf, self.waits, results) for leaf in leaves]
             broken = next((result.phase for result in branches if result.broken), None)
             if broken:
                 return Result(broken, next((f"{k}: {r.message}" for k, r in results.items() if r.broken), "stopped"))
@@ -203,12 +203,12 @@ def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Sco
     return scope
 
 
-def branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
+def get_branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
     """Return the result of a leaf's branch: its own, or if it did not complete, that of the tasks it depends on."""
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
         return result
-    above = [branch_result(other, waits, results) for other in waits[name]]
+    above = [get_branch_result(other, waits, results) for other in waits[name]]
     return next((each for each in above if each.broken), Result("Succeeded"))
 
 

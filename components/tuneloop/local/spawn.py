@@ -109,7 +109,7 @@ def adopt_orphans() -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with(parent: int | None) -> None:
+def die_with_parent(parent: int | None) -> None:
     """Get SIGKILL when `parent`, whose current thread made this process, ends (Linux); None: no longer."""
     if _libc:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0, 0, 0, 0)
@@ -139,7 +139,7 @@ def _fork(
         theirs.close()
         return pid, ours
     os.setsid()
-    die_with(parent)
+    die_with_parent(parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

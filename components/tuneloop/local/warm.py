@@ -36,7 +36,7 @@ from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.core.threads import end_process
 from tuneloop.inference.engines.vllm import quiet_vllm
-from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve_requests
+from tuneloop.local.spawn import adopt_orphans, die_with_parent, end_all, serve_requests
 
 Kind = Literal["stages", "server"]
 
@@ -100,7 +100,7 @@ def main() -> None:
     # Computed before the imports: if a file changes meanwhile, runs see another digest, and start their own process.
     code = [sys.executable, code_digest(), list_packages()]
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
-    die_with(os.getppid())  # while it imports, it cannot see that the channel closes
+    die_with_parent(os.getppid())  # while it imports, it cannot see that the channel closes
     # Else transformers would open a CUDA context when it looks for GPUs, and no fork could use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     quiet_vllm()
@@ -128,7 +128,7 @@ def main() -> None:
         message |= {"env": env, "code": code}
     with contextlib.suppress(ConnectionError):  # the client has gone: serve_requests will see it
         channel.sendall(json.dumps(message).encode() + b"\n")
-    die_with(None)
+    die_with_parent(None)
     adopt_orphans()
     request = serve_requests(channel)
     if request is None:

@@ -139,7 +139,7 @@ def may_pass(outcome: Outcome) -> bool:
     return outcome.outcome in ("timeout", "infra_error") and not any(r.startswith((RAISED, RETURNED)) for r in reasons)
 
 
-def full_marks(spec: Mapping[str, float]) -> float:
+def compute_full_marks(spec: Mapping[str, float]) -> float:
     """Compute the most that can be earned under `spec`: each reward at the end of its range that its weight favours."""
     rewards = {name: find_reward(name) for name in spec}
     return math.fsum(w * (rewards[n].high if w > 0 else rewards[n].low) for n, w in spec.items())

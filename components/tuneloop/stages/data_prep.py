@@ -12,12 +12,12 @@ import xxhash
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop.core import plugins
-from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_validation
+from tuneloop.core.component import UNTRACKED, Results, Stage, component, convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.core.progress import Progress
 from tuneloop.data import Example, Splits
 from tuneloop.data.tables import Examine, Preparation, build_tables, examine_answers, ray_data, write_tables
-from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
+from tuneloop.rewards.scoring import compute_full_marks, find_reward, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 
@@ -63,7 +63,7 @@ def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
             try:
                 validate_call(functools.wraps(load)(lambda *_, **__: None))(0, 0, **arguments)
             except ValidationError as error:
-                raise from_validation(error) from None
+                raise convert_validation_error(error) from None
     return arguments
 
 
@@ -161,7 +161,7 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
     try:
         found: Splits = validate_call(load)(n, seed, **arguments)
     except ValidationError as error:
-        raise from_validation(error, "source_args.") from None
+        raise convert_validation_error(error, "source_args.") from None
     return found
 
 
@@ -246,7 +246,7 @@ class Tally:
     def check(self) -> None:
         """Check that every gold answer earned full marks. Raises UserError with the first ones that did not."""
         if self.wrong:
-            best, of = full_marks(self.rewards), self.rows.total() - self.unchecked
+            best, of = compute_full_marks(self.rewards), self.rows.total() - self.unchecked
             told = f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "
             remedy = f"{told}{'; '.join(self.examples)}; correct the data or choose another reward"
             raise UserError("data_prep.rewards", dict(self.rewards), remedy)

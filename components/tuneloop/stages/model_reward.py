@@ -48,7 +48,7 @@ def model_reward(
     with stage.timed("score"):
         documents = [Document(ids, [False] * len(ids)) for ids in sequences]
         found = score_documents(stage, model, documents, per_device_eval_batch_size, Scorer.scores).tolist()
-    table = with_scores(table, found, weight)
+    table = add_model_scores(table, found, weight)
     scores = [score for score in table["score"].to_pylist() if score is not None]
     mean = sum(scores) / len(scores) if scores else 0.0
     if stage.leader:
@@ -68,7 +68,7 @@ def read_rollouts(rollouts: Artifact) -> pa.Table:
     raise UserError("--rollouts", rollouts.url, "holds no rollouts; give it what the stage rollout or reward made")
 
 
-def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
+def add_model_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
     """Return `table` with the model's scores added to `outcome`, `score` and `breakdown`."""
     if "score" in table.column_names:
         before = table.select(["outcome", "score", "breakdown"]).to_pylist()

@@ -162,14 +162,14 @@ def train_policy(
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
-        with stage.timed("reference"), reference_policy(reference, trainer, options) as frozen:
+        with stage.timed("reference"), open_reference_policy(reference, trainer, options) as frozen:
             learner.score(frozen, scored, "reference")
     in_reward = bool(objective.beta) and objective.kl_in == "reward"
     if in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, scored, "old")
     if samples:
-        give_advantages(objective, samples)
+        set_advantages(objective, samples)
     if updates > 1 and not in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
@@ -209,7 +209,7 @@ def open_trainer(
     state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy)
     (missed,) = ranks.max([float(written is None)])
     written = None if missed else written  # the same for all ranks, also where it is committed just now
-    fresh = why_fresh(state, optimization, about, reset)
+    fresh = explain_fresh_state(state, optimization, about, reset)
     if not (fresh or written or kept):
         replay_updates(stage, policy, ranks)
         kept, same = checkpoint.RESIDENT.take(policy, options)
@@ -286,7 +286,7 @@ def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
         vars(stage).update(own)
 
 
-def why_fresh(
+def explain_fresh_state(
     state: Mapping[str, Any] | None, optimization: Optimization, about: Mapping[str, Any], reset: bool
 ) -> str | None:
     """Say why the optimizer cannot continue from ``trainer/state.json``; None if it can."""
@@ -311,7 +311,7 @@ def take_steps(
     """
     losses = []
     with stage.timed("train"):
-        batches = [part for part in mini_batches(stage, samples, updates) if any(sample.used for sample in part)]
+        batches = [part for part in split_mini_batches(stage, samples, updates) if any(sample.used for sample in part)]
         for number, batch in enumerate(batches, start=1):
             with trainer.watched() if watch and number == len(batches) else nullcontext():
                 losses.append(learner.step(trainer, batch))
@@ -321,7 +321,7 @@ def take_steps(
     return losses
 
 
-def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
+def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
     """Set the advantages of all samples, and with them which of them count and which are used."""
     import torch
 
@@ -352,7 +352,7 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
         sample.used = taken and teaches and bool(sample.document.target_count)
 
 
-def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     """Split the scored samples into `count` parts of whole groups, dealt in random order. Raises UserError: there are
     fewer groups."""
     import torch
@@ -366,7 +366,7 @@ def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[li
 
 
 @contextmanager
-def reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
+def open_reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
     """Open the reference for scoring: another model, or the trainer's model without adapters, if these are the only
     difference."""
     from tuneloop.training.fsdp.policy import Policy

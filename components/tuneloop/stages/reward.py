@@ -19,7 +19,7 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, ROWS, open_rows
-from tuneloop.rewards.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
+from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, may_pass, parse_spec, score_all
 
 
 @component("rewards", image="base", role="scorer", results={"mean_reward": float})
@@ -107,7 +107,7 @@ def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome
         if outcome.score is None:
             continue
         scores.append(outcome.score)
-        solved.append(outcome.score >= full_marks(parse_spec(row["reward_spec"])) - 1e-9)
+        solved.append(outcome.score >= compute_full_marks(parse_spec(row["reward_spec"])) - 1e-9)
         groups[row["group"]].append(outcome.score)
         for name, value in outcome.breakdown.items():
             if not isinstance(value, str):

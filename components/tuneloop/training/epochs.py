@@ -14,7 +14,7 @@ from tuneloop.algorithms._objective import PolicyGradient
 from tuneloop.algorithms._preference import Preference
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
-from tuneloop.core.component import Stage, from_validation
+from tuneloop.core.component import Stage, convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
@@ -53,7 +53,7 @@ def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix:
         if first["type"] == "extra_forbidden":
             remedy = f"{name} has no such option; it has {', '.join(found.model_fields)}"
             raise UserError(f"{prefix}{first['loc'][0]}", first["input"], remedy) from None
-        raise from_validation(error, prefix) from None
+        raise convert_validation_error(error, prefix) from None
 
 
 def validate_kind(kind: type[BaseModel]) -> AfterValidator:

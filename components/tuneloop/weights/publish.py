@@ -96,7 +96,7 @@ def publish_version(
         attempt = _Attempt(chain, version, Path(directory), Path(scratch), source)
         if version in chain.versions:
             attempt.describe_full(held)
-            return attempt.stand_by()
+            return attempt.adopt_existing()
         below = [v for v in chain.versions if v < version]
         if encoding == "chain":
             before = chain.entry(below[-1]).index if below else None
@@ -110,7 +110,7 @@ def publish_version(
             attempt.commit(restore_bound, encoding)
         except Conflict:  # a duplicate was faster
             chain = attempt.chain = Chain(chain.store)
-            return attempt.stand_by()
+            return attempt.adopt_existing()
         result = attempt.advance(chain.store)
         attempt.timings["publish"] = time.perf_counter() - clock
         return result
@@ -243,7 +243,7 @@ class _Attempt:
             self.chain.store.upload(f"{place}/{name}", source)
         self.sent += index.tuneloop.stored_bytes
 
-    def stand_by(self) -> Published:
+    def adopt_existing(self) -> Published:
         """Verify that the existing version has our weights, and move the pointer to it."""
         assert self.full is not None
         if not self.chain.entry(self.version).index.same_state(self.full):

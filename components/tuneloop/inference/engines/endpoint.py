@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.seeds import derive_seed
@@ -73,7 +73,7 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> 
     try:
         return Options(**args)
     except ValidationError as error:
-        raise from_validation(error, prefix) from None
+        raise convert_validation_error(error, prefix) from None
 
 
 def check_url(url: str) -> str:

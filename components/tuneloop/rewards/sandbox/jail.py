@@ -146,7 +146,7 @@ def _call(number: int, *arguments: object) -> int:
     return result
 
 
-def shut_in(options: dict[str, Any]) -> None:
+def confine_process(options: dict[str, Any]) -> None:
     """Restrict this process in every way; a failure is written to the notes, and the program is not run."""
     notes, readable = options["notes"], options["readable"]
     try:
@@ -186,5 +186,5 @@ if __name__ == "__main__":
     about = json.loads(sys.argv[1])
     with os.fdopen(about["source"]) as given:
         source = json.load(given)
-    shut_in(about)
+    confine_process(about)
     os._exit(execute_program(source["program"], source["call"], about["notes"]))

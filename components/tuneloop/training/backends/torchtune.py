@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
 from tuneloop.training.backends import LLMBackend, register_backend
@@ -110,7 +110,7 @@ class Torchtune(LLMBackend):
         try:
             given = {**TorchtuneConfig.model_validate(self.config).to_overrides(), **self.args}
         except ValidationError as error:
-            raise from_validation(error, "config.") from None
+            raise convert_validation_error(error, "config.") from None
         off = [name for name in (QUANTIZED, DORA) if str(given.get(name)).lower() == "false"]
         return {name: value for name, value in given.items() if value is not None and name not in off}
 
