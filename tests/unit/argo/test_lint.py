@@ -134,7 +134,7 @@ RULES: list[tuple[Change, str, str]] = [
     (
         lambda s, pod, loop, main: (update(pod, daemon=True), update(s, parallelism=1)),
         "spec.parallelism",
-        "the daemon pod takes a place",
+        "the daemon pod counts, too",
     ),
     (
         lambda s, pod, loop, main: s["templates"].extend({"name": f"t{n}", "suspend": {}} for n in range(198)),

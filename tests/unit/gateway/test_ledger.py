@@ -96,7 +96,7 @@ def test_requests_that_wait_for_one_that_never_comes_have_a_limit(monkeypatch: p
     ledger.open("m", 0)
     for number in range(1, 7):
         ledger.submit("m", number, entry(f"r{number}"))
-    with pytest.raises(Refused, match="m: 6 requests wait"):
+    with pytest.raises(Refused, match="m: 6 requests or results are waiting"):
         ledger.submit("m", 7, entry("r7"))
     assert ledger.submit("m", 6, entry("r6")) == "m:6", "a known one is the same"
     ledger.submit("m", 0, entry("r0"))

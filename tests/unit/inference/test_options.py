@@ -47,8 +47,8 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
         ),
         (("engine.args.deterministic=1",), "engine.args.deterministic", "must be true or false"),
         (("engine.deterministic=true", "engine.name=transformers"), "engine", "set name vllm"),
-        (("engine.deterministic=true", "engine.replicas=2"), "engine", "which of them are up"),
-        (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "which of them are up"),
+        (("engine.deterministic=true", "engine.replicas=2"), "engine", "replicas that are up"),
+        (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "replicas that are up"),
         (("evaluate.environment_args.seconds=1",), "evaluate.environment_args", "goes with environment"),
         (
             ("rollout.prompts_per_iteration=8", "rollout.oversampled_prompts=7"),

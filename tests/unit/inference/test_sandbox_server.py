@@ -115,11 +115,11 @@ def test_one_that_is_weaker_than_asked_for_runs_nothing(told: SimpleNamespace, m
     assert run_in_sandbox("print(1)", "", None, LIMITS).kind == "done"
     monkeypatch.setenv(SANDBOX_VARIABLE, f"{told.url}#gvisor")
     with pytest.raises(
-        UserError, match=r"TUNELOOP_SANDBOX: .*#gvisor.* answers 400.*proves to be no more than process"
+        UserError, match=r"TUNELOOP_SANDBOX: .*#gvisor.* answers 400.*proves only the isolation process"
     ):
         run_in_sandbox("print(1)", "", None, LIMITS)
     outcome = judge("print(42)")
-    assert outcome.outcome == "infra_error" and "no more than process" in str(outcome.breakdown["code"])
+    assert outcome.outcome == "infra_error" and "proves only the isolation process" in str(outcome.breakdown["code"])
 
 
 def test_a_kernel_log_is_gvisors_or_proves_nothing() -> None:

@@ -141,7 +141,7 @@ def test_other_task_files_are_other_work(tmp_path: Path, policy: Artifact, tasks
             {"metric": "acc_nrm", "model_args": {"heads": 3}},
             "metric: 'acc_nrm': is none of digits_choose, which has acc, ",
         ),
-        ({"tasks": ["digits_say"], "gen_kwargs": {"heads": 3}, "limit": 1}, "arguments: .*: lm-eval cannot do .*heads"),
+        ({"tasks": ["digits_say"], "gen_kwargs": {"heads": 3}, "limit": 1}, "arguments: .*: lm-eval refuses it.*heads"),
         ({"model_args": {"heads": 3}}, "model_args: {'heads': 3}: .*unexpected keyword argument 'heads'"),
         ({"engine": "endpoint"}, "--endpoint: None: is required: an OpenAI API"),
         (
