@@ -28,6 +28,7 @@ Config: Any = PipelineConfig.with_sections(
     reference=reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"}),
     preference=preference.settings(without=SET_BY_PIPELINE),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
+    export=export.settings(),
 )
 
 
@@ -42,7 +43,7 @@ def stages(config: Config) -> list[StageSpec]:
         StageSpec(reference_logprobs, config.reference, mismatched_pairs=mismatched),
         StageSpec(preference, config.preference, processes=config.processes),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
-        StageSpec(export),
+        StageSpec(export, config.export),
     ]
 
 

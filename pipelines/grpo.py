@@ -38,6 +38,7 @@ Config: Any = LoopPipelineConfig.with_sections(
     reward=reward.settings(),
     update=policy_update.settings(without=GIVEN),
     evaluate=evaluate.settings(without=GIVEN, max_tokens=8),
+    export=export.settings(),
     deploy=(deploy_model.settings() | None, None),
 )
 
@@ -69,7 +70,7 @@ def stages(config: Config) -> list[StageSpec]:
         StageSpec(data_prep, config.data),
         StageSpec(base_model, config.model, model=config.base_model, **first),
         StageSpec(evaluate, config.evaluate, **engine),
-        StageSpec(export),
+        StageSpec(export, config.export),
         StageSpec(rollout, config.rollout, **engine),
         StageSpec(reward, config.reward),
         StageSpec(policy_update, config.update, max_staleness=config.max_staleness, **ranks),

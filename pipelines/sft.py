@@ -19,6 +19,7 @@ Config: Any = PipelineConfig.with_sections(
     model=base_model.settings(without=SET_BY_PIPELINE),
     sft=sft.settings(without=SET_BY_PIPELINE),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
+    export=export.settings(),
 )
 
 
@@ -41,7 +42,7 @@ def stages(config: Config) -> list[StageSpec]:
         StageSpec(base_model, config.model, model=config.base_model),
         *list_tuning_stages(config),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
-        StageSpec(export),
+        StageSpec(export, config.export),
     ]
 
 

@@ -51,7 +51,8 @@ class Page:
             if said.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(said["params"]["exceptionDetails"]))
             if said.get("method") == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
-                self.errors.append(said["params"]["entry"]["text"])
+                entry = said["params"]["entry"]
+                self.errors.append(f"{entry['text']} {entry.get('url', '')}".rstrip())
 
     def evaluate(self, script: str, **where: Any) -> Any:
         """Return what a script, or the promise that it is, comes to; in the page unless `where` has a contextId."""

@@ -22,16 +22,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 AWAKE, ASLEEP = {"cpu": "250m", "memory": "4Gi"}, {"cpu": "50m", "memory": "512Mi"}
 SLEEPS = """
-import os
+import os, time
 from tuneloop.inference import server
 from tuneloop.inference.engines.vllm import Vllm
 begin = Vllm.__init__
 Vllm.__init__ = lambda self, args: begin(self, {k: v for k, v in args.items() if k != "enable_sleep_mode"})
 Vllm.sleep = lambda self, level: self.poison() if level > 1 else None
-Vllm.wake_up = lambda self: None
+Vllm.wake_up = lambda self: time.sleep(8)
 os._exit(server.main())
 """
-"""The server, with real vLLM, which sleeps on a CPU but for what vLLM does there with its memory."""
+"""The server, with real vLLM, which sleeps on a CPU but for what vLLM does there with its memory. It wakes up as
+slowly as a large model, so that a rollout lasts longer than the kubelet takes on a busy machine."""
 
 
 def sleeping_run() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Component
 from tuneloop.core.errors import Interrupted, UserError
 from tuneloop.formats.token_files import Document
+from tuneloop.stages.export import write_adapter
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.stages.sft import sft
 from tuneloop.training.checkpoint import find_state, trainer_state
@@ -86,6 +87,13 @@ def test_two_processes_fine_tune_as_one(tmp_path, lora):
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
     assert_same_training(one, two)
     torch.testing.assert_close(moments(two), moments(one), rtol=1e-2, atol=2e-4)
+    if lora:  # of whose three rows one process holds two
+        write_adapter(two, tmp_path / "adapter", "adapter")
+        taken, trained = load_file(tmp_path / "adapter/adapter_model.safetensors"), moments(two)
+        assert len(taken) == 28
+        for name, value in taken.items():
+            key = name.removeprefix("base_model.").removesuffix(".weight")
+            assert value.equal(trained[f"{key}.default.weight"]), name
     spent = two.manifest.notes["efficiency"]
     assert 0 < spent["communication_s"] < spent["step_s"]
     assert "communication_s" not in one.manifest.notes["efficiency"]

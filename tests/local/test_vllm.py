@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.policies import commit_policy, commit_prompts, model
+from tests.unit.sharing.test_snapshot import DRIVER, install_stand_in
 from tests.waiting import LIMIT_S, until
 from tests.warm import forked, python
 from tuneloop.cluster.autoscaler import count_requests
@@ -257,6 +258,51 @@ def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[A
     asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
+
+
+SUSPENDS = """
+import os
+from pathlib import Path
+from tuneloop.inference import server
+from tuneloop.sharing import snapshot
+snapshot.VERSION = Path("{0}/version")
+Path("{0}", str(os.getpid())).write_text("running")
+os._exit(server.main())
+"""
+"""A server that the stand-in for cuda-checkpoint takes for a process with CUDA."""
+
+
+@once
+def test_a_suspended_server_goes_on_with_what_it_had(
+    versions: list[Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights are not loaded again, unless they are others. One that the driver does not resume ends."""
+    install_stand_in(tmp_path, monkeypatch)
+    (tmp_path / "version").write_text(DRIVER.format("570.86.10"))
+    asked = ["--policy", versions[0].ref, "--engine-args", json.dumps({**ARGS, "snapshot": True})]
+    running = launch(*asked, program=SUSPENDS.format(tmp_path))
+    client, state = Client(running.url, LIMIT_S, sleeps=True, patience_s=0), tmp_path / str(running.process.pid)
+    try:
+        client.load(versions[0])
+        said = tokens(client.generate(REQUESTS, GREEDY, quiet))
+        client.close()
+        assert state.read_text() == "checkpointed"
+        assert running.ask("GET", "/version")[1]["digest"] == versions[0].manifest.digest, "which nobody loads again"
+        assert running.ask("POST", "/load", {"ref": versions[1].ref})[0] == 503, "a call of CUDA would wait for ever"
+        client.load(versions[0])
+        assert state.read_text() == "running" and tokens(client.generate(REQUESTS, GREEDY, quiet)) == said
+        client.close()
+        client.load(versions[1])
+        prove_weights(client, versions[1], 0.05)
+        client.close()
+        (tmp_path / "restore-fails").write_text("out of memory")
+        with pytest.raises(Retryable, match="it has been away"):
+            client.load(versions[1])
+        assert f'Could not restore on process ID {state.name}: "out of memory"' in capsys.readouterr().err
+        assert running.process.wait(LIMIT_S) == 75
+    finally:
+        running.process.kill()
+        running.process.wait()
 
 
 SLEEPS = """

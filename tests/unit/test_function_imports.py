@@ -10,8 +10,8 @@ import tuneloop
 ROOT = Path(tuneloop.__file__).parent
 HEAVY = {
     *("torch", "vllm", "transformers", "datasets", "peft", "safetensors", "tokenizers", "ray"),
-    *("kubernetes", "hera", "kfp", "mlflow", "tensorboard", "wandb", "httpx2", "fastapi", "starlette", "uvicorn"),
-    *("math_verify", "reasoning_gym"),
+    *("kubernetes", "hera", "kfp", "httpx2", "fastapi", "starlette", "uvicorn", "math_verify", "reasoning_gym"),
+    *("mlflow", "tensorboard", "trackio", "wandb"),
 }
 """Libraries that are slow to import, or that come with an extra."""
 

@@ -12,6 +12,7 @@ HEAVY = (
     "hera",
     "mlflow",
     "tensorboard",
+    "trackio",
     "wandb",
     "kubernetes",
     "pandas",

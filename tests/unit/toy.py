@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,8 +80,11 @@ def evaluate(stage: Stage, policy: Input, *, temperature: float = 0.0) -> Result
 
 
 @component("model", results={"parameters": int})
-def export(stage: Stage, policy: Input) -> Results:
-    """Copy the weights."""
+def export(stage: Stage, policy: Input, *, held: str = "") -> Results:
+    """Copy the weights, once there is no file `held`."""
+    while held and Path(held).exists():
+        stage.check_stop()
+        time.sleep(0.05)
     (stage.out / "weights.json").write_text(json.dumps({"skill": _skill(policy.path)}))
     stage.facts.update(version=policy.manifest.facts["version"])
     return {"parameters": 1}
@@ -103,9 +107,9 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
         file.write_table(table)
 
 
-def make(url: str, iterations: int = 2, *, whole: bool = True) -> dict[str, Manifest]:
+def make(url: str, iterations: int = 2, *, whole: bool = True, skill: int = 1) -> dict[str, Manifest]:
     """Run the stages in this process, in the order of the loop, below `url`; unless `whole`, end with the loop."""
-    made = {"sft": sft(out=f"{url}/sft")}
+    made = {"sft": sft(out=f"{url}/sft", skill=skill)}
     policy = f"{url}/sft@{made['sft'].digest}"
     made["evaluate-before"] = evaluate(out=f"{url}/evaluate-before", policy=policy)
     for i in range(1, iterations + 1):
@@ -132,6 +136,7 @@ class Config(BaseModel):
     per_workflow: int = Field(90, ge=1, le=90, description="so many in one workflow")
     sft: Sft = Sft()
     broken: bool = Field(False, description="let the export fail by a wrong flag")
+    held: str = Field("", description="a file that the export waits to be deleted")
 
 
 RUN = "{{workflow.parameters.store}}/{{workflow.parameters.run}}"
@@ -162,7 +167,7 @@ def build_argo(config: Config) -> Any:
         score = stage_template(reward, {})
         update = stage_template(policy_update, {}, dynamic=["iteration"])
         check = stage_template(evaluate, {})
-        save = stage_template(export, {})
+        save = stage_template(export, {"held": config.held} if config.held else {})
         with DAG(
             name="loop",
             inputs=[Parameter(name="iteration"), Parameter(name="policy")],

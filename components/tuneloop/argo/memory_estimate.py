@@ -7,8 +7,9 @@ which fused attention does not keep, at 2 bytes a number, doubled for float32; w
 each layer (2 × hidden), and one whole layer. Logits: 4 bytes each, and their gradient, for as many as exist at once. KV
 cache a token: 2 × layers × KV heads × head size × bytes a number.
 
-On a CPU a pod requests this memory and that of its programs (`compute_memory_request`). With a GPU, which holds these,
-it requests memory for its programs, and one copy of weights and optimizer state on their way from or to the store."""
+On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its programs
+(`compute_memory_request`). With a GPU, which holds these, it requests memory for its programs, and one copy of weights
+and optimizer state on their way from or to the store."""
 
 import json
 import math
@@ -152,7 +153,8 @@ def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, f
     kinds = ["gpu" if stage.accelerators else "server" if stage.serves else "" for stage in stages]
     program = max(PROGRAM[kind] * stage.ranks for kind, stage in zip(kinds, stages))
     torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
-    states = [count for text, count in parts if "gpu" not in kinds or "weights" in text]
+    host = "gpu" not in kinds or any(stage.engine_args.get("snapshot") for stage in stages)
+    states = [count for text, count in parts if host or "weights" in text]
     return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
 
 
@@ -190,7 +192,7 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
     width = 2 if stage.serves or stage.accelerators else 4  # transformers on a CPU: float32
     parts = [(f"{model.parameters:,} × {width} weights", float(model.parameters * width))]
     if stage.serves:
-        if not stage.accelerators:
+        if not stage.accelerators or "kv_cache_memory_bytes" in arguments:
             pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
             parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))
         return parts

@@ -95,7 +95,7 @@ def track_run(
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on Argo.")] = None,
     context: CONTEXT = None,
 ) -> None:
-    """Mirror a run into MLflow, TensorBoard or W&B. Default: those in TUNELOOP_TRACKERS; repeat it to update."""
+    """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: those in TUNELOOP_TRACKERS; repeat to update."""
     from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows
     from tuneloop.kube.connection import connect_to_cluster
     from tuneloop.runs.tracking import EVERY, find_phase, list_trackers, mirror_run, mirror_store

@@ -208,6 +208,7 @@ def push_version(
     repo: Annotated[str, typer.Argument(help="Hugging Face repository, as OWNER/NAME; created if missing.")],
     version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
     private: Annotated[bool | None, typer.Option("--private/--public", help="If it is new; default: as OWNER.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only its LoRA adapters, in peft's format.")] = False,
     store: STORE = "runs",
 ) -> None:
     """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from the run."""
@@ -215,7 +216,7 @@ def push_version(
 
     run = open_run(name, store)
     made = questions.find_made(run, _name_version(run, version))
-    typer.echo(f"pushed: {attestation.push_version(run, made, repo, private)}")
+    typer.echo(f"pushed: {attestation.push_version(run, made, repo, private, adapter)}")
 
 
 def _name_version(run: Any, version: str | None) -> str:

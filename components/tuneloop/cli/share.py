@@ -1,10 +1,13 @@
 """`tuneloop plan --share`: how long recorded runs would take if they shared their devices."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
 
+from tuneloop.argo.colocation import format_gib
+from tuneloop.argo.memory_estimate import Model, estimate_memory_parts, model_of
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.planning.phases import find_device, read_recorded_tasks
@@ -16,6 +19,8 @@ from tuneloop.sharing.turns import compute_poll_interval
 from tuneloop.workflow.rendered_stages import read_stage
 from tuneloop.workflow.settings import Share
 
+LINK, FIXED_S = 16e9, 4.0
+"""Published for 8B: bytes a second of a GPU's link to its host, and seconds of a snapshot and back without weights."""
 TOTALS = ("total s", "steps/h/accelerator", "against alone")
 ASSUMED = """\
 simulated: stages take the recorded seconds, one after another by the rules of device leases; contention of concurrent
@@ -68,7 +73,8 @@ def plan_shared(
     word = f"{gain:.0%} more in the same time" if gain >= 0 else f"{-gain:.0%} less: it loses time"
     advice = f"recommended: {plans.recommend_plan(compared)}, for most steps an hour and accelerator; by turns "
     advice += f"{shared.runs} runs do {word}"
-    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), ASSUMED, advice)))
+    swap_lines = describe_swap(workflow, runs, shared.runs)
+    typer.echo("\n".join((*map(_source, runs), _turns(rules, share), *swap_lines, ASSUMED, advice)))
     if asked:
         plans.check_plan(compared, asked, rules)
 
@@ -97,6 +103,20 @@ def count_accelerators(workflow: Mapping[str, Any], share: Share) -> dict[str, i
         if of := "sampler" if stage.serves else find_device(stage.component):
             held[of] = max(held[of], stage.accelerators * stage.nodes)
     return held
+
+
+def describe_swap(workflow: Mapping[str, Any], runs: Sequence[Run], copies: int) -> Iterator[str]:
+    """Yield what it costs that a server gives its devices away: by a snapshot out and in, and by loading weights."""
+    stages = [read_stage(template) for template in workflow["spec"]["templates"]]
+    server, model = next((stage for stage in stages if stage.serves), None), model_of(stages)
+    if server and isinstance(model, Model):
+        parts = [] if server.engine_args.get("enable_sleep_mode") else estimate_memory_parts(server, model, None)
+        held, what = sum(count for _, count in parts), " + ".join(text for text, _ in parts) or "0"
+        how = f"2 × ({what}) / {LINK / 1e9:g} GB/s + {FIXED_S:g} s = {2 * held / LINK + FIXED_S:.1f} s"
+        yield f"engine.snapshot: {how}, by what was published for 8B; host memory {copies} × {format_gib(held)}"
+    loads = [load for run in runs for entry in run.with_role("sampler") if (load := entry.manifest.timings.get("load"))]
+    if server and loads:
+        yield f"loading the server's weights, as of each new version: {statistics.median(loads):.2f} s, recorded"
 
 
 def _source(run: Run) -> str:

@@ -59,14 +59,14 @@ def prepare_resumption(
 
 
 def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
-    """Refuse a workflow that does not fit the run whose `earlier` workflows, oldest first, have ended. Raises UserError
-    for another pipeline or store, and for other settings after the loop has made a version. Before that they may be
-    corrected, as with `tuneloop run`: stages refuse settings that differ from their committed outputs. Requests of
-    pods, and settings that no stage compares with its output (addresses, timeouts, processes), may always change."""
+    """Refuse a workflow that does not fit the run whose `earlier` workflows, oldest first, are given. Raises UserError
+    for another pipeline or store, and for other settings, unless the run failed before its loop made a version. Then
+    they may be corrected, as with `tuneloop run`: stages refuse settings that differ from their committed outputs. The
+    pods' requests, and settings that no stage compares with its output (addresses, timeouts), may always change."""
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}
     differing = find_differences(asked, {k: before[k] for k in asked})
-    begun = any(get_workflow_phase(each) == "Succeeded" or _has_made_a_version(each) for each in earlier)
+    begun = any(get_workflow_phase(each) not in ("Failed", "Error") or _has_made_a_version(each) for each in earlier)
     elsewhere = [name for name in ("pipeline", "store") if name in differing]
     if elsewhere or (differing and begun):
         what = ", ".join(elsewhere or differing[:5])

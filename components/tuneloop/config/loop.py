@@ -55,6 +55,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     colocate: bool = Field(
         False, description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling"
     )
+    snapshot: bool = Field(False, description="keep all GPU state of the server in host memory between rollouts")
     asleep: Asleep | None = Field(
         None,
         description="on a cluster, what the server's pod requests while it sleeps: its pod is resized in place, within "
@@ -86,6 +87,10 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
         if self.colocate and (self.name != "vllm" or self.pull):
             raise ValueError("colocate needs the run's own server, which loads checkpoints: set name vllm, unset pull")
+        if self.snapshot and (self.name != "vllm" or self.pull or self.replicas > 1):
+            raise ValueError("snapshot needs the run's one server, which loads checkpoints: set name vllm, unset pull")
+        if self.snapshot and not any(map(self.options.get, ("enable_sleep_mode", "kv_cache_memory_bytes"))):
+            raise ValueError("snapshot keeps the cache, too: set kv_cache_memory_bytes or enable_sleep_mode in args")
         if self.replicas > 1 and (self.name != "vllm" or self.colocate):
             raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
         if self.asleep and (self.name != "vllm" or self.replicas > 1 or not self.options.get("enable_sleep_mode")):
@@ -106,8 +111,8 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         """`args`, or the default of the engine that was chosen; and the fleet."""
         short = {"max_model_len": 256, "enforce_eager": True}
         given = self.args if self.args is not None else short if self.name == "vllm" else {}
-        if self.deterministic:
-            given = {**given, "deterministic": True}
+        own = {name: True for name in ("deterministic", "snapshot") if getattr(self, name)}
+        given = {**given, **own}
         if self.colocate:
             return {**given, "enable_sleep_mode": True}
         return {**given, "fleet": self.fleet} if self.fleet else given

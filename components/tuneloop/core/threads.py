@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 @contextmanager
-def repeat_in_background(work: Callable[[], None], pause_s: float) -> Iterator[None]:
+def repeat_in_background(work: Callable[[], object], pause_s: float) -> Iterator[None]:
     """Call `work` on another thread every `pause_s` seconds, until the block ends."""
     over = threading.Event()
 

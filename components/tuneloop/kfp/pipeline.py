@@ -74,7 +74,7 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
     if loop:
         loop.check_specs(specs)
         refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
-        refused["engine.asleep"] = config.engine.asleep
+        refused |= {"engine.asleep": config.engine.asleep, "engine.snapshot": config.engine.snapshot}
         refused["deploy"] = getattr(config, "deploy", None)
         refused["engine.replicas"] = config.engine.replicas if config.engine.replicas > 1 else False
         for name, chosen in refused.items():

@@ -4,19 +4,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tuneloop.core.artifacts import dump_canonical_json
+from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.core.http import is_transient
 from tuneloop.runs.audit import compute_root, prove_chain
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.signatures import CARD, SIGNATURE, check_files, sign_model
 from tuneloop.runs.summary import describe_score
+from tuneloop.runs.verification import find_state_entry
+from tuneloop.stages.export import write_adapter
 from tuneloop.training.fetch import fetch_artifact
 
 SAID = ("tuneloop", "code", "image", "packages", "device")
 BUILD = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
 STALE = ["model.safetensors", "model.safetensors.index.json", f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"]
+STALE += ["adapter_model.safetensors", "adapter_config.json"]
 """Files that an earlier push wrote at the top of a repository: a loader would prefer them to the new weights."""
+HEAD = Path(__file__).with_name("model_card.md").read_text()
 SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
   here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
   change of this card sign again with `tuneloop attest`.
@@ -35,14 +39,14 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
     check_files(directory, files, f"{entry.key} of {run.name}; name a directory that is not there yet", beside=True)
     (directory / SIGNATURE).unlink(missing_ok=True)  # no signature exists until all files are signed
     if not (directory / CARD).exists():
-        (directory / CARD).write_text(_write_card(run, entry, chain, directory.name, SIGNATURES))
+        (directory / CARD).write_text(_write_card(run, entry, chain, HEAD.format(title=directory.name), SIGNATURES))
     sign_model(directory, files, _describe_build(run, entry, chain, judged, builder), signer)
     return directory
 
 
-def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str:
-    """Upload a checkpoint's model and a card to a Hugging Face repository, made if missing, in place of earlier
-    weights; return the URL of its commit. Raises UserError if audit or hub refuse, Unavailable if the hub is down."""
+def push_version(run: Run, entry: Entry, repo: str, private: bool | None, adapter: bool = False) -> str:
+    """Upload a checkpoint's model, or its `adapter`, and a card to a Hugging Face repository, made if missing, in place
+    of earlier weights; return the commit's URL. Raises UserError if audit or hub refuse, Unavailable if it is down."""
     try:
         from huggingface_hub import HfApi, errors
         from huggingface_hub.utils import validate_repo_id
@@ -50,11 +54,16 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str
         raise UserError("push", error.name, "is not installed: pip install 'tuneloop[train]'") from None
     try:
         validate_repo_id(repo)
-        _, chain = _prove(run, entry)
+        state = find_state_entry(run, entry) if adapter else None
+        _, chain = _prove(run, entry, *([state] if state else []))
         with tempfile.TemporaryDirectory() as place:
             directory, at = Path(place) / "model", f"{run.url}/{entry.key}@{entry.manifest.digest}"
-            fetch_artifact(f"{at}#model", directory)
-            (directory / CARD).write_text(_write_card(run, entry, chain, repo, ""))
+            if adapter:
+                write_adapter(Artifact(at), directory, repo)
+            else:
+                fetch_artifact(f"{at}#model", directory)
+            head = (directory / CARD).read_text() if adapter else HEAD.format(title=repo)
+            (directory / CARD).write_text(_write_card(run, entry, chain, head, ""))
             hub, said = HfApi(), f"Version {entry.manifest.facts['version']} of {run.name}"
             hub.create_repo(repo, private=private, exist_ok=True)
             done = hub.upload_folder(repo_id=repo, folder_path=directory, delete_patterns=STALE, commit_message=said)
@@ -69,10 +78,10 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None) -> str
         raise
 
 
-def _prove(run: Run, entry: Entry) -> tuple[list[Entry], list[Entry]]:
-    """Return a checkpoint's evaluations, and these with everything that it was made from; all have passed the audit."""
+def _prove(run: Run, entry: Entry, *more: Entry) -> tuple[list[Entry], list[Entry]]:
+    """Return a checkpoint's evaluations, and these with `more` and everything it was made from; all pass the audit."""
     judged = [each for each in run.with_role("evaluator") if run.policy_of(each) == entry]
-    return judged, prove_chain(run, entry.manifest.facts["version"], entry, *judged)
+    return judged, prove_chain(run, entry.manifest.facts["version"], entry, *judged, *more)
 
 
 def _describe_build(run: Run, entry: Entry, chain: list[Entry], judged: list[Entry], builder: str) -> dict[str, Any]:
@@ -97,13 +106,13 @@ def _describe(name: str, ref: str, made: Entry | None = None) -> dict[str, Any]:
     return {"name": name, "uri": url, "digest": {"tuneloopArtifact": digest}, "annotations": said}
 
 
-def _write_card(run: Run, entry: Entry, chain: list[Entry], title: str, signatures: str) -> str:
-    said = {"signatures": signatures, "prompts": "", "checkpoint": "", "root": compute_root(run), "title": title}
+def _write_card(run: Run, entry: Entry, chain: list[Entry], head: str, signatures: str) -> str:
+    said = {"signatures": signatures, "prompts": "", "checkpoint": "", "root": compute_root(run)}
     for one in {each.stage: each for each in chain if each.manifest.kind in said}.values():
         told = {"rows": one.manifest.facts.get("rows"), **one.manifest.params}
         known = ", ".join(f"{name} `{dump_canonical_json(each)}`" for name, each in told.items() if each is not None)
         said[one.manifest.kind] += f"- `{one.stage}`: {known}\n"
     scores = [score for score in run.evaluations() if score.entry in chain]
     rows = [f"| {each.version} | {each.value:.4g} | {describe_score(run, each)} |\n" for each in scores]
-    card = Path(__file__).with_name("model_card.md").read_text()
-    return card.format(run=run, made=entry.manifest, evaluation="".join(rows) or "| none | | |\n", **said)
+    card = Path(__file__).with_name("run_card.md").read_text()
+    return head + card.format(run=run, made=entry.manifest, evaluation="".join(rows) or "| none | | |\n", **said)

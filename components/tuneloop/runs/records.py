@@ -20,7 +20,8 @@ SCHEDULE_LENGTH = 31
 """The maximum length of a schedule's name; the names of its runs are nine characters longer."""
 DIGITS = 8
 """The length of the prompts' digest in the name of a schedule's run."""
-NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+NAME = re.compile(r"^(?!sessions$)[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
+"""Pattern of a run's name. Below a store's ``sessions`` a gateway keeps the sessions of its clients."""
 
 
 class Record(BaseModel, frozen=True):
@@ -60,7 +61,7 @@ def write_record(record: Record, workflow: str, replaced: Record | None = None) 
 def check_name(name: str, field: str = "--run") -> None:
     """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
     if not NAME.match(name):
-        remedy = "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends"
+        remedy = "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends; not 'sessions'"
         raise UserError(field, name, remedy)
 
 

@@ -81,7 +81,7 @@ class Mirror:
         try:
             yield
         except Exception as error:
-            own = type(error).__module__.startswith(self.name)
+            own = type(error).__module__.startswith((self.name, "sqlite3"))
             if own or (isinstance(error, OSError) and not find_full_disk(error)):
                 raise UserError(self.name, self.tracker.address, " ".join(str(error).split())) from error
             raise

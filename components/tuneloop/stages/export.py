@@ -1,25 +1,36 @@
-"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load."""
+"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load, and its adapters as peft's."""
 
+import re
 import shutil
+from collections import defaultdict
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
-from tuneloop.weights.layout import read_header
+from tuneloop.core.hub import split_hub_address
+from tuneloop.training.checkpoint import find_state, lora_base, trainer_state
+from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
 
 
 @component("model", image="base", results={"parameters": int})
-def export(stage: Stage, policy: Input) -> Results:
+def export(stage: Stage, policy: Input, *, adapter: bool = False) -> Results:
     """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
+    With `adapter` there is a folder ``adapter/`` in it besides: the LoRA adapters alone, as peft has them, and a card.
 
     Raises:
-        UserError: `policy` is not a checkpoint.
+        UserError: `policy` is not a checkpoint, or has no adapters where they are wanted.
     """
     if "model/config.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "holds no model/config.json; give it a checkpoint")
     model = policy.part("model")
     shutil.copytree(model, stage.out, dirs_exist_ok=True)
+    if adapter:
+        write_adapter(policy, stage.out / "adapter", "adapter")
     parameters = sum(count_parameters(path) for path in model.glob("*.safetensors"))
     stage.facts.update(version=policy.manifest.facts.get("version"), digest=policy.manifest.digest)
     return {"parameters": parameters}
@@ -28,6 +39,40 @@ def export(stage: Stage, policy: Input) -> Results:
 def count_parameters(path: Path) -> int:
     """Count the elements in a safetensors file, from its header alone."""
     return sum(prod(tensor.shape) for tensor in read_header(path).tensors.values())
+
+
+def write_adapter(policy: Artifact, target: Path, title: str) -> None:
+    """Write a checkpoint's adapters in the files of peft, with a card that says how `title` is loaded, and over what
+    base. Raises UserError where it was not trained with LoRA, or its adapters or their base are gone."""
+    options, held = (trainer_state(policy) or {}).get("lora"), find_state(policy)
+    if not (options and held):
+        why = "has no adapters any more, or they were not written (state_every)" if options else "is not of LoRA"
+        raise UserError("adapter", policy.url, f"{why}; take the whole model, or another version")
+    base, rows = lora_base(policy), defaultdict[str, list[Any]](list)
+    for path in sorted(held.part("trainer").glob("*.safetensors")):  # of each rank, in the order of their rows
+        data = np.memmap(path, np.uint8, "r")
+        for name, part in read_header(path).tensors.items():
+            if name.startswith("model."):
+                own = data[part.start : part.end].view(np.float32).reshape(part.shape)
+                rows[f"base_model.{name.removesuffix('.default.weight')}.weight"].append(own)
+    tensors = {name: np.concatenate(parts) for name, parts in rows.items()}
+    file, entries = target / "adapter_model.safetensors", {k: ("F32", v.shape, v.nbytes) for k, v in tensors.items()}
+    target.mkdir(parents=True)
+    preallocate_safetensors(file, entries, {"format": "pt"})
+    for name, place in read_header(file).tensors.items():
+        write_bytes_at(file, place.start, tensors[name].reshape(-1).view(np.uint8))
+    given, revision = str(base.manifest.params.get("model")), base.manifest.params.get("revision")  # of base_model
+    known = re.fullmatch(r"hf://.+|\w[\w.-]*/[\w.-]+", given) and not Path(given).is_dir()
+    hub, revision = split_hub_address("model", given, revision) if known else (None, None)
+    config = {**options, "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": hub}
+    if options["target_modules"] == "all-linear":
+        config["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
+    (target / "adapter_config.json").write_text(dump_canonical_json({**config, "revision": revision}))
+    sums = [f"`{k}` {v.sha256}" for k, v in base.manifest.files.items() if re.match(r"model/.*\.safetensors", k)]
+    about = {"made": policy.manifest, "base": base.manifest, "r": options["r"], "sums": ", ".join(sums), "title": title}
+    card = Path(__file__).with_name("adapter_card.md").read_text()
+    card = card.format(front=f"base_model: {hub}\n" if hub else "", place=hub or "BASE", **about)
+    (target / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,6 @@ def find_tracker(chosen: str) -> Tracker:
     name, _, address = chosen.partition("+")
     kind: type[Tracker] = load_variant("trackers", name, "Tracker")
     # These come with extras. A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.
-    if name in ("mlflow", "tensorboard", "wandb") and not getattr(find_spec(name), "origin", None):
+    if name in ("mlflow", "tensorboard", "trackio", "wandb") and not getattr(find_spec(name), "origin", None):
         raise UserError("tracker", name, f"is not installed; install tuneloop[{name}]")
     return kind(address)

@@ -67,8 +67,8 @@ def build_app(
         try:
             return Run.open(name, store)
         except UserError:
-            if list_submitted(f"{RUN_LABEL}={name}"):  # submitted, but without a commit
-                return Run(name, store)
+            if cluster and list_cluster_runs(cluster, normalize_url(store), f"{RUN_LABEL}={name}"):
+                return Run(name, store)  # submitted, but without a commit
             raise
 
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:

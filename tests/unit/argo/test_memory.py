@@ -50,6 +50,11 @@ def test_what_a_user_says_holds() -> None:
     assert found["serve"] == memory()["serve"] and found["continue"] == (0.25, 0.25)
 
 
+def test_a_server_that_is_suspended_has_its_cache_on_the_host() -> None:
+    sets = ("cluster.sampler.gpus=1", "engine.args={max_model_len: 256, kv_cache_memory_bytes: 4294967296}")
+    assert memory(*sets, "engine.snapshot=true")["serve"][0] == memory(*sets)["serve"][0] + 4
+
+
 def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
     sets = [f"base_model={tmp_path}", "sft.per_device_train_batch_size=1", "sft.max_length=32"]

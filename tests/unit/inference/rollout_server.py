@@ -29,7 +29,7 @@ class Digits(Vllm):
     def __init__(self, args: Mapping[str, Any]) -> None:
         self.deterministic, self.determinism = False, {}
         self.args, self.context, self.version, self.digest = dict(args), 64, 0, "xxh3-128:00"
-        self.engine = None
+        self.engine, self.suspended = None, []
         self.duration_s = float(os.environ.get("DURATION_S", 0))
         self.running: dict[str, float] = {}
 

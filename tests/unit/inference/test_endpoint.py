@@ -249,6 +249,11 @@ def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) ->
             {"name": "endpoint", "rollout_endpoint_url": "http://x", "pull": True, "colocate": True},
             "colocate needs the run's own",
         ),
+        ({"name": "transformers", "snapshot": True}, "snapshot needs the run's one server"),
+        ({"snapshot": True, "pull": True}, "snapshot needs the run's one server"),
+        ({"snapshot": True, "replicas": 2}, "snapshot needs the run's one server"),
+        ({"snapshot": True}, "set kv_cache_memory_bytes or enable_sleep_mode"),
+        ({"snapshot": True, "args": {"enable_sleep_mode": False}}, "set kv_cache_memory_bytes or enable_sleep_mode"),
     ],
 )
 def test_settings_that_exclude_one_another(engine: dict[str, Any], said: str) -> None:

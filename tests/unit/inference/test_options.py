@@ -112,13 +112,16 @@ def test_all_that_sample_and_the_server_are_told_to_be_deterministic() -> None:
             told[template["name"]] = json.loads(words[words.index("--engine-args") + 1])
     short = {"max_model_len": 256, "enforce_eager": True, "deterministic": True}
     assert told == dict.fromkeys(("serve", "rollout", "evaluate"), short)
+    asked = {"snapshot": True, "colocate": True}
+    suspended = {"max_model_len": 256, "enforce_eager": True, "snapshot": True, "enable_sleep_mode": True}
+    assert pipeline.Config(engine=asked).engine.options == suspended
     with pytest.raises(UserError, match="deterministic needs a single one"):
         vllm.open_engine("http://a:1,http://b:1", short, 1.0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_what_the_vllm_of_this_machine_does_not_know() -> None:
-    known = {"max_model_len": 256, "enforce_eager": True, "enable_sleep_mode": True, "deterministic": True}
-    vllm.check_here(known, "engine.args.")
+    known = {"max_model_len": 256, "enforce_eager": True, "enable_sleep_mode": True}
+    vllm.check_here(known | dict.fromkeys(vllm.OWN, True), "engine.args.")
     with pytest.raises(UserError, match=r"engine\.args\.max_modell_len: 3: .*did you mean max_model_len"):
         vllm.check_here({"max_modell_len": 3}, "engine.args.")

@@ -147,6 +147,9 @@ def test_a_task_of_kubeflow_has_one_server(tmp_path: Path) -> None:
     sets = ["engine.args={enable_sleep_mode: true}", "engine.asleep={cpu: 100m}"]
     with pytest.raises(UserError, match=r"engine.asleep: .*: is built for Argo and for one machine"):
         compiled("grpo", sets, tmp_path / "made.yaml")
+    sets = ["engine.args={kv_cache_memory_bytes: 1073741824}", "engine.snapshot=true"]
+    with pytest.raises(UserError, match=r"engine.snapshot: True: is built for Argo and for one machine"):
+        compiled("grpo", sets, tmp_path / "made.yaml")
 
 
 def test_a_server_on_as_many_gpus_as_it_computes_on() -> None:

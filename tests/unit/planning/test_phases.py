@@ -1,3 +1,4 @@
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def made(store: Path, name: str, iterations: int = 3, gap: float = 0.5, pause: f
         for stage, seconds in STAGES:
             clock += gap + (pause if (iteration, stage) == (iterations, "rollout") else 0)
             draft = Draft(f"{store}/{name}/iterations/{iteration}/{stage}", attempt="data-test")
-            about = {"timings": {"total": seconds}, "provenance": {"started": clock}}
+            timings = {"total": seconds} | ({"load": 0.25 * iteration} if stage == "rollout" else {})
+            about = {"timings": timings, "provenance": {"started": clock}}
             draft.commit(stage=stage.replace("-", "_"), role=ROLES[stage], **about)  # type: ignore[arg-type]
             clock += seconds
     return Run.open(name, str(store))
@@ -112,6 +114,23 @@ def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811
     done = call(*words, "--measured", "one", *chosen, *apart)
     assert "trainers and samplers each have a turn" in done.out and "2 runs do 83% more in the same time" in done.out
     refused(call(*words, *["--measured", "one"] * 3, *chosen), "3", "runs_per_claim is 2")
+
+
+def test_the_plan_of_sharing_says_what_a_server_costs_to_suspend(call: Call, tmp_path: Path) -> None:  # noqa: F811
+    """Weights of 2 bytes and the cache, out and in at 16 GB/s; sleep mode drops both before."""
+    made(tmp_path, "one", 5)
+    words = ("plan", "grpo", "--share", "--store", str(tmp_path), "--measured", "one", "--set=cluster.sampler.gpus=1")
+    cache = "kv_cache_memory_bytes: 24000000000"
+    done = call(*words, "--set", "engine.snapshot=true", "--set", f"engine.args={{{cache}}}")
+    assert done.code == 0, done.err
+    terms = r"853,376 × 2 weights \+ KV cache pool of [\d,]+ tokens × \d+"
+    line = rf"engine.snapshot: 2 × \({terms}\) / 16 GB/s \+ 4 s = 7.0 s, .* host memory 2 × 22.4 GiB"
+    assert re.search(line, done.out), done.out
+    assert "loading the server's weights, as of each new version: 0.75 s, recorded" in done.out
+    asleep = call(*words, "--set", "engine.args={enable_sleep_mode: true}")
+    assert "2 × (0) / 16 GB/s + 4 s = 4.0 s" in asleep.out, asleep.out
+    none = call(*words[:-1], "--set", "engine.name=transformers")
+    assert "engine.snapshot" not in none.out and "the server's weights" not in none.out
 
 
 def test_mistakes_in_planning_are_one_line(call: Call, tmp_path: Path) -> None:  # noqa: F811

@@ -150,7 +150,7 @@ def test_local_state_of_a_remote_run_lies_in_runs(tmp_path: Path, monkeypatch: p
     assert records.get_run_directory("r", "somewhere") == tmp_path / "somewhere" / "r"
 
 
-@pytest.mark.parametrize("name", ["", "-a", "A", "a_b", "a/b", "../a", "x" * 41])
+@pytest.mark.parametrize("name", ["", "-a", "A", "a_b", "a/b", "../a", "x" * 41, "sessions"])
 def test_names_that_kubernetes_refuses_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lower-case"):
         Run.open(name, str(tmp_path))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.trackers import find_tracker
 
 ROOT = Path(__file__).parents[3]
-NAMES = ("mlflow", "tensorboard", "wandb")
+NAMES = ("mlflow", "tensorboard", "trackio", "wandb")
 
 
 @component("checkpoint", role="trainer", results={})
@@ -64,6 +65,19 @@ def read_tensorboard(place: Path) -> Told:
     return told
 
 
+def read_trackio(place: Path) -> Told:
+    """With Trackio's own storage, which is one directory's at a time."""
+    from trackio import sqlite_storage
+
+    sqlite_storage.TRACKIO_DIR = place
+    storage, told = sqlite_storage.SQLiteStorage, dict[str, list[tuple[int, float]]]()
+    for found in storage.get_run_records("toy"):
+        for row in storage.get_logs("toy", run_id=found["id"], scalar_only=True):
+            for name in row.keys() - {"timestamp", "step"}:
+                told.setdefault(name, []).append((row["step"], row[name]))
+    return told
+
+
 def read_rows(place: Path) -> Iterator[dict[str, Any]]:
     """The rows of every offline run: W&B's own messages, in the log format of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -96,6 +110,7 @@ def read_wandb(place: Path) -> Told:
 READERS: dict[str, Callable[[Path], Told]] = {
     "mlflow": read_mlflow,
     "tensorboard": read_tensorboard,
+    "trackio": read_trackio,
     "wandb": read_wandb,
 }
 
@@ -106,7 +121,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "there")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
     for name in os.environ:
-        if name.startswith(("MLFLOW_", "WANDB_", "TUNELOOP_TRACKERS")):
+        if name.startswith(("MLFLOW_", "TRACKIO_", "WANDB_", "TUNELOOP_TRACKERS")):
             monkeypatch.delenv(name)
 
 
@@ -284,7 +299,7 @@ def test_where_mlflow_keeps_no_files_the_curves_go_on(tmp_path: Path, capsys: py
 def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in NAMES:
+    for name in ("mlflow", "tensorboard", "wandb"):
         pytest.importorskip(name)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
@@ -329,26 +344,28 @@ def test_a_later_mirror_of_the_same_run_ends_the_earlier_one(tmp_path: Path) -> 
 
 def test_what_is_no_tracker_or_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        UserError, match=r"^trackers: 'nonsense': unknown; known: mlflow, tensorboard, wandb, or a dotted"
+        UserError, match=r"^trackers: 'nonsense': unknown; known: mlflow, tensorboard, trackio, wandb, or a dotted"
     ):
         find_tracker("nonsense+/tmp")
-    # What W&B writes is a folder of its name: of that alone Python would make a package.
-    (tmp_path / "there" / "wandb").mkdir()
+    # What W&B writes is a folder of its name, as one of Trackio's may be: of that alone Python would make a package.
     monkeypatch.setattr(sys, "path", [str(tmp_path / "there")])
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UserError, match=r"^tracker: 'wandb': is not installed; install tuneloop\[wandb\]$"):
-        find_tracker("wandb")
+    for name in ("trackio", "wandb"):
+        (tmp_path / "there" / name).mkdir()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(UserError, match=rf"^tracker: '{name}': is not installed; install tuneloop\[{name}\]$"):
+            find_tracker(name)
 
 
 def test_a_mirror_imports_only_the_tracker_that_was_chosen(tmp_path: Path) -> None:
+    installed = [name for name in NAMES if find_spec(name)]
     code = f"""
 import sys
 from tuneloop import trackers
 from tuneloop.runs import tracking
-for name in {NAMES}:
+for name in {installed}:
     trackers.find_tracker(name)
-print({{*{NAMES}}} & {{*sys.modules}})
+print({{*{installed}}} & {{*sys.modules}})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

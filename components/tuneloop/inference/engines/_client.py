@@ -54,7 +54,7 @@ class Client:
         endpoint: ``http://host:port``.
         timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
         sleeps: the server shares its device in turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
-            which drops the weights. Untested: it needs a GPU.
+            which drops the weights, or keeps them in its snapshot. Untested: it needs a GPU.
         deterministic: require a deterministic server, and discard a lost POST whole: its rest would be another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
             for an address that never answered.

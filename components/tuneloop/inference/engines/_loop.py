@@ -21,6 +21,7 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.vllm import Answer, Tokens, Vllm
 from tuneloop.inference.refusals import Refused
+from tuneloop.sharing.snapshot import SnapshotFailed
 
 Mode = Literal["wait", "keep"]
 """What becomes of running requests when weights change, in vLLM's words."""
@@ -80,7 +81,7 @@ class EngineLoop(threading.Thread):
         begun = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
-        if self.broken:
+        if self.broken or self.engine.suspended:
             raise Refused(503, self.trouble)
         drained = time.perf_counter()
         failure: Exception | None = None
@@ -164,6 +165,9 @@ class EngineLoop(threading.Thread):
                 try:
                     answer.set_result(work(*args, **kwargs))
                 except Exception as error:
+                    if isinstance(error, SnapshotFailed):
+                        self.broken = str(error)
+                        self.failed()
                     answer.set_exception(error)
 
         self._inbox.put(execute)

@@ -26,9 +26,10 @@ from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._readback import reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
+from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend_process
 
-DETERMINISTIC = "deterministic"
-"""The engine argument that is tuneloop's own."""
+DETERMINISTIC, SNAPSHOT = OWN = "deterministic", "snapshot"
+"""The engine arguments that are tuneloop's own."""
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
 """Engine arguments that tuneloop sets: with other values a rollout would not be what its manifest says."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
@@ -51,10 +52,10 @@ Answer = Completion | Tokens
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
-    vLLM's ``EngineArgs`` by name, and ``deterministic``: a server has its own and is not sent these, but its `Client`
-    heeds ``enable_sleep_mode`` and ``deterministic``, and `timeout_s`. Raises UserError: an argument that tuneloop sets
-    itself; several servers with ``deterministic``."""
-    sleeps, deterministic = (bool(args.get(name)) for name in ("enable_sleep_mode", DETERMINISTIC))
+    vLLM's ``EngineArgs`` by name, and `OWN`: a server has its own and is not sent these, but its `Client` heeds
+    ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: an argument that tuneloop sets itself; several
+    servers with ``deterministic``."""
+    sleeps, deterministic = any(map(args.get, ("enable_sleep_mode", SNAPSHOT))), bool(args.get(DETERMINISTIC))
     if endpoint and "," in endpoint:
         if deterministic:
             remedy = "several servers divide a batch by which of them are up: deterministic needs a single one"
@@ -67,8 +68,9 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
     """Refuse what tuneloop sets itself. Raises UserError: with `prefix` and the argument's name as the field."""
     for name in args.keys() & set(OURS):
         raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
-    if not isinstance(value := args.get(DETERMINISTIC, False), bool):
-        raise UserError(f"{prefix}{DETERMINISTIC}", value, "must be true or false")
+    for name in OWN:
+        if not isinstance(value := args.get(name, False), bool):
+            raise UserError(f"{prefix}{name}", value, "must be true or false")
 
 
 def check_here(args: Mapping[str, Any], prefix: str) -> None:
@@ -79,7 +81,7 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
     path = Path(spec.origin).with_name("engine") / "arg_utils.py"
     classes = [n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
     known = [ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)]
-    for name in args.keys() - {*known, DETERMINISTIC}:
+    for name in args.keys() - {*known, *OWN}:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
         raise UserError(f"{prefix}{name}", args[name], f"vLLM has no such option; {remedy}")
@@ -88,14 +90,19 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
 class Vllm:
     """`Engine` over vLLM's engine in this process. `generate` and `score` are for one caller; a server drives
     `begin_batch`, `submit`, `step` and `abort` from the thread that owns the engine. `determinism`: of a deterministic
-    engine with weights, what decides the bits: ``device``, ``threads``, ``batch_invariant``."""
+    engine with weights, what decides the bits: ``device``, ``threads``, ``batch_invariant``. `suspended`: processes of
+    an engine with ``snapshot`` that is asleep, in which calls of CUDA wait."""
 
     name = "vllm"
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         check_engine_args(args)
-        self.args = {name: value for name, value in args.items() if name != DETERMINISTIC}
-        self.deterministic = bool(args.get(DETERMINISTIC))
+        self.args = {name: value for name, value in args.items() if name not in OWN}
+        self.deterministic, self.snapshot = (bool(args.get(name)) for name in OWN)
+        if self.snapshot:
+            several = any(args.get(f"{way}_parallel_size", 1) != 1 for way in ("tensor", "pipeline"))
+            check_snapshots(f"--engine-args {SNAPSHOT}", several)
+        self.sleeps, self.suspended = not self.snapshot or bool(args.get("enable_sleep_mode")), list[int]()
         self.determinism: dict[str, Any] = {}
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""
@@ -174,26 +181,32 @@ class Vllm:
         self.version, self.digest = -1, ""
 
     def sleep(self, level: int) -> None:
-        """Release the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them.
-        Raises UserError if the device does not support it, or the engine was not started for it."""
-        from vllm.platforms import current_platform
+        """Release the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them;
+        ``snapshot`` keeps the rest. Raises SnapshotFailed; UserError if device or engine do not support it."""
+        if self.sleeps and not self.suspended:
+            from vllm.platforms import current_platform
 
-        if not current_platform.is_sleep_mode_available():
-            remedy = "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; stop the server instead"
-            raise UserError("sleep", current_platform.device_type, remedy)
-        if not self.engine.model_config.enable_sleep_mode:
-            raise UserError("sleep", level, "start the engine with --engine-args '{\"enable_sleep_mode\": true}'")
-        self.engine.sleep(level)
-        if level > 1:
-            self.poison()
+            if not current_platform.is_sleep_mode_available():
+                remedy = "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; stop the server instead"
+                raise UserError("sleep", current_platform.device_type, remedy)
+            if not self.engine.model_config.enable_sleep_mode:
+                raise UserError("sleep", level, "start the engine with --engine-args '{\"enable_sleep_mode\": true}'")
+            self.engine.sleep(level)
+            if level > 1:
+                self.poison()
+        if self.snapshot:
+            self.suspended = self.suspended or suspend_process(os.getpid())
 
     def wake_up(self) -> None:
         """Undo `sleep`. After level 2 weights have to be loaded again. Raises as `sleep`."""
-        from vllm.platforms import current_platform
+        resume_processes(self.suspended)
+        self.suspended = []
+        if self.sleeps:
+            from vllm.platforms import current_platform
 
-        if not current_platform.is_sleep_mode_available():
-            raise UserError("wake_up", current_platform.device_type, "this device has no sleep mode")
-        self.engine.wake_up()
+            if not current_platform.is_sleep_mode_available():
+                raise UserError("wake_up", current_platform.device_type, "this device has no sleep mode")
+            self.engine.wake_up()
 
     def submit(
         self,
