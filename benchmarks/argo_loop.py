@@ -20,7 +20,7 @@ from typing import Any
 from hera.workflows import DAG, Container, Parameter
 from hera.workflows.models import ValueFrom
 
-from tuneloop.argo.loop import pod_template, proceed_template
+from tuneloop.argo.loop import build_continue_template, pod_template
 from tuneloop.argo.pod_fields import OUTPUTS, pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow
 from tuneloop.cluster import run_workflows
@@ -50,7 +50,7 @@ def build(
             loop = _pods(stages, per_pod, image, place)
         else:
             loop = _loop(_stage(image, place), stages, HERE % "inputs.parameters.iteration")
-        proceed = proceed_template("main", ("iteration", "told"), place)
+        proceed = build_continue_template("main", ("iteration", "told"), place)
         proceed.image = image
         inputs = [Parameter(name="iteration", default="1"), Parameter(name="told", default="0")]
         with DAG(name="main", inputs=inputs):

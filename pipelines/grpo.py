@@ -3,15 +3,15 @@
     tuneloop run grpo --set base_model=path/to/a/hugging-face-model
 
 The loop is an Argo template that calls itself: iteration k+1 starts from the checkpoint of iteration k, until the
-iterations are used up or a batch of rollouts earns `target_reward`. After `per_workflow` iterations the run goes on in
-another workflow, so that it may be as long as it likes. With the engine `vllm` one server lives as long as the workflow
+iterations are used up or a batch of rollouts earns `target_reward`. After `per_workflow` iterations the run continues
+in another workflow, so that its length is not limited. With the engine `vllm` one server lives as long as the workflow
 and loads each new version in place; with `transformers` every rollout generates in its own process, which is slower
 and bit-for-bit reproducible, as `vllm` is with `engine.deterministic`. With `engine.pull` every version is published as
-a delta, and the server pulls it; with the engine `endpoint` a fleet that somebody else owns does, and is asked for
-rollouts by URL alone, or its workers are brought to each version before they are asked (`engine.fleet`).
+a delta, and the server pulls it. With the engine `endpoint` your own fleet pulls it, and only its URL is used; or its
+workers are given each version before they are sampled from (`engine.fleet`).
 
-With `loop.asynchronous` the next batch is sampled while the policy is updated on this one: nobody waits, and all but
-the first batch of a workflow are one version old.
+With `loop.asynchronous` the next batch is sampled while the policy is updated on this one, so that neither waits; all
+but the first batch of a workflow are one version old.
 """
 
 from typing import Any

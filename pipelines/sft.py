@@ -24,7 +24,7 @@ Config: Any = PipelineConfig.with_sections(
 
 
 def list_tuning_stages(config: Any) -> list[StageSpec]:
-    """Return `sft`, and `tokenize_data` if it is asked for: what a pipeline has that begins with fine-tuning."""
+    """Return `sft`, and `tokenize_data` if it is enabled: the stages of a pipeline that begins with fine-tuning."""
     tuned = StageSpec(sft, config.sft, processes=config.processes, nodes=config.nodes)
     return [StageSpec(tokenize_data), tuned] if config.tokenize else [tuned]
 

@@ -1,4 +1,4 @@
-"""The whole road: data_prep → base_model → sft → GRPO loop → export, evaluated before and after the loop.
+"""SFT and then GRPO: data_prep → base_model → sft → GRPO loop → export, evaluated before and after the loop.
 
     tuneloop run sft_then_grpo
 

@@ -1,6 +1,6 @@
 """tuneloop: LLM post-training loops as containerized, resumable workflow stages.
 
-Nothing but packages belongs here, each of them a layer: docs/architecture.md has them in order.
+This package contains only packages, each of them a layer: docs/architecture.md has them in order.
 """
 
 __version__ = "0.1.0"

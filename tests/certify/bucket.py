@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.objects import list_page, tag
-from tuneloop.local.spawn import die_with
+from tuneloop.local.spawn import die_with_parent
 
 NAME = "bucket"
 FAULTS = (
@@ -241,7 +241,7 @@ def serve() -> Iterator[Served]:
     parent, pid = os.getpid(), os.fork()
     if not pid:
         try:
-            die_with(parent)
+            die_with_parent(parent)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             server.serve_forever()
         except BaseException:

@@ -34,7 +34,7 @@ from tests.certify.kinds import Injection, Place, make_plan
 from tests.certify.sequence import run_sequence
 from tests.certify.stages_rig import StagesRig
 from tests.certify.week import WeekRig
-from tuneloop.local.spawn import adopt_orphans, die_with, end_all
+from tuneloop.local.spawn import adopt_orphans, die_with_parent, end_all
 from tuneloop.local.warm import STAGES
 
 PRELOADED = (hera.workflows, pyarrow.parquet, tuneloop.ui.report)
@@ -120,7 +120,7 @@ class _Worker:
             return
         code = 1
         try:
-            die_with(parent)
+            die_with_parent(parent)
             with self.told.open("ab", buffering=0) as out:
                 _carry_out(home, task, share, out)
             code = 0

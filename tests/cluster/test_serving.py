@@ -185,7 +185,7 @@ def test_a_run_has_its_model_served_if_it_is_good_and_another_taken_back(
     apply(kubectl("kustomize", str(tmp_path)))  # what a run has set is none of the overlay's
 
     assert "is below 1.5: " in (said := deploy(cluster, f"{run}-b", served, at_least=1.5))
-    assert said.endswith(f"tuneloop-model goes on serving {good}")
+    assert said.endswith(f"tuneloop-model still serves {good}")
     assert ask(cluster)["names"] == ["tuneloop", good]
 
     answers: list[dict[str, Any]] = []

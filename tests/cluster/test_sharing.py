@@ -12,7 +12,7 @@ from hera.workflows import DAG, Container
 from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests, submit_workflow
 from tests.cluster.test_queue import until
-from tuneloop.argo.loop import proceed_template
+from tuneloop.argo.loop import build_continue_template
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cli import run_cli
@@ -107,7 +107,7 @@ def pipeline(share: Share) -> dict[str, Any]:
     with define_workflow("shared", cluster=cluster) as built:
         prepare: Any = stage_template(using, settings, cluster=cluster)
         prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
-        proceed = proceed_template("second", (), cluster)
+        proceed = build_continue_template("second", (), cluster)
         over = Container(name="over", command=["true"], **pod_fields("base", "cpu", cluster), **retry_fields())
         with DAG(name="main"):
             prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"}) >> proceed(name="continue")

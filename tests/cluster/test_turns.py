@@ -13,7 +13,7 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, SMALL, submit_workflow
 from tests.cluster.test_queue import until
 from tests.waiting import LIMIT_S
-from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import pod_fields, retry_fields
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cli import run_cli
@@ -39,7 +39,7 @@ def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
         stage: Any = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
         stage.labels = fields["labels"]  # the least of all stages, made one that uses devices
         for made in (hold, stage):
-            take_turns(made, shared, "trainer")
+            add_lease_sidecar(made, shared, "trainer")
         with DAG(name="main"):
             tasks = [stage(name=f"s{i}", arguments={"seed": i, "prompts": f"{RUN}/s{i}"}) for i in range(stages)]
             for before, after in itertools.pairwise(tasks):

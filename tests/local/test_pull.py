@@ -144,7 +144,7 @@ def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_
     ]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as other:
         refused = until(lambda: next((text for text in other.stderr or () if "--base" in text), None), child=other)
-        assert "and version 0, which stores none, is" in (refused or "") and other.poll() is None
+        assert "but version 0, which stores no weights, needs" in (refused or "") and other.poll() is None
         other.kill()
     running = follow(root, "--base", str(models[0]))
     try:

@@ -69,7 +69,7 @@ def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(
         audits.append(capsys.readouterr().out)
     assert audits[0] == audits[1]
     assert run_cli(["bisect", "killed", "--against", "calm", "--store", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "equal as far as both go\n"
+    assert capsys.readouterr().out == "equal in all artifacts that both have\n"
     assert finish(command("replay", "killed", "2", store=tmp_path)).count(": equal, sha256:") == 3
 
 

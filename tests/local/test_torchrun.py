@@ -31,7 +31,7 @@ def test_a_mistake_is_2_and_one_line(tmp_path: Path) -> None:
     child = start(tmp_path, expected_world_size=3)
     said = child.communicate(timeout=2 * LIMIT_S)[1]
     assert child.returncode == 2, said
-    assert "error: --expected-world-size: 3: 2 processes are training; mend the launcher\n" in said
+    assert "error: --expected-world-size: 3: 2 processes are training; fix the launcher\n" in said
     assert "Traceback" not in said
 
 

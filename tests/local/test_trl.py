@@ -82,7 +82,7 @@ def test_a_script_in_two_processes(
     places = {"model_name_or_path": str(made / "model"), "dataset_name": str(tmp_path / "data")}
     backend = Trl(trainer=trainer, processes=2, args={**places, "output_dir": str(tmp_path / "out"), **TINY, **options})
     fetch_artifact(rows, tmp_path / "data")
-    with pytest.raises(UserError, match="holds chats as text, which TRL takes for words; bring it by"):
+    with pytest.raises(UserError, match="holds chats as JSON, which TRL reads as plain text; fetch it by"):
         backend.validate()
     fetch_artifact(rows, tmp_path / "data", messages=True)
     assert run_here(backend) == 0

@@ -250,7 +250,7 @@ def server_command(policy: Artifact, port: str) -> list[str]:
 def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[Artifact]) -> None:
     """A CPU's memory is not given back: the server says so, and an engine asked for it does not start."""
     client = Client(server.url, LIMIT_S, sleeps=True)
-    with pytest.raises(UserError, match="answers 400: wake_up: 'cpu': nothing sleeps on this device"):
+    with pytest.raises(UserError, match="answers 400: wake_up: 'cpu': this device has no sleep mode"):
         client.load(versions[0])
     with pytest.raises(UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"):
         client.close()

@@ -149,7 +149,7 @@ def build_argo(config: Config) -> Any:
     from hera.workflows import DAG, Parameter
     from hera.workflows.models import ValueFrom
 
-    from tuneloop.argo.loop import CONTINUED, proceed_template
+    from tuneloop.argo.loop import CONTINUED, build_continue_template
     from tuneloop.argo.template import define_workflow, stage_template
     from tuneloop.workflow.settings import Cluster
 
@@ -185,7 +185,7 @@ def build_argo(config: Config) -> Any:
             }
             d = loop(name="next", arguments=following, when="{{=%s && %s}}" % (here, more))
             a >> b >> c >> d
-        proceed = proceed_template(CONTINUED, ("iteration", "policy"), Cluster())
+        proceed = build_continue_template(CONTINUED, ("iteration", "policy"), Cluster())
         with DAG(name=CONTINUED, inputs=[Parameter(name="iteration"), Parameter(name="policy")]) as part:
             train = loop(name="loop", arguments={"iteration": IN % "iteration", "policy": IN % "policy"})
             trained, reached = OUT % ("loop", "policy"), "asInt(tasks.loop.outputs.parameters.iteration)"

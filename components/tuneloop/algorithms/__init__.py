@@ -5,7 +5,7 @@ pydantic model of the options, under TRL's names where TRL has them, with three 
 
     advantages(completions) -> float32 [targets]          how much better each token is than its baseline
     loss(tokens) -> (float32 [targets], measures)         one value a token, before it is weighed
-    token_weights(targets) -> float32 [completions]       what each token of a completion counts
+    token_weights(targets) -> float32 [completions]       the weight of each token of a completion in the mean
 
 The step is taken on the sum of ``loss * weight`` over a whole mini-batch, however that is cut into micro-batches and
 dealt to ranks. Preference objectives (`preference`) are in `_preference`, shared mathematics in `_terms`."""

@@ -11,14 +11,14 @@ from tuneloop.algorithms._terms import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """A batch to give advantages to.
+    """A batch of completions, for which advantages are computed.
 
     Attributes:
-        rewards: float32 ``[completions]``; anything where not valid.
+        rewards: float32 ``[completions]``; arbitrary where not valid.
         groups: int64 ``[completions]``, 0 … G-1: completions of one prompt.
         valid: bool ``[completions]``, whether the reward is a score.
         lengths, targets: int64 ``[completions]``, the tokens that were sampled, and those that the loss sees.
-        kl: float32 ``[targets]``, an estimate a token of the divergence from the reference; None without one.
+        kl: float32 ``[targets]``, an estimate for each token of the divergence from the reference; None without one.
     """
 
     rewards: Tensor
@@ -40,10 +40,10 @@ class Tokens:
     Attributes:
         logprobs: of the policy being trained, with gradient.
         old: of the policy before the first step on these completions, by the trainer.
-        advantages: what `PolicyGradient.advantages` gave.
+        advantages: the result of `PolicyGradient.advantages`.
         sequence: int64, 0 … n-1, the completion a token belongs to.
-        engine: as sampled, each by the version that sampled it; None leaves the correction and its measures out.
-        reference: None leaves the KL term out.
+        engine: of the version that sampled the token, by the engine; None: no correction, and no metrics of it.
+        reference: of the reference policy; None: no KL term.
     """
 
     logprobs: Tensor
@@ -67,7 +67,7 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     max_completion_length: int = Field(0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens")
     beta: float = Field(0.0, ge=0, description="weight of the KL divergence to the reference; 0: none")
     kl_estimator: _terms.Estimator = "k3"
-    kl_in: Literal["loss", "reward"] = Field("loss", description="where the divergence enters")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where the divergence is added")
     use_bias_correction_kl: bool = Field(
         True, description="in the loss: weigh it by the ratio, so that its gradient is that of KL (arXiv 2512.02556)"
     )
@@ -79,8 +79,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     off_policy_mask_threshold: float | None = Field(
         None, ge=0, description="drop bad completions that drifted further than this KL (OPSM, arXiv 2512.02556)"
     )
-    mask_truncated_completions: bool = Field(False, description="completions that ran into the limit teach nothing")
-    dynamic_sampling: bool = Field(False, description="completions that teach nothing do not count in the mean either")
+    mask_truncated_completions: bool = Field(False, description="leave completions that reached the limit out")
+    dynamic_sampling: bool = Field(False, description="leave completions without advantage out of the mean")
 
     @model_validator(mode="after")
     def _consistent(self) -> "PolicyGradient":
@@ -92,11 +92,11 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return self
 
     def advantages(self, batch: Completions) -> Tensor:
-        """Compute advantages: float32 ``[targets]``, exactly 0 where there is nothing to learn."""
+        """Compute advantages: float32 ``[targets]``, exactly 0 where there is no gradient."""
         raise NotImplementedError
 
     def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Compute what is maximised a token, and whether its gradient is clipped."""
+        """Compute the surrogate objective of each token, and whether its gradient is clipped."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return _terms.clip_surrogate(ratio, tokens.advantages, self.epsilon, high, self.delta)
 
@@ -108,9 +108,9 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return log_ratio.exp()
 
     def loss(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each token before `token_weights`, float32 ``[targets]``, and measures of each, detached.
+        """Compute the loss of each token before `token_weights`, float32 ``[targets]``, and metrics of each, detached.
 
-        These are ``ratio``, ``clip_fraction`` (0 or 1), and where inputs are given ``kl``, ``logprob_gap`` (absolute
+        These are ``ratio``, ``clip_fraction`` (0 or 1), and if their inputs are given ``kl``, ``logprob_gap`` (absolute
         difference of engine and trainer), ``importance_weight`` (ratio before bounds), ``rejected`` (0 or 1)."""
         ratio = self.ratio(tokens)
         gain, outside = self.surrogate(ratio, tokens)
@@ -135,8 +135,8 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return values, measures
 
     def token_weights(self, targets: Tensor) -> Tensor:
-        """Compute what each token of a completion counts in a mini-batch, so that all make a mean. `targets` (int64
-        ``[completions]``) has the target tokens of every completion of the mini-batch, on all ranks."""
+        """Compute the weight of each token of a completion in the mean over a mini-batch. `targets` (int64
+        ``[completions]``) counts the target tokens of every completion of the mini-batch, on all ranks."""
         ones = targets.new_ones(targets.shape).float()
         if self.loss_agg_mode == "token-mean":
             return ones / targets.sum()
@@ -144,7 +144,7 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         return ones / (by * len(targets))
 
     def shaped(self, batch: Completions) -> Tensor:
-        """Return the rewards, less ``β Σ KL`` over the completion where the divergence enters there."""
+        """Return the rewards, minus ``β Σ KL`` over the completion if the divergence is part of the reward."""
         if batch.kl is None or self.kl_in != "reward":
             return batch.rewards
         sums = [float(part.sum()) for part in batch.kl.split(batch.targets.tolist())]

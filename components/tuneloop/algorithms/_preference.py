@@ -1,4 +1,4 @@
-"""What every preference objective has: it sees completions by their log-ratio to the reference alone."""
+"""The base of every preference objective, which knows completions only by their log-ratio to the reference."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,12 +10,12 @@ from tuneloop.algorithms._terms import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A micro-batch of pairs, chosen and rejected in turn: ``[2 pairs]`` each.
+    """A micro-batch of pairs, alternately chosen and rejected: ``[2 pairs]`` each.
 
     Attributes:
         ratios: float32, ``log π(y|x) - log π_ref(y|x)``, summed over the completion's tokens, with gradient.
         lengths: int64, the completions' tokens.
-        kl: float32 ``[]``, an estimate of KL(π, π_ref) for the whole batch, at least 0; 0 where it is not asked for.
+        kl: float32 ``[]``, an estimate of KL(π, π_ref) for the whole batch, at least 0; 0 if it is not needed.
     """
 
     ratios: Tensor
@@ -34,7 +34,7 @@ class Preference(BaseModel, frozen=True, extra="forbid"):
     needs_kl: ClassVar[bool] = False
     """Whether `Judged.kl` must be estimated, from completions of other prompts."""
 
-    beta: float = Field(0.1, gt=0, description="how dear it is to leave the reference")
+    beta: float = Field(0.1, gt=0, description="strength of the pull to the reference")
 
     def loss(self, judged: Judged) -> Tensor:
         """Compute the loss: float32 ``[pairs]``; a step is taken on the mean over its pairs."""

@@ -1,7 +1,7 @@
 """The mathematics that objectives share. Tensors are float32 over target tokens, ``[targets]``, unless said otherwise.
 
-`sequence`, int64 ``[targets]``, is the completion that each token belongs to. No algorithm imports torch where its file
-is read, so that its options can be checked where there is no torch."""
+`sequence`, int64 ``[targets]``, is the completion that each token belongs to. No algorithm imports torch at the head of
+its file, so that its options can be checked where torch is not installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def group_relative(rewards: Tensor, groups: Tensor, valid: Tensor, scale: Scale)
     Float32 ``[completions]``: 0 where not valid, and exactly 0 in groups of one and where a group's rewards are equal.
 
     Args:
-        rewards: float32 ``[completions]``; ignored where not valid, so anything may stand there.
+        rewards: float32 ``[completions]``; ignored where not valid.
         groups: int64 ``[completions]``, 0 … G-1.
         valid: bool ``[completions]``: whether the reward is a score; only these enter means and deviations.
         scale: GRPO (arXiv 2402.03300) by ``group``; ``batch`` is arXiv 2508.08221; ``none`` Dr. GRPO, arXiv 2503.20783.
@@ -82,8 +82,8 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
 def clip_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)``, and whether the clip holds the gradient back. `delta`
-    bounds r itself, for A < 0, where the minimum does not (two-sided clipping, arXiv 2505.07291)."""
+    """Compute PPO's ``min(r A, clip(r, 1 - low, 1 + high) A)``, and whether clipping removes the gradient. `delta`
+    bounds r itself for A < 0, where the minimum does not bound it (two-sided clipping, arXiv 2505.07291)."""
     outside = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     return (bounded * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages), outside
@@ -120,7 +120,7 @@ def soft_overlong(lengths: Tensor, limit: int, cache: int) -> Tensor:
 
 def whiten_values(values: Tensor) -> Tensor:
     """Shift and scale `values` to mean 0 and (biased) variance 1 over all of them (REINFORCE++, arXiv 2501.03262). They
-    are exactly 0 where all are equal: the rounding of their mean would be blown up to something to learn."""
+    are exactly 0 if all are equal, as the rounding error of their mean would otherwise become a large advantage."""
     if not len(values) or values.min() == values.max():
         return values.new_zeros(values.shape)
     return (values - values.mean()) * (values.var(correction=0) + 1e-8).rsqrt()

@@ -12,9 +12,9 @@ from tuneloop.algorithms._terms import Tensor
 class Algorithm(grpo.Algorithm):
     """TRL: ``loss_type="dapo"``, and `max_completion_len`, `soft_punish_cache` of its `get_soft_overlong_punishment`.
 
-    Dynamic sampling leaves groups of equal rewards out of the loss and its mean; `rollout --oversampled-prompts` gives
-    others in their place, by scores before the punishment. That is added here, since `reward` sees text and no tokens,
-    and counts what the policy sampled, over all turns of an episode, without the replies between them."""
+    Dynamic sampling leaves groups of equal rewards out of the loss and its mean; `rollout --oversampled-prompts`
+    replaces them by others, chosen by scores before the punishment. The punishment is added here, since `reward` sees
+    text and no tokens; it counts the tokens that the policy sampled in all turns of an episode, without the replies."""
 
     epsilon_high: float | None = Field(0.28, gt=0)
     dynamic_sampling: bool = True

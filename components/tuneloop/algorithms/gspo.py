@@ -8,7 +8,7 @@ from tuneloop.algorithms import _terms, grpo
 
 
 class Algorithm(grpo.Algorithm):
-    """The ratio is the geometric mean over the completion. TRL: ``importance_sampling_level="sequence"``, loss grpo."""
+    """The ratio is the geometric mean over the completion. TRL: ``importance_sampling_level="sequence"``, GRPO loss."""
 
     importance_sampling_level: Literal["token", "sequence"] = "sequence"
     loss_agg_mode: _terms.Aggregation = "seq-mean-token-mean"

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization (arXiv 2402.01306): completions are good or bad each for itself, not in pairs."""
+"""Kahneman-Tversky optimization (arXiv 2402.01306): each completion is good or bad by itself, not within a pair."""
 
 from typing import ClassVar
 

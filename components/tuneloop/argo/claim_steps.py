@@ -1,4 +1,4 @@
-"""Steps that reserve shared devices, give them back or end a Dynamo graph: they run `tuneloop.cluster.reservations`."""
+"""Steps that reserve or release shared devices, or end a Dynamo graph: they run `tuneloop.cluster.reservations`."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster
 
 
-def seat_templates(cluster: Cluster) -> list[Container]:
-    """Build the steps that take the seats of a workflow, and give them back; none where it claims no devices."""
+def build_reservation_steps(cluster: Cluster) -> list[Container]:
+    """Build the steps that reserve the claims of a workflow, and release them; none if it claims no devices."""
     share = cluster.share
     if not (share and share.device_class):
         return []
@@ -32,8 +32,8 @@ def seat_templates(cluster: Cluster) -> list[Container]:
     ]
 
 
-def connect_seats(workflow: dict[str, Any]) -> None:
-    """Have the steps of `seat_templates` run: the first before anything else, wherever the workflow may start."""
+def insert_reservation_steps(workflow: dict[str, Any]) -> None:
+    """Insert these steps: the first one runs before anything else, wherever the workflow may start."""
     templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
     share = share_of(workflow)
     if not share or TAKE not in templates:
@@ -52,7 +52,7 @@ def connect_seats(workflow: dict[str, Any]) -> None:
 
 
 def add_graph_end(workflow: dict[str, Any], cluster: Cluster) -> None:
-    """Have a rendered workflow end its run's Dynamo graph by an exit handler, beside the one that it has."""
+    """Add an exit handler that ends the run's Dynamo graph, beside the handler that a rendered workflow has."""
     place = {
         "workflow": "{{workflow.name}}",
         "namespace": "{{workflow.namespace}}",

@@ -1,8 +1,8 @@
 """Devices that runs share: which pods of a Workflow use a claim, and where they are placed.
 
-Argo 3.7 has no field for a pod's claims: ``podSpecPatch`` writes them. The first step takes a seat and so learns the
-claim's name (`tuneloop.cluster.reservations`), which reaches every template as a global output parameter, whether the
-workflow was started by submission, by a schedule, from a template or by the workflow before it."""
+Argo 3.7 has no field for a pod's claims: ``podSpecPatch`` writes them. The first step reserves a claim
+(`tuneloop.cluster.reservations`), and outputs its name as a global parameter, which every template reads; this works
+whether a submission, a schedule, a template or the previous workflow started the workflow."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
 DEVICES = "devices"
 """The claim's name in a pod, and its only request."""
 ROLES = {"rollout": "sampler"}
-"""Logical image → role, where it is not that of a trainer."""
+"""Logical image → role; an image that is not listed is a trainer's."""
 TRAINER = "trainer"
 TAKE, GIVE, END = "take-claim", "give-claim", "end-graph"
-"""Templates of the first step, and of the exit handlers that give claims back and that end a run's own graph."""
+"""Templates of the first step, and of the exit handlers that release claims and that end a run's own graph."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
-"""Fields of a pod that say where it runs."""
+"""Fields of a pod that decide on which node it runs."""
 
 
 def role_of(image: str) -> str:
@@ -29,7 +29,7 @@ def role_of(image: str) -> str:
 
 
 def claim_tag(share: Share, role: str) -> str:
-    """Return the tag that stands for the claim's name in the templates of a role's stages."""
+    """Return the tag of the claim's name, for the templates of a role's stages."""
     return "{{workflow.outputs.parameters.%s}}" % claim_output(share, role)
 
 
@@ -39,7 +39,7 @@ def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
 
 
 def pod_patch(share: Share, role: str) -> dict[str, Any]:
-    """Return what makes the container ``main`` of a pod see the claim's devices; empty where none are claimed."""
+    """Return the pod patch that gives the container ``main`` the claim's devices; empty if none are claimed."""
     if not share.device_class:
         return {}
     use = {"name": "main", "resources": {"claims": [{"name": DEVICES}]}}
@@ -84,7 +84,7 @@ def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
     pods = [(f"templates.{t['name']}", t, labels_of(t)) for t in spec.get("templates", ())]
     sharing = [(at, pod, given) for at, pod, given in pods if GROUP_LABEL in given]
     if sharing and not share:
-        remedy = "is shared, and nothing takes a seat there: give workflow() the cluster that stage_template() has"
+        remedy = "is shared, but no step reserves its claim: give define_workflow() the cluster of stage_template()"
         yield UserError(sharing[0][0], sharing[0][2][GROUP_LABEL], remedy)
     elif share and sharing:
         for at, pod, given in [("spec", spec, {}), *sharing]:
@@ -92,7 +92,7 @@ def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
             ours = {**pod_patch(share, role), "affinity": build_affinity(share, role)} if role else {}
             for field, value in {**pod, **json.loads(pod.get("podSpecPatch") or "{}")}.items():
                 if field in PLACING and value != ours.get(field):
-                    yield UserError(f"{at}.{field}", value, "the devices that runs share decide on it: leave it out")
+                    yield UserError(f"{at}.{field}", value, "is decided by the devices that runs share: leave it out")
 
 
 def claim_output(share: Share, role: str) -> str:

@@ -1,9 +1,9 @@
 """Host memory of runs that share a node's devices, by their rendered workflow.
 
-Pods request little and may use much: the scheduler adds up what all runs request, while only those that have their turn
-use what they may. So two sums have to fit: what is requested, or the last run's pods are never scheduled; and what is
-used at a time, or the kernel kills one. Trainers that stay in memory between turns (the gateway's sessions) also need
-pinned host memory for weights and Adam's two moments."""
+Pods have low requests and high limits: the scheduler adds the requests of all runs, while only the holders of a device
+lease use memory up to their limits. So two sums must fit the node: the requests, or the last run's pods are never
+scheduled; and the memory used at a time, or the kernel kills a pod. Trainers that stay in memory between leases (the
+gateway's sessions) also need pinned host memory for weights and Adam's two moments."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "
 
 @dataclass(frozen=True)
 class Colocation:
-    """Memory of `runs` runs on one node, in bytes (None: not known): `request` of the stage pods that a run has at a
-    time; `limit` of its largest stage, as one stage has the turn at a time; `server_request` and `server_limit` of what
-    a run keeps beside its stages; `overhead` that is not the runs'; and `node`, all that the node has."""
+    """Memory of `runs` runs on one node, in bytes (None: unknown): the `request` of the stage pods that a run has at a
+    time; the `limit` of its largest stage, as one stage holds the lease at a time; `server_request` and `server_limit`
+    of the run's servers; `overhead` of everything else on the node; and the whole memory of the `node`."""
 
     runs: int
     request: int
@@ -63,7 +63,7 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
     if not share or share.alone:
         return {}
     templates = workflow["spec"]["templates"]
-    # A loop that overlaps has the pods of two stages at a time, of which one waits for its turn.
+    # An asynchronous loop has the pods of two stages at a time, one of which waits for the lease.
     stages = 2 if any(call["name"] == "ahead" for template in templates for call in list_calls(template)) else 1
     roles: dict[str, list[Mapping[str, Any]]] = {}
     for template in templates:
@@ -87,7 +87,7 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
 
 
 def check_colocation(workflow: Mapping[str, Any]) -> None:
-    """Refuse runs that do not fit on one node. Raises UserError with what they come to."""
+    """Refuse runs that do not fit on one node. Raises UserError with the sum of their memory."""
     for role, of in compute_colocations(workflow).items():
         for what, amount in of.excess():
             sums = f"{of.runs} runs{f', {role}s,' if role else ''} {what} {_terms(of)[what]} = {format_gib(amount)}"
@@ -145,6 +145,6 @@ def _memory(template: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def _known(pods: Sequence[tuple[int, int | None]], combine: Any) -> int | None:
-    """Combine the limits of all; None where one has none."""
+    """Combine the limits of all pods; None if one has no limit."""
     limits = [limit for _, limit in pods if limit is not None]
     return int(combine(limits)) if len(limits) == len(pods) else None

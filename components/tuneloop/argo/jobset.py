@@ -1,4 +1,4 @@
-"""A stage of several pods: a JobSet that Argo applies and watches, and a step that reads what it committed.
+"""A stage of several pods: a JobSet that Argo applies and watches, and a step that reads the committed output.
 
 Every pod is the stage's pod under torchrun with a fixed rendezvous at the first one: pod i of the JobSet's only job is
 node i. If one is interrupted, evicted or killed (`tuneloop.core.ends`), all start again from the last resume point; any
@@ -31,13 +31,13 @@ PATCH = {
     ],
     "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
 }
-"""Of the pod that watches: Argo runs it without the sidecar that the workflow's own patch names, and writes to /tmp."""
+"""Patch of the pod that watches: Argo runs it without the sidecar in the workflow's own patch, and writes to /tmp."""
 JOB = "node"
 CONTAINER = "main"
 LONGEST = 63
-"""Characters of a pod's name that JobSet's webhook admits, with the five at its end that tell attempts apart."""
+"""Maximum length of a pod's name in JobSet's webhook, including the five characters that identify an attempt."""
 RESUMED = 99
-"""A run's workflows are numbered; room is kept for so many."""
+"""A run's workflows are numbered; the names have room for this number."""
 
 
 def read_field(name: str, path: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def read_field(name: str, path: str) -> dict[str, Any]:
 
 
 RENDEZVOUS = read_field("PET_RDZV_ID", "metadata.labels['batch.kubernetes.io/controller-uid']")
-"""The same for all pods, and another one at each restart: names the data of an attempt."""
+"""Variable that is equal in all pods and changes with each restart: it names the data of an attempt."""
 RESTART = read_field(ATTEMPT, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']")
 """How often the JobSet has started its pods again; a suspension by Kueue does not count."""
 
@@ -60,7 +60,7 @@ def jobset_steps(
     cluster: Cluster,
     numbered: bool,
 ) -> "Steps":
-    """Build the stage as a template with the name, inputs and outputs of that for a single pod. `result`, the stage in
+    """Build the stage as a template with the same name, inputs and outputs as for a single pod. `result`, the stage in
     one process, becomes the step that reads the output; a `numbered` stage runs once in each ``iteration``."""
     from hera.workflows import Parameter, Steps
     from hera.workflows.models import ValueFrom
@@ -101,7 +101,7 @@ def jobset_steps(
 
 
 def apply_jobset(name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any) -> "Resource":
-    """Build a template that applies a JobSet and ends as it does; the JobSet goes with the workflow."""
+    """Build a template that applies a JobSet and ends as it does; the JobSet is deleted with the workflow."""
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
 
@@ -170,9 +170,9 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
         group = job["spec"]["replicatedJobs"][0]
         longest = f"{name}-{group['name']}-0-{group['template']['spec']['parallelism'] - 1}-x7k2p"
         if not name[0].isalpha():
-            raise UserError("--run", run, "its stages of several pods are hosts: begin with a letter")
+            raise UserError("--run", run, "names the hosts of stages with several pods: begin with a letter")
         if (over := len(longest) - LONGEST) > 0:
-            remedy = f"a pod of several could be called {longest}: take a name at least {over} characters shorter"
+            remedy = f"a pod could be named {longest}, which is too long: use a name at least {over} characters shorter"
             raise UserError("--run", run, remedy)
 
 
@@ -197,15 +197,15 @@ def pod_spec(
     cluster: Cluster,
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Build a pod as Kubernetes takes it: what `tuneloop.argo.template` says of a stage's, in one object. Raises
-    UserError where it should share devices with other runs: each pod would take its turns by itself."""
+    """Build a pod object for Kubernetes, with the same fields as a stage's pod in `tuneloop.argo.template`. Raises
+    UserError if it should share devices with other runs: each pod would request its lease by itself."""
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
-        remedy = "is for stages of one pod: leave it out, or set runs_per_claim=1"
+        remedy = "supports only stages of one pod: leave it out, or set runs_per_claim=1"
         raise UserError("cluster.share.group", share.group, remedy)
 
     own = cluster.resources(role)
-    if not own.shm:  # where the ranks of a pod, or Ray, exchange tensors
+    if not own.shm:  # the ranks of a pod, or Ray, exchange tensors there
         cluster = cluster.adjust_role(role, shm=AUTO)
     about = pod_fields(image, role, cluster)
     container: dict[str, Any] = {
@@ -238,5 +238,5 @@ def _plain(model: Any) -> dict[str, Any]:
 
 
 def dump_manifest(manifest: dict[str, Any]) -> str:
-    """Dump a manifest as YAML, for a resource template: equal parts in full, where YAML would refer to one another."""
+    """Dump a manifest as YAML for a resource template, without anchors: equal parts are written in full."""
     return yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False, width=10**6)

@@ -1,8 +1,8 @@
-"""A sidecar of a stage's pod that holds the turn on shared devices (`cluster.share`): `tuneloop.sharing.sidecar`.
+"""A sidecar of a stage's pod that holds the lease on shared devices (`cluster.share`): `tuneloop.sharing.sidecar`.
 
 It is a native sidecar, an init container that is always restarted: Kubernetes starts the stage's container once its
 startup probe has passed, and ends it after that container. It alone has a token, of an account that may only change
-Leases. A file on a volume that both mount tells the stage's container until when the turn is safe."""
+Leases. A file on a volume that both mount tells the stage's container until when the lease is valid."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,11 @@ FILE = f"{PLACE}/turn.json"
 TOKEN = "turn-token"
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
 FOREVER = 2**31 - 1
-"""Looks of a probe, one a second: a turn may be long in coming."""
+"""Failures allowed to the startup probe, one a second: a stage may wait long for the lease."""
 
 
-def take_turns(made: "Container", cluster: Cluster, role: str) -> None:
-    """Give `made`, of a stage that uses the shared devices of `role`, its sidecar; nothing where none are shared."""
+def add_lease_sidecar(made: "Container", cluster: Cluster, role: str) -> None:
+    """Add the lease sidecar to `made`, a stage that uses the shared devices of `role`; nothing if none are shared."""
     from hera.workflows import EmptyDirVolume, models
 
     share = cluster.share

@@ -1,5 +1,5 @@
-"""Find what a controller would report of a rendered Workflow only at run time. ``argo lint --offline`` checks syntax;
-these rules add fields that our pods must have, bounds of recursions, and outputs that a skipped task lacks."""
+"""Find problems of a rendered Workflow that a controller reports only at run time. ``argo lint --offline`` checks the
+syntax; these rules add fields that our pods must have, bounds of recursions, and outputs that a skipped task lacks."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,7 @@ def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Use
             yield UserError(f"spec.{field}", hook["template"], "no such template")
     daemons = [name for name, template in templates.items() if template.get("daemon")]
     if daemons and int(spec.get("parallelism") or 0) == len(daemons):
-        yield UserError("spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} takes a place: add one")
+        yield UserError("spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} counts, too: add one")
 
 
 def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
@@ -58,7 +58,7 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
     if len(tasks) < len(listed):
         yield UserError(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
     if "timeout" in template:
-        yield UserError(f"{at}.timeout", template["timeout"], "a DAG takes none; set it on the pods")
+        yield UserError(f"{at}.timeout", template["timeout"], "a DAG has no timeout; set it on the pods")
     waits: dict[str, list[str]] = {}
     for name, task in tasks.items():
         try:
@@ -133,7 +133,7 @@ def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[UserError]:
 
 
 def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Yield all values below `value`, that one included, each behind its path; items of a list go by their names."""
+    """Yield (path, value) for `value` and all values below it; items of a list are named by their names."""
     yield at, value
     below: Iterable[tuple[object, Any]] = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, list):
@@ -143,7 +143,7 @@ def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
 
 
 def _expressions(spec: Mapping[str, Any]) -> Iterator[UserError]:
-    """Find expressions, in tags and in the fields that are one, that the controller would refuse as it meets them."""
+    """Find expressions, in tags and in fields that hold one, that the controller would refuse at run time."""
     for at, value in _walk(spec, "spec"):
         if not isinstance(value, str):
             continue

@@ -1,12 +1,12 @@
-"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop goes on in another workflow::
+"""A loop as Argo templates: an iteration is a graph that calls itself, and a long loop continues in another workflow::
 
     main:       evaluate-before → part
     part:       loop → continue (another workflow, from `continued` on), or evaluate-after → export
     loop:       rollout → reward → policy-update → next (this template again)
     continued:  serve → part
 
-When it is asynchronous, `loop` samples the first batch and calls `turn`, which is given its batch, samples the next one
-beside its update, and calls itself. With several iterations in a pod, `loop` calls that pod and then itself."""
+In an asynchronous loop, `loop` samples the first batch and calls `turn`, which updates on its batch, samples the next
+one meanwhile, and calls itself. With several iterations in a pod, `loop` calls that pod and then itself."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from hera.workflows import DAG, Container, Parameter
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import role_of
-from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import ELSEWHERE, OUTPUTS, find_role, mount_token, retried_pod_fields, step_fields
 from tuneloop.argo.tasks import ITERATION, RUN, Output, build_term, input_tag, output_parameter, output_term, task_tag
 from tuneloop.config.loop import LoopPipelineConfig
@@ -26,29 +26,29 @@ from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop, StageCall
 from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster, ResourceRole
 
 CONTINUED = "continued"
-"""The template at which a loop goes on in another workflow; a fork begins there."""
+"""The template at which another workflow continues a loop; a fork begins there, too."""
 Templates = Mapping[str, Any]
-"""Name of a template → the template, which makes a task where it is called in a graph."""
+"""Name of a template → the template; calling it inside a graph creates a task."""
 
 
 def build_dag(name: str, inputs: Sequence[str], outputs: Sequence[Parameter] = ()) -> Any:
-    """Return a graph with input parameters; Hera leaves open what calling one gives."""
+    """Return a graph with input parameters; it is Any because Hera does not type the result of calling one."""
     return DAG(name=name, inputs=[Parameter(name=k) for k in inputs], outputs=list(outputs) or None)
 
 
 def build_input_tags(names: Sequence[str]) -> dict[str, str]:
-    """Return arguments that hand on the inputs of the enclosing template."""
+    """Return arguments that pass on the inputs of the enclosing template."""
     return {name: input_tag(name) for name in names}
 
 
 def build_loop_condition(iteration: Any, reward: Any) -> Any:
-    """Return the condition that an iteration follows the one with this number and this mean reward."""
+    """Return the condition for another iteration after the one with this number and this mean reward."""
     limits = g.workflow.parameters
     return (iteration.as_int() < limits.iterations.as_int()) & (reward.as_float() < limits["target-reward"].as_float())
 
 
 def build_same_workflow_condition(iteration: Any, reward: Any) -> Any:
-    """Return the condition that an iteration follows in the same workflow."""
+    """Return the condition for another iteration in the same workflow."""
     here: Any = iteration.as_int() % g.workflow.parameters["per-workflow"].as_int() != 0
     return here & build_loop_condition(iteration, reward)
 
@@ -69,8 +69,8 @@ def call_step(step: Step, templates: Templates, values: Mapping[str, str], **abo
     return templates[step.name](name=step.name, arguments=dict(arguments), **about)
 
 
-def call_in_turn(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
-    """Make the tasks of `steps`, each behind the one before; return the last."""
+def chain_steps(steps: Sequence[Step], templates: Templates, values: Mapping[str, str]) -> Any:
+    """Create the tasks of `steps`, each after the previous one; return the last."""
     before = None
     for step in steps:
         task = call_step(step, templates, values)
@@ -88,7 +88,7 @@ def call_once(step: Step, templates: Templates, values: Mapping[str, str], name:
 
 
 def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
-    """Make the template `loop`: iterations from a policy on, until the loop or this workflow's part of it ends."""
+    """Build the template `loop`: iterations that start from a policy, until the loop or the workflow's part ends."""
     every = config.loop.evaluate_every
     if not config.loop.asynchronous:
         return build_iteration(loop, templates, every)
@@ -96,7 +96,7 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     batched = [output_of(wire) for wire in loop.batch_wires]
     outputs = [output_parameter(output_of(wire), value=task_tag(*wire.split("."))) for wire in loop.batch_wires]
     with build_dag("batch", list(sampled), outputs) as batch:
-        call_in_turn(loop.batch, templates, sampled)
+        chain_steps(loop.batch, templates, sampled)
     turn = build_iteration(loop, templates, every, batch)
     outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
     with build_dag("loop", loop.inputs, outputs) as made:
@@ -106,8 +106,8 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
 
 
 def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None) -> Any:
-    """Make the template of one iteration, which calls the next. In an asynchronous loop it is given its batch, and
-    calls the template `batch` for the next one beside its update, with the policy that it starts from."""
+    """Build the template of one iteration, which calls the next. In an asynchronous loop it is given its batch, and
+    during its update calls the template `batch` for the next batch, with the policy that it starts from."""
     number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
     rewarded = build_term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
     more, after = f"{build_same_workflow_condition(number, rewarded):=}", f"{number.as_int() + 1:=}"
@@ -120,7 +120,7 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
         **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch},
     }
     with build_dag("turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)) as made:
-        scored = None if batch else call_in_turn(loop.batch, templates, values)
+        scored = None if batch else chain_steps(loop.batch, templates, values)
         update = call_step(loop.trainer, templates, values)
         if scored:
             scored >> update
@@ -148,7 +148,7 @@ def describe_loop(
     loop: Loop, specs: Sequence[StageSpec], shared: Mapping[str, Any], wired: Iterable[str], evaluate_every: int
 ) -> PodLoop:
     """Return the steps of a loop with their commands and flags. `shared` are parameters for every stage that has them;
-    `wired` are those whose values the pod is given, beside those that the steps are wired to."""
+    `wired` are parameters that the pod gets from the graph, in addition to the steps' own wires."""
     known = {spec.component: spec for spec in specs}
 
     def describe(step: Step) -> StageCall:
@@ -186,7 +186,7 @@ def pod_template(
     role: ResourceRole,
     cluster: Cluster,
 ) -> Container:
-    """Return the template `iterations`, a container that runs `per_pod` of them; with auto at most its workflow's."""
+    """Return the template `iterations`, a container that runs `per_pod` of them; auto: up to all of the workflow's."""
     limit = ["{{workflow.parameters.per-workflow}}", "--auto"] if per_pod == "auto" else [str(per_pod)]
     passed = {**{name: input_tag(name) for name in inputs}, **values}
     made = Container(
@@ -202,7 +202,7 @@ def pod_template(
         ],
         **retried_pod_fields("rollout", role, cluster),
     )
-    take_turns(made, cluster, role_of("rollout"))
+    add_lease_sidecar(made, cluster, role_of("rollout"))
     return made
 
 
@@ -221,7 +221,7 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
 
 
 def build_pods(loop: Loop, pod: Any) -> Any:
-    """Make the template `loop` of several iterations a pod: the container `pod` runs them, and the next follows it."""
+    """Build the template `loop` with several iterations in a pod: it calls the container `pod`, and then itself."""
     ended = g.tasks.iterations.outputs.parameters
     with build_dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
         work = pod(name="iterations", arguments=build_input_tags(loop.inputs))
@@ -231,7 +231,7 @@ def build_pods(loop: Loop, pod: Any) -> Any:
     return made
 
 
-def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
+def build_continue_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
     """Build the step ``continue``, which starts the run's next workflow at the template `entrypoint`."""
     passed = [f"{name}={input_tag(name)}" for name in arguments]
     own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
@@ -247,7 +247,7 @@ def proceed_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster
 
 def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> Any:
     """Make the template `part`: one workflow's part of the loop; then the next workflow, or the end of the run."""
-    proceed = proceed_template(CONTINUED, loop.passed, config.cluster)
+    proceed = build_continue_template(CONTINUED, loop.passed, config.cluster)
     ended = g.tasks.loop.outputs.parameters
     more = build_loop_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
     with build_dag("part", loop.inputs) as part:
@@ -269,8 +269,8 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
 
 
 def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
-    """Make the tasks of the engine's rollout servers, if it has some, and return them and their endpoint. They boot
-    with `policy`; those that pull find the latest version themselves."""
+    """Create the tasks of the engine's rollout servers, if there are any; return them and their endpoint. They boot
+    with `policy`; servers that pull find the latest version themselves."""
     if "serve" not in templates:
         return [], config.engine.rollout_endpoint_url or ""
     given, count = {} if config.engine.pull else {"policy": policy}, config.engine.replicas

@@ -1,15 +1,15 @@
-"""How much memory a stage's pod needs, as its flags and the model's shape say.
+"""Estimate the memory of a stage's pod, from its flags and the model's shape.
 
 Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in Rajbhandari et
 al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
 34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
 which fused attention does not keep, at 2 bytes a number, doubled for float32; with gradient checkpointing, the input of
-each layer (2 × hidden), and one layer whole. Logits: 4 bytes each, and their gradient, as many as are held at once. KV
+each layer (2 × hidden), and one whole layer. Logits: 4 bytes each, and their gradient, for as many as exist at once. KV
 cache a token: 2 × layers × KV heads × head size × bytes a number.
 
-On a CPU a pod requests that and its programs (`compute_memory_request`), as does a server with `engine.snapshot`; on a
-GPU else, whose own memory holds that, its programs, and a copy of weights and optimizer on the way from or to the
-store."""
+On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its programs
+(`compute_memory_request`). With a GPU, which holds these, it requests memory for its programs, and one copy of weights
+and optimizer state on their way from or to the store."""
 
 import json
 import math
@@ -34,10 +34,10 @@ from tuneloop.workflow.settings import GROUP_LABEL, UNKNOWN
 CPU_POOL = 1 << 30
 """Bytes of KV cache that our vLLM server asks for on a CPU, unless told otherwise."""
 PROGRAM = {"server": 3 << 30, "gpu": 8 << 30, "": 1 << 30}
-"""Bytes of a process beside its model: vLLM's server (it ran in 4 GiB with its pool), any with a GPU (an allowance for
-CUDA's libraries and pinned buffers, not measured), one with torch (a peak of 0.5 GiB on a CPU, and room)."""
+"""Bytes of a process without its model: vLLM's server (it ran in 4 GiB with its KV cache), any process with a GPU (for
+CUDA's libraries and pinned buffers, not measured), one with torch (a peak of 0.5 GiB on a CPU, plus a reserve)."""
 STEP = 1 << 28
-"""Memory is asked for in multiples of this."""
+"""Memory is requested in multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Model:
 
 
 def model_of(stages: list[Stage]) -> Model | str:
-    """Return the model that the stage `base_model` brings; or why it is not known."""
+    """Return the model of the stage `base_model`, or why it is unknown."""
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
         return f"unknown: no stage {base_model.name}"
@@ -144,7 +144,7 @@ def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None)
 
 
 def _only_holds(stage: Stage) -> bool:
-    """Say whether a stage holds a model's weights, and little else: it computes with torch and does not train."""
+    """Say whether a stage needs little memory besides a model's weights: it computes with torch, but does not train."""
     return stage.component is not None and stage.component.image == "trainer" and stage.role != "trainer"
 
 
@@ -207,15 +207,15 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
 
 
 def context_of(stages: list[Stage]) -> int | None:
-    """Return the tokens of a prompt and its completion that an engine takes at most: vLLM's ``max_model_len``."""
+    """Return the maximum tokens of a prompt and its completion in the engine: vLLM's ``max_model_len``."""
     limits = [stage.engine_args["max_model_len"] for stage in stages if stage.engine_args.get("max_model_len")]
     return max(map(int, limits), default=None)
 
 
 def set_pod_memory(workflow: dict[str, Any]) -> None:
-    """Set the memory of pods that are rendered without a limit, those of roles whose memory is ``auto``. Request and
-    limit become what the stage needs; where only a part of that is known, the request alone is set, and where nothing
-    is, neither: a guess must not kill a pod. Raises UserError where the model's configuration cannot be read."""
+    """Set the memory of pods that are rendered without a limit, since the memory of their role is ``auto``. Request and
+    limit are set to the estimate; if the estimate is incomplete, only the request is set, and if there is none, neither
+    is, since a guess must not kill a pod. Raises UserError if the model's configuration cannot be read."""
     found = ((template, parse_applied_object(template)) for template in workflow["spec"].get("templates", []))
     resources = ((template, job, container_of(template, job).get("resources", {})) for template, job in found)
     unlimited = [(t, j) for t, j, of in resources if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}]
@@ -241,8 +241,8 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
 
 
 def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
-    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default's. A
-    request of `small` stays as long as it is at most `amount`."""
+    """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default. A
+    request of `small` is kept if it is at most `amount`."""
     resources = container["resources"]
     text = f"{amount >> 20}Mi"
     if limited:

@@ -36,7 +36,7 @@ def build_workflow(
 
 
 def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
-    """Make the template of each stage, of the rollout server before the loop's, and of the loop behind them."""
+    """Build the templates: each stage, the rollout server before the loop's stages, and the loop after them."""
     made: dict[str, Any] = {}
     described = {spec.component.template: spec for spec in specs}
     repeated = [step.component for step in loop.steps] if loop else []
@@ -51,7 +51,7 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
             made[spec.component.template] = template_of(spec, config, loop)
         if loop and spec.component is repeated[-1]:
             for step in (loop.check, *(() if per_pod else loop.steps)):
-                if step.name not in made:  # `specs` has it behind the last step
+                if step.name not in made:  # `specs` has it after the last step
                     made[step.name] = template_of(described[step.name], config, loop)
             pod = iterations_template(loop, specs, config) if per_pod else None
             made["loop"] = build_pods(loop, pod) if pod else build_loop(loop, made, config)
@@ -59,7 +59,7 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
 
 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
-    """Make the template of a stage: the run's seed and its URL of weights are literals of it."""
+    """Build the template of a stage; the run's seed and weights URL are written into it as literals."""
     shared: dict[str, Any] = {"seed": config.seed, **config.published(RUN)}
     spec, cluster = spec.with_shared(shared), config.cluster
     dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []

@@ -1,4 +1,4 @@
-"""Fields that every pod of ours has: image, store, scratch disk, requests, rights, and how it is started again."""
+"""Fields of every tuneloop pod: image, store, scratch disk, requests, permissions, and its retries."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,19 +20,19 @@ TOKENS = "/run/tuneloop/server-token"
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
 PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-"""These settings by where they stand, ConfigMap or Secret."""
+"""The kind of object, ConfigMap or Secret → its settings."""
 PAUSE = "10s"
-"""Between attempts. Constant: ``duration * factor^n`` in 64-bit nanoseconds overflows after some thirty attempts
-(Argo's ``operator.go``, ``processNodeRetries``). No ``maxDuration``: it counts from the start of the first attempt."""
+"""Pause between attempts. It is constant: ``duration * factor^n`` in 64-bit nanoseconds overflows after some thirty
+attempts (Argo's ``processNodeRetries``). No ``maxDuration``, which counts from the start of the first attempt."""
 LIMIT = 1000
-"""Of attempts, for pods that end before they can count (`tuneloop.core.attempts`): four preemptions an hour for ten
-days. The controller keeps to the pause only where a limit is given."""
+"""Limit of attempts, for pods that end before they can count them (`tuneloop.core.attempts`): four preemptions an hour
+for ten days. The controller only respects the pause if there is a limit."""
 SMALL = {"cpu": "50m", "memory": "256Mi", "memory_on_retry": ""}
 """Resources of a pod that only talks to the API server."""
 EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
 """Resources of Argo's own containers in a pod."""
 ELSEWHERE = "endpoint"
-"""The engine whose servers are somebody else's."""
+"""The engine whose servers the user provides."""
 NOBODY = {
     **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
     "seccompProfile": {"type": "RuntimeDefault"},
@@ -54,7 +54,7 @@ def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:
 
 
 def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()) -> ResourceRole:
-    """Find what a stage's pod computes: nothing, if it only calls a server. The graph passes the parameters `wired`."""
+    """Find the resource role of a stage's pod: cpu, if it only calls a server. `wired`: parameters set by the graph."""
     engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
     if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
         return "cpu"
@@ -64,7 +64,7 @@ def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[st
 
 
 def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
-    """Return what every pod of ours has: an image, a way to its store, disks, requests, a place, no rights."""
+    """Return the fields of every tuneloop pod: image, access to the store, disks, requests, placement, no rights."""
     from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
 
     name, own = cluster.images.format(image=image), cluster.resources(role)
@@ -99,7 +99,7 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
 
 
 def mount_token(made: Any) -> None:
-    """Give the pod of a container template the token of its workflow's servers, as a file, where `submit` made one."""
+    """Mount the token of the workflow's servers as a file into a template's pod, if `submit` has made one."""
     from hera.workflows import models
 
     made.env = [*made.env, models.EnvVar(name=VARIABLE, value=f"{TOKENS}/{TOKEN_KEY}")]
@@ -139,7 +139,7 @@ def place_fields(own: Resources) -> dict[str, Any]:
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
-    """Return the fields that have a pod of ours started again, by the class of its end."""
+    """Return the fields by which a tuneloop pod is started again, depending on the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
@@ -147,7 +147,7 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
 
 
 def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
-    """Return the fields of a small step of ours that asks the API server for something as a service account."""
+    """Return the fields of a small step that calls the API server with a service account."""
     rights = {"service_account_name": account, "automount_service_account_token": True}
     return {**rights, **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)), **retry_fields(RETRY_STEP)}
 
@@ -155,11 +155,11 @@ def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
 def retried_pod_fields(
     image: str, role: ResourceRole, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """Return `pod_fields` and `retry_fields` of a pod that knows the attempts before it and may get more memory."""
+    """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get more memory."""
     from hera.workflows.models import EnvVar
 
     fields, own = pod_fields(image, role, cluster), cluster.resources(role)
-    # What it is told of the attempts before it: `tuneloop.core.attempts`.
+    # What the pod is told of earlier attempts: see `tuneloop.core.attempts`.
     before = {ATTEMPT: "{{retries}}", LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"}
     if own.memory_on_retry:
         before[MORE_MEMORY] = own.memory_on_retry

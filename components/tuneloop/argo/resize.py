@@ -1,8 +1,8 @@
 """A rollout server's pod that requests less while the server sleeps (`engine.asleep`, `tuneloop.kube.resize`).
 
 Its container alone has the token, of an account that may resize pods: `manifests/components/resize`, whose policy lets
-a pod change its own requests, and nothing else. Kueue deletes a pod that no longer requests what it admitted, unless it
-is of a group, which it compares by a hash that it wrote down before; so a queued server is a group of one."""
+a pod change its own requests, and nothing else. Kueue deletes a pod whose requests are no longer those it admitted,
+unless the pod is in a group, which it compares by an earlier hash; so a queued server is a group of one pod."""
 
 import json
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ ACCOUNT = "tuneloop-resize"
 FLAG = "--asleep"
 GROUP = "kueue.x-k8s.io/pod-group-name"
 OF_ONE = {"kueue.x-k8s.io/pod-group-total-count": "1", "kueue.x-k8s.io/retriable-in-group": "false"}
-"""Annotations of a pod that is a group: its quota is free again when it ends, also if it failed."""
+"""Annotations of a pod that is a group by itself: its quota is released when it ends, even if it failed."""
 IN_PLACE = [{"resourceName": name, "restartPolicy": "NotRequired"} for name in ("cpu", "memory")]
 
 
 def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
-    """Have the server `made` request `asleep` while it sleeps."""
+    """Make the server `made` request only `asleep` while it sleeps."""
     from hera.workflows import ProjectedVolume, models
 
     patch = json.loads(made.pod_spec_patch or "{}")
@@ -39,13 +39,13 @@ def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
 
 
 def read_asleep(template: Mapping[str, Any]) -> dict[str, str]:
-    """Read what the pod of a rendered template requests while its server sleeps; empty where it stays the same."""
+    """Read the requests of a rendered template's pod while its server sleeps; empty if they do not change."""
     args = (template.get("container") or {}).get("args") or []
     return json.loads(args[args.index(FLAG) + 1]) if FLAG in args else {}
 
 
 def check_asleep(workflow: Mapping[str, Any]) -> None:
-    """Raise UserError where a server would request more asleep than awake, which no queue has admitted."""
+    """Raise UserError if a server would request more asleep than awake, which no queue has admitted."""
     for template in workflow["spec"]["templates"]:
         for name, amount in read_asleep(template).items():
             awake = template["container"]["resources"]["requests"][name]

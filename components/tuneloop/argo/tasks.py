@@ -1,4 +1,4 @@
-"""References to what a Workflow knows as it runs: tags of inputs and of tasks' outputs, and terms of conditions."""
+"""References to values of a running Workflow: tags of inputs and of tasks' outputs, and terms of conditions."""
 
 from typing import Any
 

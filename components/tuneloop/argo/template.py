@@ -10,9 +10,9 @@ from hera.workflows import Container, Parameter, Steps, models
 from pydantic import BaseModel
 
 from tuneloop.argo import claims, pod_fields
-from tuneloop.argo.claim_steps import connect_seats, seat_templates
+from tuneloop.argo.claim_steps import build_reservation_steps, insert_reservation_steps
 from tuneloop.argo.jobset import jobset_steps
-from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.memory_estimate import set_pod_memory
 from tuneloop.argo.resize import check_asleep
 from tuneloop.argo.tasks import input_tag
@@ -23,26 +23,26 @@ from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluste
 
 
 class Workflow(hera.workflows.Workflow):
-    """Hera's Workflow, completed once all of it is rendered: its pods' memory, and the steps that take seats."""
+    """Hera's Workflow, completed when it is rendered: with its pods' memory, and the steps that reserve claims."""
 
     def to_dict(self) -> Any:
-        """Return the Workflow as a mapping; also what its YAML is made of."""
+        """Return the Workflow as a mapping, from which its YAML is also made."""
         made = super().to_dict()
-        connect_seats(made)
+        insert_reservation_steps(made)
         set_pod_memory(made)
         check_asleep(made)
         return made
 
 
 def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
-    """Create a Workflow to enter with ``with``; it starts at the template ``main``. `cluster` is what its pods ask for:
-    a workflow whose stages share devices takes a seat on their claim."""
+    """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``. `cluster` has the settings
+    of its pods: a workflow whose stages share devices reserves their claim."""
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     own = {key.replace("_", "-"): value for key, value in parameters.items()}
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
     patch = {"containers": [{"name": "wait", **executor}], "initContainers": [{"name": "init", **executor}]}
     cluster = cluster or Cluster()
-    seats: Any = seat_templates(cluster)
+    seats: Any = build_reservation_steps(cluster)
     return Workflow(
         generate_name=f"{name}-",
         labels=labels,
@@ -56,7 +56,7 @@ def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: C
             Parameter(name="store", value="runs", description="URL of the store: a path, file://, s3://, gs://, az://"),
             *(Parameter(name=key, value=str(value)) for key, value in own.items()),
         ],
-        # One writer a run, however its workflows are submitted: the next one waits until this one has ended.
+        # A run has one writer, however its workflows are submitted: the next one waits until this one has ended.
         synchronization=models.Synchronization(mutexes=[models.Mutex(name="{{workflow.parameters.run}}")]),
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
@@ -114,9 +114,9 @@ def stage_template(
         pod_fields.mount_token(made)
     if pod_fields.read_engine(component, given) == pod_fields.ELSEWHERE:
         made.labels = {**(made.labels or {}), CLIENT_LABEL: "true"}
-    # A client takes no turns: it calls the run's own server, which does.
+    # A client needs no device lease: it calls the run's own server, which holds one.
     elif component.accelerator:
-        take_turns(made, cluster, claims.role_of(component.image))
+        add_lease_sidecar(made, cluster, claims.role_of(component.image))
     return made
 
 

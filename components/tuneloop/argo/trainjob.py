@@ -19,9 +19,9 @@ from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
 WORKSPACE, CLAIM = "/workspace", "tuneloop-workspace"
-"""Where data and model are brought to, and the claim of ``manifests/components/trainer`` that is mounted there."""
+"""The folder of data and model, and the PersistentVolumeClaim of ``manifests/components/trainer`` mounted there."""
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
-"""One rank group a node; tensors pass by torch's own ways, nothing by Ray's."""
+"""One group of ranks on each node; tensors are exchanged by torch, not by Ray."""
 
 
 def as_trainjob(
@@ -39,7 +39,7 @@ def as_trainjob(
     ``/workspace/model`` (`tuneloop.training.fetch`). Raises UserError at a refused option, and at `cluster.share`."""
     backend.validate()
     if cluster.share:
-        raise UserError("cluster.share.group", cluster.share.group, "no claim reaches a TrainJob: render a JobSet")
+        raise UserError("cluster.share.group", cluster.share.group, "a TrainJob cannot use a claim: render a JobSet")
     container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     place = {"spec": cluster.trainer.place} if cluster.trainer.place else {}
     labels = _labels(run)
@@ -94,8 +94,8 @@ def as_workflow(
 def as_jobset(
     backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "", workspace: str = ""
 ) -> dict[str, Any]:
-    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model have to be where the arguments say;
-    `workspace` is a claim that all pods see at ``/workspace``."""
+    """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model must already be at the paths in the
+    arguments; `workspace` is a PersistentVolumeClaim that all pods mount at ``/workspace``."""
     queue, pod = cluster.build_queue_labels("trainer"), _pod(backend, name, cluster, workspace)
     return build_jobset(name, pod, backend.nodes, labels=_labels(run), queue=queue)
 
@@ -147,7 +147,7 @@ def build_rayjob(
 def build_raycluster(
     name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "trainer", run: str = ""
 ) -> dict[str, Any]:
-    """Build a RayCluster that stands until it is deleted: to try programs on, by ``ray job submit`` at its head."""
+    """Build a RayCluster that exists until it is deleted, to try programs on by ``ray job submit`` at its head."""
     return _ray_object("RayCluster", name, _ray_pods(cluster, nodes, role, run), cluster, role, run)
 
 
@@ -172,7 +172,7 @@ def _ray_object(
 
 
 def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> dict[str, Any]:
-    """Build a Ray cluster of `nodes` pods, the head one of them."""
+    """Build a Ray cluster of `nodes` pods, including the head."""
     workers = {"groupName": "node", "replicas": nodes - 1, "minReplicas": nodes - 1, "maxReplicas": nodes - 1}
     workers |= {"rayStartParams": RAY_START, "template": _ray_pod("ray-worker", role, cluster, run)}
     head = {"rayStartParams": RAY_START, "template": _ray_pod("ray-head", role, cluster, run)}
@@ -192,11 +192,11 @@ def prepare_rayjob(
     arguments: Mapping[str, Any], name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
 ) -> dict[str, Any]:
     """Render the stage `data_prep` as a RayJob: Ray Data examines its rows on all pods. It commits the same bytes as
-    without Ray, so that a run under the same URL goes on from them. `arguments` are the stage's parameters, and under
-    ``prompts`` the URL of its output. Raises UserError at a parameter that it does not take, and without the URL."""
+    without Ray, so that a run with the same URL continues from them. `arguments` are the stage's parameters, and under
+    ``prompts`` the URL of its output. Raises UserError for an unknown parameter, or without the URL."""
     given = {**arguments, "preparation": "ray"}
     if not given.get(data_prep.output):
-        raise UserError(data_prep.output, None, "is required: the URL of what it makes")
+        raise UserError(data_prep.output, None, "is required: the URL of its output")
     data_prep.validate({k: v for k, v in given.items() if k != data_prep.output})
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 

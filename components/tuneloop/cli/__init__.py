@@ -1,6 +1,6 @@
 """The command line: ``tuneloop COMMAND``. Each command imports what it needs when it runs.
 
-Here belong flags and what is printed; what a command does belongs to the packages below, which do not import this one.
+This package defines flags and output; what a command does is in the packages below it, which do not import this one.
 Exit codes: 0; 2 the user's mistake (one line on standard error); 3 a model that its gate refuses; 75 try again;
 130 interrupted; 1 a bug or a stage that failed.
 """
@@ -103,8 +103,8 @@ app.add_typer(kfp.app, name="kfp")
 
 
 def main() -> None:
-    """Run the command line; errors are one line, and the exit code says whose they are."""
-    set_threshold(100_000, 50, 50)  # most that a command makes lives as long as it: collecting often frees nothing
+    """Run the command line; errors are one line, and the exit code says whether they are the user's."""
+    set_threshold(100_000, 50, 50)  # most objects of a command live until it ends, so frequent collection frees little
     end_process(run_cli(sys.argv[1:]))
 
 

@@ -18,24 +18,24 @@ def plan_pipeline(
     config: CONFIG = None,
     sets: SETS = None,
     measured: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="Take the seconds of its stages. With --share: repeatable.")
+        list[str] | None, typer.Option(metavar="RUN", help="Use the times of its stages. With --share: repeatable.")
     ] = None,
-    store: Annotated[str, typer.Option(help="Where that run lies.")] = "runs",
-    share: Annotated[bool, typer.Option("--share", help="Compare ways to share devices, by what runs took.")] = False,
+    store: Annotated[str, typer.Option(help="Store of that run.")] = "runs",
+    share: Annotated[bool, typer.Option("--share", help="Compare ways to share devices, from recorded runs.")] = False,
     swap: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="With --share: what it costs to give a turn to another run.")
+        float, typer.Option(min=0, metavar="SECONDS", help="With --share: seconds to hand the devices to another run.")
     ] = 0.0,
     chosen: Annotated[
         str | None,
         typer.Option("--plan", metavar="NAME", help="With --share: end with exit code 2 if this plan loses time."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of an accelerator for an hour: with --measured or --device, the cost.")
+        float | None, typer.Option(min=0, help="Of an accelerator hour: with --measured or --device, show the cost.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph there, as a picture.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph as a picture to this file.")] = None,
 ) -> None:
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
@@ -49,7 +49,7 @@ def plan_pipeline(
     if price is not None and (share or not (runs or device is not None)):
         raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME, and leave out --share")
     if device is not None and (share or runs):
-        raise UserError("--device", device, "is for where no run was measured: leave out --measured and --share")
+        raise UserError("--device", device, "estimates without a measured run: leave out --measured and --share")
     if device is not None:
         from tuneloop.planning.arithmetic import estimate_seconds
 
@@ -64,7 +64,7 @@ def plan_pipeline(
         plan_shared(found.name, configured, built, measured=runs, store=store, swap=swap, asked=chosen)
         return
     if chosen or swap or len(runs) > 1:
-        raise UserError("--share", False, "--plan, --swap and several of --measured go with it")
+        raise UserError("--share", False, "--plan, --swap and several --measured require it")
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built))
@@ -99,7 +99,7 @@ def render_pipeline(
         bool, typer.Option("--template", help="A WorkflowTemplate, named by pipeline and version, for GitOps.")
     ] = False,
     servers: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Its rollout servers alone: a Deployment, and a Service.")
+        str | None, typer.Option(metavar="NAME", help="Print only its rollout servers: a Deployment, and a Service.")
     ] = None,
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
@@ -111,7 +111,7 @@ def render_pipeline(
     found = find_pipeline(pipeline)
     workflow = found.build(configured := found.configure(config, sets or ()))
     if servers is not None and template:
-        raise UserError("--template", "true", "is a form of the workflow: leave it out beside --servers")
+        raise UserError("--template", "true", "cannot be combined with --servers: leave one out")
     if servers is not None:
         text = "---\n".join(map(dump_manifest, render_servers(workflow, servers, configured)))
     else:

@@ -1,4 +1,4 @@
-"""What is checked before a run touches anything."""
+"""The checks that are made before a run changes anything."""
 
 import importlib.util
 import socket
@@ -12,8 +12,8 @@ from tuneloop.core.store import Store
 
 
 def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
-    """Refuse a run that cannot succeed on this machine. Raises UserError: the workflow does not pass the lint, or needs
-    a cluster; the store cannot be written; a port is taken; vLLM is asked for and not installed, or has no such
+    """Refuse a run that cannot succeed on this machine. Raises UserError if the workflow does not pass the lint or
+    needs a cluster, the store cannot be written, a port is taken, or vLLM is needed but is not installed or lacks an
     option."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
@@ -36,15 +36,15 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
 
 
 def check_model(config: Mapping[str, Any]) -> None:
-    """Refuse a path of a base model that is not there, before a new run does other work."""
+    """Refuse a base model's path that does not exist, before a new run does other work."""
     model, _ = split_hub_address("base_model", str(config.get("base_model", "")), None)
     if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
         raise UserError("base_model", model, "is not a directory here; name one, or a model of the hub")
 
 
 def demo_engine() -> tuple[str, str]:
-    """Choose the engine for the demo on this machine, and say why: found, and not imported, which takes seconds. Raises
-    UserError where what trains is not installed."""
+    """Choose the engine for the demo on this machine, and say why; vLLM is only looked up, as its import takes seconds.
+    Raises UserError if the training packages are not installed."""
     for package in ("torch", "transformers", "datasets", "peft"):
         if importlib.util.find_spec(package) is None:
             raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")
@@ -54,7 +54,7 @@ def demo_engine() -> tuple[str, str]:
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield template and port of every server that the workflow starts: where its readiness is asked."""
+    """Yield template and port of every server that the workflow starts; it is the port of the readiness probe."""
     for template in workflow["spec"].get("templates", ()):
         probe = (template.get("container") or {}).get("readinessProbe") or {}
         port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
@@ -65,7 +65,7 @@ def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def is_port_taken(port: int) -> bool:
     """Return whether a process listens on `port` of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is not taken
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
         try:
             probe.bind(("", port))
         except OSError:

@@ -40,20 +40,20 @@ def submit_run(
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the logs, say how it ended and exit as it did.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the logs to the end; exit with the run's code.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
     dry_run: DRY_RUN = False,
     server: Annotated[
         str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
     ] = None,
     fleet: Annotated[
-        Path | None, typer.Option("--fleet", help="Manifest of a Dynamo graph: brought up first, goes with the run.")
+        Path | None, typer.Option("--fleet", help="Manifest of a Dynamo graph: created first, deleted with the run.")
     ] = None,
-    fork: Annotated[tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Begin at its end.")] = None,
+    fork: Annotated[tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Start from its end.")] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Send a pipeline to a cluster, once everything it needs was found there."""
+    """Submit a pipeline to a cluster, after checking that the cluster has everything it needs."""
     from tuneloop.argo.claim_steps import add_graph_end
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster import run_workflows
@@ -64,7 +64,7 @@ def submit_run(
     from tuneloop.workflow.settings import RUN_LABEL
 
     graph, fleet_sets = None, list[str]()
-    if fleet:  # rollouts are the graph's
+    if fleet:  # the graph makes the rollouts
         graph = render_graph(read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run})
         fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
     settings: Any = (found := find_pipeline(pipeline)).configure(config, [*fleet_sets, *(sets or ())])
@@ -106,7 +106,7 @@ def submit_run(
 def _connect_and_check(
     made: dict[str, Any], graph: dict[str, Any] | None, namespace: str, context: str | None
 ) -> Connection:
-    """Connect to a cluster, see that it has all that a workflow and its graph need, and say what may make it wait."""
+    """Connect to a cluster, check that it has all that a workflow and its graph need, and warn of possible waits."""
     from tuneloop.cluster.preflight import check_cluster
     from tuneloop.cluster.queue_problems import find_queue_warnings
     from tuneloop.inference.fleet.graph import find_api_version
@@ -121,7 +121,7 @@ def _connect_and_check(
 
 
 def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
-    """Submit through an Argo server, which is asked for nothing else: without preflight and without logs."""
+    """Submit through an Argo server, which is used for nothing else: without preflight and without logs."""
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster.argo_server import Server
 
@@ -152,17 +152,17 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
 
 def schedule_pipeline(
     pipeline: PIPELINE,
-    name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds the digest of its data.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the schedule; each run adds the digest of its data.")],
     store: REMOTE_STORE,
-    cron: Annotated[str, typer.Option("--cron", help="When to look for new data, as in '0 3 * * *'.")],
-    timezone: Annotated[str | None, typer.Option("--timezone", help="Of --cron, as in Europe/Prague.")] = None,
+    cron: Annotated[str, typer.Option("--cron", help="When to check for new data, as in '0 3 * * *'.")],
+    timezone: Annotated[str | None, typer.Option("--timezone", help="Zone of --cron, as in Europe/Prague.")] = None,
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Run a pipeline whenever its data has changed. Looks by the clock; the same name again changes the schedule."""
+    """Run a pipeline whenever its data has changed. Checks at given times; the same name again changes the schedule."""
     from tuneloop.cluster.schedule import apply_schedule
     from tuneloop.config.loading import find_pipeline
 
@@ -170,7 +170,7 @@ def schedule_pipeline(
     workflow = found.build(found.configure(config, sets or ()))
     there = connect_to_cluster(namespace, context)
     apply_schedule(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
-    typer.echo(f"{name}: looks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
+    typer.echo(f"{name}: checks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
 
 
 def diff_pipeline(
@@ -184,7 +184,7 @@ def diff_pipeline(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Show how a cluster differs from what is rendered. Exits with 0: it does not; 1: it does; more: no answer."""
+    """Compare a cluster with the rendered pipeline. Exits with 0: equal; 1: different; more: no answer."""
     from tuneloop.cluster.drift import run_drift, template_drift
     from tuneloop.cluster.run_workflows import template_name
     from tuneloop.config.loading import find_pipeline
@@ -200,7 +200,7 @@ def diff_pipeline(
 
 @app.command("unschedule")
 def unschedule_pipeline(name: SCHEDULE, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
-    """End a schedule; its runs stay."""
+    """End a schedule; its runs are kept."""
     from tuneloop.cluster.schedule import delete_schedule
 
     delete_schedule(connect_to_cluster(namespace, context), name)
@@ -209,15 +209,15 @@ def unschedule_pipeline(name: SCHEDULE, namespace: NAMESPACE = "tuneloop", conte
 
 @app.command("schedules")
 def show_schedules(as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
-    """Show the schedules, and for their newest ticks which run was started, or why none."""
+    """Show the schedules, and for their newest checks which run was started, or why none was."""
     from tuneloop.cluster.schedule import list_schedules
 
     found = list_schedules(connect_to_cluster(namespace, context))
     if as_json:
         return print_json({"schedules": found})
-    columns = ("look", "phase", "what came of it")
+    columns = ("check", "phase", "result")
     for each in found:
-        typer.echo(f"{each['name']}  {each['cron']}  last tick: {each['last'] or 'never'}  {each['message']}".rstrip())
+        typer.echo(f"{each['name']}  {each['cron']}  last check: {each['last'] or 'never'}  {each['message']}".rstrip())
         print_table(columns, (tuple(look.values()) for look in each["looks"]), cut=columns[-1])
     if not found:
         typer.echo(f"no schedules in namespace {namespace}")
@@ -227,7 +227,7 @@ def show_schedules(as_json: JSON = False, namespace: NAMESPACE = "tuneloop", con
 def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
-    What it has committed, also once its workflows are deleted: `tuneloop status RUN --store URL`.
+    For its commits, even after its workflows are deleted: `tuneloop status RUN --store URL`.
     """
     from tuneloop.cli.show import show_stages
     from tuneloop.cluster.watch import read_status
@@ -252,7 +252,7 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 def show_logs(
     run: RUN, stage: STAGE = None, follow: FOLLOW = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
 ) -> None:
-    """Print what the pods of a run wrote, each line behind its stage; those of pods already deleted are gone."""
+    """Print the logs of a run's pods, each line with its stage; the logs of deleted pods are gone."""
     _print_logs(connect_to_cluster(namespace, context), run, stage, follow)
 
 
@@ -263,7 +263,7 @@ def stop_run(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """End a run and release what it holds; submitting it again goes on where it stopped."""
+    """Stop a run and release its resources; submitting it again continues where it stopped."""
     from tuneloop.cluster import submit as argo
 
     ended = argo.stop_run(connect_to_cluster(namespace, context), run, timeout=timeout)
@@ -272,7 +272,7 @@ def stop_run(
 
 @app.command("claims")
 def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
-    """Show the claims of shared devices, and who sits on them; frees the seats of runs that have ended."""
+    """Show the claims of shared devices, and the runs that reserve them; releases those of ended runs."""
     from tuneloop.cluster.watch import refresh_claims
 
     found = refresh_claims(connect_to_cluster(namespace, context))
@@ -285,7 +285,7 @@ def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> N
 def _print_logs(
     there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
 ) -> dict[str, str]:
-    """Print what the pods write; the last words of each stage."""
+    """Print the pods' logs; return stage → its last line."""
     from tuneloop.cluster.watch import read_logs
 
     said = {}

@@ -1,4 +1,4 @@
-"""The command that says what a cluster lacks before anything is sent there: for Argo, and for Kubeflow Pipelines."""
+"""The command that checks a cluster before anything is submitted: for Argo, and for Kubeflow Pipelines."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ PIPELINE = Annotated[str | None, typer.Argument(help="A pipeline's name or file;
 
 def diagnose_argo(
     pipeline: PIPELINE = None,
-    store: Annotated[str | None, typer.Option(help="Of the run to come; tried where this machine has keys.")] = None,
+    store: Annotated[str | None, typer.Option(help="Store of the run; tested if this machine has credentials.")] = None,
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
@@ -29,7 +29,7 @@ def diagnose_argo(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Say what a cluster lacks for a pipeline, each with the command that mends it. Changes nothing there.
+    """Say what a cluster lacks for a pipeline, each with the command that fixes it. Changes nothing there.
 
     Exits with 0: nothing is refused; 2: something is.
     """
@@ -56,7 +56,7 @@ def diagnose_kfp(
     namespace: NAMESPACE = "kubeflow",
     context: CONTEXT = None,
 ) -> int:
-    """Say what a backend lacks for a pipeline, each with the command that mends it. Changes nothing there.
+    """Say what a backend lacks for a pipeline, each with the command that fixes it. Changes nothing there.
 
     Asks the Kubernetes API of the kubeconfig. Exits with 0: nothing is refused; 2: something is.
     """
@@ -71,7 +71,7 @@ def diagnose_kfp(
 
 def _check_settings(pipeline: str | None, config: Path | None, sets: list[str] | None) -> None:
     if pipeline is None and (config or sets):
-        raise UserError("--set" if sets else "--config", sets or str(config), "is of a pipeline: name one")
+        raise UserError("--set" if sets else "--config", sets or str(config), "needs a pipeline: name one")
 
 
 def _show(target: str, there: Connection, checks: "list[Check]", as_json: bool) -> int:

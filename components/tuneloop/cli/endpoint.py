@@ -1,4 +1,4 @@
-"""``tuneloop endpoint``: rollout endpoints that somebody else serves."""
+"""``tuneloop endpoint``: rollout endpoints that tuneloop does not serve itself."""
 
 import socket
 from typing import Annotated
@@ -8,21 +8,21 @@ import typer
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that somebody else serves.")
+app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that you serve yourself.")
 
 
 @app.callback()
 def define_endpoint_group() -> None:
-    """Rollout endpoints that somebody else serves."""
+    """Rollout endpoints that you serve yourself."""
 
 
 @app.command("check")
 def run_checks(
     url: Annotated[str, typer.Argument(help="The endpoint's URL, without /generate.")],
     policy: Annotated[str | None, typer.Option(metavar="REF", help="The checkpoint that it should serve.")] = None,
-    vocabulary: Annotated[int, typer.Option(min=16, help="Ids below this are sent.")] = 256,
+    vocabulary: Annotated[int, typer.Option(min=16, help="Prompts have ids below this.")] = 256,
     tolerance: Annotated[float, typer.Option(help="Mean difference of log-probabilities that counts as equal.")] = 0.05,
-    timeout: Annotated[float, typer.Option(help="Seconds without a byte.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds without a byte after which it fails.")] = 60.0,
 ) -> int:
     """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
     from urllib.parse import urlsplit

@@ -1,4 +1,4 @@
-"""How a command ends: errors are one line, and the exit code says whose they are."""
+"""The end of a command: errors are one line, and the exit code says whether they are the user's."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""``tuneloop fleet``: rollout workers that pull nothing, and the graphs of workers that Dynamo's operator runs."""
+"""``tuneloop fleet``: rollout workers that do not pull weights, and the graphs of workers of Dynamo's operator."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import connect_to_cluster, retry_until_available
 
-app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are brought to each version.")
+app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are given each version.")
 FLEET = Annotated[
     str,
     typer.Argument(
@@ -26,16 +26,16 @@ SETS = Annotated[
     list[str] | None,
     typer.Option("--set", help="path=value below the graph, as in spec.services.Worker.replicas=2; repeatable."),
 ]
-IMAGE = Annotated[str | None, typer.Option(help="Of the components that name none.")]
+IMAGE = Annotated[str | None, typer.Option(help="Image of components that name none.")]
 READY = Annotated[float, typer.Option(help="Seconds until the graph is ready.")]
 TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after which a worker counts as gone.")]
 
 
 @app.command("status")
 def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
-    """List the workers of a fleet and what each serves. Exit code 1 where they differ, or one does not answer.
+    """List the workers of a fleet and the version of each. Exit code 1 if they differ, or one does not answer.
 
-    A Dynamo graph is shown as its cluster sees it, by the three gates of its readiness, where this is not a pod of it.
+    Outside of its cluster, a Dynamo graph is shown by the three conditions of its readiness.
     """
     from tuneloop.inference.fleet import open_fleet, parse_service_url
 
@@ -66,11 +66,11 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
 @app.command("refit")
 def refit_fleet(
     fleet: FLEET,
-    policy: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Where it lies, as the workers reach it.")],
+    policy: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Its reference or path, for the workers.")],
     force: Annotated[bool, typer.Option(help="Update workers that say they have it, too.")] = False,
     timeout: TIMEOUT = 600.0,
 ) -> None:
-    """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until nobody is new."""
+    """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until no new worker appears."""
     from tuneloop.core.artifacts import Artifact
     from tuneloop.inference.fleet import open_fleet
     from tuneloop.inference.fleet.refit import make_target, refit_fleet
@@ -85,7 +85,7 @@ def refit_fleet(
 @app.command("up")
 def create_graph(
     manifest: Annotated[Path, typer.Argument(help="YAML with a DynamoGraphDeployment, among others.")],
-    name: Annotated[str | None, typer.Option(help="In place of the manifest's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name, in place of the manifest's.")] = None,
     sets: SETS = None,
     image: IMAGE = None,
     recreate: Annotated[bool, typer.Option(help="Replace a graph that differs; else it is used as it is.")] = False,
@@ -94,9 +94,9 @@ def create_graph(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not become so.
+    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not become ready.
 
-    It stays until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that goes with its run.
+    It exists until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that is deleted with its run.
     """
     from tuneloop.config.loading import dump_workflow, read_yaml_documents
     from tuneloop.inference.fleet.graph import bring_up, render_graph
@@ -112,11 +112,11 @@ def create_graph(
 
 @app.command("down")
 def delete_graph(
-    name: Annotated[str, typer.Argument(help="Of the graph.")],
+    name: Annotated[str, typer.Argument(help="Name of the graph.")],
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Delete a graph of Dynamo, and with it its pods. Exit code 1 where there was none."""
+    """Delete a graph of Dynamo, and with it its pods. Exit code 1 if there was none."""
     from tuneloop.inference.fleet import graph
 
     there = graph.delete_graph(connect_to_cluster(namespace, context), name)
@@ -126,18 +126,18 @@ def delete_graph(
 
 @app.command("autoscale")
 def autoscale_fleet(
-    fleet: Annotated[str, typer.Argument(metavar="service://NAME.NAMESPACE", help="Of a Deployment of that name.")],
-    maximum: Annotated[int, typer.Option("--max", min=1, help="Replicas at most.")],
-    minimum: Annotated[int, typer.Option("--min", min=0, help="Replicas while nobody asks.")] = 0,
-    target: Annotated[float, typer.Option(min=1, help="Completions that run or wait, a replica.")] = 64,
-    window: Annotated[float, typer.Option(min=0, help="Seconds before replicas go that are too many.")] = 300,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 15,
-    run: Annotated[str | None, typer.Option(help="Bound replicas by what idles in this run's iterations.")] = None,
+    fleet: Annotated[str, typer.Argument(metavar="service://NAME.NAMESPACE", help="The Deployment of that name.")],
+    maximum: Annotated[int, typer.Option("--max", min=1, help="Maximum replicas.")],
+    minimum: Annotated[int, typer.Option("--min", min=0, help="Replicas without requests.")] = 0,
+    target: Annotated[float, typer.Option(min=1, help="Running and waiting completions for each replica.")] = 64,
+    window: Annotated[float, typer.Option(min=0, help="Seconds before surplus replicas are removed.")] = 300,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two checks.")] = 15,
+    run: Annotated[str | None, typer.Option(help="Bound replicas by the idle time in this run's iterations.")] = None,
     store: STORE = "runs",
-    weight: Annotated[float, typer.Option(min=0.01, help="The trainer's devices for one of a replica.")] = 1,
+    weight: Annotated[float, typer.Option(min=0.01, help="Devices of the trainer for each device of a replica.")] = 1,
     context: CONTEXT = None,
 ) -> None:
-    """Keep a Deployment of rollout servers at the replicas that its requests need, until this is ended."""
+    """Keep a Deployment of rollout servers at the replicas that its requests need, until you stop this command."""
     from tuneloop.cluster.autoscaler import scale_fleet
     from tuneloop.cluster.autoscaling_rule import AutoscalingRule
     from tuneloop.inference.fleet import open_fleet
@@ -150,7 +150,7 @@ def autoscale_fleet(
         raise UserError("fleet", fleet, "must be service://name.namespace, of a Deployment of that name")
     service.context = context
     look = functools.partial(scale_fleet, service, rule, open_run(run, store) if run else None)
-    said = look()  # what cannot be reached at first is said, not waited for
+    said = look()  # the first failure is reported at once, without waiting
     while True:
         if said:
             typer.echo(said)

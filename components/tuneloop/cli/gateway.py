@@ -11,23 +11,23 @@ from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import connect_to_cluster
 
 GRACE_S = 60
-"""How long running requests may take after SIGTERM: one waits for a worker, and for its answer to a poll."""
+"""Seconds for running requests after SIGTERM: a request waits for a worker, and for its answer to a poll."""
 
 
 def serve_gateway(
-    store: Annotated[str, typer.Option(metavar="URL", help="Where sessions keep artifacts, as workers reach it.")],
+    store: Annotated[str, typer.Option(metavar="URL", help="Where workers store the artifacts of sessions.")],
     local: Annotated[bool, typer.Option("--local", help="Sessions are processes of this machine.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one and says which.")] = 8080,
     config: Annotated[Path | None, typer.Option(help="Quotas and the pods of sessions, in YAML.")] = None,
-    audience: Annotated[str, typer.Option(help="That tokens must be meant for; empty: any.")] = "tuneloop-gateway",
+    audience: Annotated[str, typer.Option(help="Audience that tokens must have; empty: any.")] = "tuneloop-gateway",
     token_file: Annotated[Path, typer.Option(help="With --local: the token that callers send; made if absent.")] = Path(
         "~/.tuneloop/gateway-token"
     ),
     device: Annotated[str, typer.Option(help="With --local: auto, cpu or cuda.")] = "auto",
     context: CONTEXT = None,
 ) -> None:
-    """Serve sessions: a resident policy each, driven by forward_backward, optim_step, sample, save_state, load_state.
+    """Serve sessions with a resident policy each, driven by forward_backward, optim_step, sample, save and load_state.
 
     On a cluster callers send a Kubernetes token, and may have sessions where they may create workflows. With --local
     there is one token, in a file that only you can read. docs/sharing.md has the API.
@@ -57,7 +57,7 @@ def serve_gateway(
             from tuneloop.gateway.access import TokenReviews
             from tuneloop.gateway.jobs import Jobs
 
-            # A client of its own: what a refusal means to a caller is not what it means to a command.
+            # A separate client: a refusal by the API server means something else to a caller than to a command.
             api = ApiClient(connect_to_cluster(context=context).core.api_client.configuration)
             made = Gateway(Jobs(api, config), TokenReviews(api, audience), store, config)
         listener = stack.enter_context(bind_address(host, port))

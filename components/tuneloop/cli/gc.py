@@ -12,11 +12,11 @@ from tuneloop.cli.inspect import open_run
 def collect_garbage(
     name: RUN,
     store: STORE = "runs",
-    keep: Annotated[int | None, typer.Option(help="How many of the newest checkpoints stay; default: all.")] = None,
-    idle: Annotated[float, typer.Option(min=0, help="Hours since the last write: younger ones may be in use.")] = 24.0,
+    keep: Annotated[int | None, typer.Option(help="Number of newest checkpoints to keep; default: all.")] = None,
+    idle: Annotated[float, typer.Option(min=0, help="Hours without a write: younger data may be in use.")] = 24.0,
     delete: DELETE = False,
 ) -> None:
-    """Delete what a run no longer needs. Data of dead attempts, stale resume points, with --keep old checkpoints."""
+    """Delete data that a run no longer needs: of dead attempts, stale resume points, with --keep old checkpoints."""
     from tuneloop.runs.retention import delete_leftovers, find_leftovers
     from tuneloop.runs.summary import format_size
 

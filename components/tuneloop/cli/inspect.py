@@ -1,4 +1,4 @@
-"""Commands that read runs: they work while a run goes on, after it, and from another machine with ``--store``."""
+"""Commands that read runs: they work during a run, after it, and from another machine with ``--store``."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 UNREAD = ("damaged", "unreachable")
-"""Phases of a run in the list that could not be read."""
+"""The phases that the list shows for a run that could not be read."""
 
 
 def show_status(
@@ -50,7 +50,7 @@ def show_status(
 
 
 def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs") -> None:
-    """Print what the stages wrote. Each line behind the stage and iteration that wrote it."""
+    """Print the logs of the stages. Each line begins with its stage and iteration."""
     from tuneloop.runs.stages import get_stage_name
 
     run = open_run(name, store)
@@ -58,7 +58,7 @@ def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STO
         raise UserError("run", name, "has no logs here: no stage was run on this machine")
     seen: dict[str, int] = {}
     while True:
-        running = run.phase == "running"  # before reading: what is written until the end is then read once more
+        running = run.phase == "running"  # checked first: lines that are written meanwhile get another round
         pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
         chosen = [n for n in pods if stage is None or stage in (get_stage_name(n), n.display_name, n.id)]
         if not chosen and stage and not (follow and running):
@@ -87,15 +87,15 @@ def report_run(
 
 def track_run(
     name: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Default, with --follow: all of the store, those to come too.")
+        str | None, typer.Argument(metavar="[RUN]", help="Default, with --follow: all of the store, also future ones.")
     ] = None,
     trackers: Annotated[list[str] | None, typer.Argument(help="NAME or NAME+ADDRESS; see docs/tracking.md.")] = None,
     store: STORE = "runs",
     follow: FOLLOW = False,
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on Argo: how they end.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on Argo.")] = None,
     context: CONTEXT = None,
 ) -> None:
-    """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: as TUNELOOP_TRACKERS says; again: up to date."""
+    """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: those in TUNELOOP_TRACKERS; repeat to update."""
     from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows
     from tuneloop.kube.connection import connect_to_cluster
     from tuneloop.runs.tracking import EVERY, find_phase, list_trackers, mirror_run, mirror_store
@@ -110,7 +110,7 @@ def track_run(
     def ask(run: str) -> str:
         try:
             found = list_workflows(cluster, run) if cluster else []
-        except (UserError, Retryable) as error:  # what is committed is mirrored also while the cluster is away
+        except (UserError, Retryable) as error:  # mirror commits even while the cluster is unavailable
             typer.echo(f"{run}: {error}", err=True)
             return ""
         phase = get_workflow_phase(max(found, key=lambda w: w["metadata"]["creationTimestamp"])) if found else ""
@@ -134,7 +134,7 @@ def open_run(name: str, store: str) -> "Run":
 
 
 def print_json(told: Mapping[str, Any]) -> None:
-    """Print what a ``status --json`` tells; docs/commands.md has its keys."""
+    """Print the output of ``status --json``; docs/commands.md has its keys."""
     typer.echo(json.dumps({"format": 1, **told}, indent=1))
 
 
@@ -157,7 +157,7 @@ def _told(run: "Run") -> dict[str, Any]:
 
 
 def _progress(run: "Run") -> dict[str, Any]:
-    """Describe how far a run is, for one run and in the list of all."""
+    """Describe the progress of a run, for one run and in the list of all."""
     return {
         "pipeline": run.record.pipeline if run.record else None,
         "phase": run.phase,
@@ -168,7 +168,7 @@ def _progress(run: "Run") -> dict[str, Any]:
 
 
 def _score(run: "Run", score: "Score") -> dict[str, Any]:
-    about = {"completions": run.judged(score.entry), "policy_version": score.version}
+    about = {"completions": run.count_scored_completions(score.entry), "policy_version": score.version}
     return {"mean_reward": score.value, "how": score.how, **about}
 
 
@@ -192,7 +192,7 @@ def _list_runs(store: str, as_json: bool) -> None:
 
 
 def _rows_of_runs(store: str) -> list[dict[str, Any]]:
-    """Collect what is known of every run, oldest first; of those that cannot be read, why."""
+    """Collect a row for every run, oldest first; for a run that cannot be read, the reason."""
     from tuneloop.runs.records import list_runs, read_record
     from tuneloop.runs.run_record import Run
 
@@ -204,7 +204,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
             if record := read_record(name, store):  # reading all of a run that was not started here may take long
                 latest = (run := Run(name, record.store, record)).latest_reward()
                 row |= {**_progress(run), **({"mean_reward": latest.value, "how": latest.how} if latest else {})}
-        except (UserError, Retryable) as error:  # the others are there all the same
+        except (UserError, Retryable) as error:  # list the others nevertheless
             row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
         rows.append(row)
     return sorted(rows, key=lambda row: (row["phase"] in UNREAD, row["created"] or 0.0, row["run"]))

@@ -18,13 +18,13 @@ ENDPOINT = Annotated[str | None, typer.Option(envvar="KF_PIPELINES_ENDPOINT", he
 ROOT = Annotated[
     str | None, typer.Option("--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's.")
 ]
-EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Under which the run is listed.")]
+EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Experiment that lists the run.")]
 
 app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
 ON_ARGO = ("plan", "lint", "render", "doctor", "submit", "schedule", "diff")
-"""Commands that mean Argo anyway."""
+"""Commands that always use Argo."""
 AT_ARGO = ("status", "logs", "stop", "unschedule")
-"""Those of `tuneloop cluster`; the first three have namesakes for this machine."""
+"""Commands of `tuneloop cluster`; the first three also exist for this machine."""
 
 
 @app.command("render")
@@ -37,7 +37,7 @@ def render_pipeline(
         bool, typer.Option("--manifest", help="Kubernetes objects (Pipeline, PipelineVersion), as for GitOps.")
     ] = False,
 ) -> None:
-    """Print the compiled pipeline as YAML. It is what the UI takes as an upload; equal settings, equal bytes."""
+    """Print the compiled pipeline as YAML. It can be uploaded in the UI; equal settings give equal bytes."""
     with client.compiled_package(build_kfp_pipeline(pipeline, config, sets)[0], manifest=manifest) as package:
         print_or_write_text(Path(package).read_text(), output)
 
@@ -52,7 +52,7 @@ def submit_run(
     sets: SETS = None,
     root: ROOT = None,
     experiment: EXPERIMENT = "tuneloop",
-    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that it has seen.")] = True,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that have run before.")] = True,
 ) -> None:
     """Start a run, or resume the one of that name."""
     from tuneloop.runs.records import check_name
@@ -77,18 +77,18 @@ def schedule_pipeline(
     root: ROOT = None,
     experiment: EXPERIMENT = "tuneloop",
 ) -> None:
-    """Look for new data at each tick of the clock, and run a pipeline when there is some."""
+    """Check for new data at given times, and run a pipeline when there is some."""
     from tuneloop.kfp.schedule import create_schedule
 
     built, settings = build_kfp_pipeline(pipeline, config, sets)
     place: Any = {"store": store, "root": root, "experiment": experiment}
     create_schedule(client.connect_to_kfp(endpoint), built, settings, name=name, cron=cron, **place)
-    typer.echo(f"{name}: looks for new data at {cron}; `tuneloop kfp unschedule {name}` ends that")
+    typer.echo(f"{name}: checks for new data at {cron}; `tuneloop kfp unschedule {name}` ends that")
 
 
 @app.command("unschedule")
 def unschedule_pipeline(name: SCHEDULE, endpoint: ENDPOINT = None) -> None:
-    """End a schedule; its runs stay."""
+    """End a schedule; its runs are kept."""
     from tuneloop.kfp.schedule import delete_schedule
 
     delete_schedule(client.connect_to_kfp(endpoint), name)
@@ -116,21 +116,21 @@ def show_logs(
     task: Annotated[str | None, typer.Argument(help="A task's name in the graph.")] = None,
     endpoint: ENDPOINT = None,
 ) -> None:
-    """Print what the tasks of a run wrote, each line behind its task; that of pods already deleted is gone."""
+    """Print the logs of a run's tasks, each line with its task; the logs of deleted pods are gone."""
     for name, line in client.read_logs(client.connect_to_kfp(endpoint), run, task):
         typer.echo(f"{name} | {line}")
 
 
 @app.command("stop")
 def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
-    """End a run; submitting it again goes on where it stopped."""
+    """Stop a run; submitting it again continues where it stopped."""
     ended = client.stop_run(client.connect_to_kfp(endpoint), run)
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
 def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | None) -> tuple[Any, Any]:
-    """Build the pipeline of a name; return it as kfp compiles it, and its settings. Raises UserError where the pipeline
-    has no form for KFP, or kfp is not installed."""
+    """Build a pipeline by name; return it in the form that kfp compiles, and its settings. Raises UserError if the
+    pipeline has no form for KFP, or kfp is not installed."""
     from tuneloop.config.loading import find_pipeline
 
     found = find_pipeline(pipeline)
@@ -142,9 +142,9 @@ def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | Non
 
 
 def connect_to_executor(namespace: str | None, context: str | None, kfp: str | None) -> tuple[Any, Any]:
-    """Connect to what executes runs elsewhere: a cluster's Argo, or Kubeflow Pipelines, as something to ask."""
+    """Connect to the executor of runs elsewhere: return a cluster with Argo, and a function that asks KFP."""
     if kfp is not None and (namespace or not kfp):
-        raise UserError("--kfp", kfp, "takes a URL, for runs there, and --namespace is for runs on Argo: give one")
+        raise UserError("--kfp", kfp, "is the URL for runs on KFP, and --namespace is for runs on Argo: give only one")
     from tuneloop.kfp.progress import describe_progress
 
     ask = partial(describe_progress, client.connect_to_kfp(kfp, "--kfp", "give the API's address")) if kfp else None
@@ -157,9 +157,9 @@ def list_commands() -> list[str]:
 
 
 def route_arguments(arguments: list[str]) -> list[str]:
-    """Route ``submit … --to kfp …`` to ``kfp submit …``, for what one target takes another does not, and
-    ``status … --to argo`` to ``cluster status …``. Without ``--to``, what sends or renders means Argo, and what looks
-    at runs means this machine. Raises UserError at another target."""
+    """Route ``submit … --to kfp …`` to ``kfp submit …``, since targets have different options, and
+    ``status … --to argo`` to ``cluster status …``. Without ``--to``, commands that submit or render use Argo, and those
+    that look at runs use this machine. Raises UserError for another target."""
     words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
     if "--to" not in words:
         return arguments

@@ -1,4 +1,4 @@
-"""A run as it goes: with a live table on a terminal, and one line for each stage or iteration that ends."""
+"""Show a running run: a live table on a terminal, and one line for each stage or iteration that ends."""
 
 import re
 import sys
@@ -27,8 +27,8 @@ class Display:
     """Shows the nodes of a run; give `node` and `log` to the executor.
 
     Args:
-        run: that is executed.
-        workflow: that is executed; its parameter ``iterations`` bounds the loop.
+        run: the run that is executed.
+        workflow: its workflow, whose parameter ``iterations`` bounds the loop.
     """
 
     def __init__(self, run: Run, workflow: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Display:
         else:
             self.running.pop(node.id, None)
         if node.phase in DONE and before not in DONE:
-            if node.phase not in BROKEN or node.parent not in self.retries:  # else who tries again says so
+            if node.phase not in BROKEN or node.parent not in self.retries:  # else the retry reports it
                 self._ended(node)
         elif node.daemoned and before != "ready":
             self.phases[node.id] = "ready"
@@ -154,7 +154,7 @@ class Display:
             try:
                 self.run.refresh(whole=False)
                 self.table = draw_state(describe_state(self.run, None))
-            except (UserError, Retryable) as error:  # the run's executor says what ends the run
+            except (UserError, Retryable) as error:  # the run's executor reports what ends the run
                 self.table = Text(str(error))
             self.due = time.monotonic() + max(LOOK_S, 10 * (time.monotonic() - began))
         lines = []

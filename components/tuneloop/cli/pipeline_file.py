@@ -1,4 +1,4 @@
-"""What a pipeline's file builds of what it says, an Argo Workflow and a KFP pipeline; and the file as a program."""
+"""Build an Argo Workflow and a KFP pipeline from the definitions in a pipeline's file; run such a file as a program."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ def make_builders(
 
         return build_pipeline(name, config, stages(config), draw, loop)
 
-    vars(build_argo)["loop"] = loop  # where a fork begins
+    vars(build_argo)["loop"] = loop  # a fork begins at this loop
     return build_argo, build_kfp
 
 
 def run_file(name: str, path: str, build: Callable[[], Any]) -> Any:
-    """Submit the pipeline, where its file is run as a program, to the Argo server that ARGO_SERVER names. Return the
-    Workflow for `hera generate yaml`, which takes what it finds in a module; nothing otherwise.
+    """Submit the pipeline to the Argo server that ARGO_SERVER names, if its file is run as a program. Return the
+    Workflow for `hera generate yaml`, which renders the workflows that it finds in a module; otherwise None.
 
     Args:
         name, path: ``__name__`` and ``__file__`` of the file.

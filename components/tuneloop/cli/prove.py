@@ -1,5 +1,5 @@
-"""Commands that check what a run claims (its digests, what its stages compute, where it departs from another), say what
-made a version and how another reward judges, and what a policy could gain from a reward."""
+"""Commands that verify a run (its digests, its stages' results, its first difference from another run), explain what
+made a version, judge it by another reward, and find out what a policy could gain from a reward."""
 
 import heapq
 import json
@@ -24,11 +24,11 @@ def audit_run(
     name: RUN,
     root: Annotated[
         str | None,
-        typer.Option("--root", metavar="sha256:…", help="What somebody you trust told you; any other fails."),
+        typer.Option("--root", metavar="sha256:…", help="The root from a source that you trust; any other fails."),
     ] = None,
     store: STORE = "runs",
 ) -> int:
-    """Prove by SHA-256 all that a run has committed, and print its root. Exit code 2 where something does not fit."""
+    """Verify all that a run has committed by SHA-256, and print its root. Exit code 2 if something does not fit."""
     from tuneloop.runs import audit
     from tuneloop.runs.summary import format_facts
 
@@ -48,17 +48,17 @@ def audit_run(
         facts["from outside"] = f"{outside} inputs: their manifests were read, their files were not"
     typer.echo(format_facts({**facts, "root": (found := audit.compute_root(run))}))
     if root not in (None, found):
-        raise UserError("--root", root, f"the run's root is {found}: it is not, or no longer, what you were told of")
+        raise UserError("--root", root, f"the run's root is {found}: it is another run, or was changed since")
     return 2 if any(proof.problems for proof in proofs) else 0
 
 
 def replay_run(
     name: RUN,
-    iteration: Annotated[int, typer.Argument(min=0, help="0: what is outside the loop.")],
+    iteration: Annotated[int, typer.Argument(min=0, help="0: the stages outside the loop.")],
     stage: Annotated[str | None, typer.Option(help="One stage of it, as in policy-update; default: all.")] = None,
     store: STORE = "runs",
 ) -> int:
-    """Compute an iteration once more, here, and compare. Names the first difference; exit code 2 where there is one."""
+    """Compute an iteration again on this machine, and compare. Names the first difference; then exits with 2."""
     from tuneloop.runs.replay import replay_iteration
 
     differ = 0
@@ -73,11 +73,11 @@ def bisect_runs(
     against: Annotated[str, typer.Option(metavar="RUN", help="The run to compare with.")],
     store: STORE = "runs",
 ) -> int:
-    """Find where two runs depart. The first artifact, by iteration, that differs, and its first difference."""
+    """Find where two runs diverge. The first artifact, by iteration, that differs, and its first difference."""
     from tuneloop.runs.replay import find_departure
 
     found = find_departure(open_run(name, store), open_run(against, store))
-    typer.echo(found or "equal as far as both go")
+    typer.echo(found or "equal in all artifacts that both have")
     return 2 if found else 0
 
 
@@ -89,7 +89,7 @@ def probe_rewards(
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds that one call may take.")] = 5.0,
 ) -> int:
-    """Try attacks on rewards and environments. Prints what a policy could gain; exit code 1 where it gains."""
+    """Try attacks on rewards and environments. Prints what a policy could gain; exit code 1 if it gains."""
     from tuneloop.local.probe import ENDINGS, count_endings, try_attacks
 
     _find_modules_here()
@@ -109,7 +109,7 @@ def explain_version(
     which: Annotated[str, typer.Argument(metavar="ITERATION|VERSION", help="3: an iteration; v4: version 4.")],
     store: STORE = "runs",
 ) -> None:
-    """Say what made a version. Prompts, rollouts, rewards, seeds, code, image and who served, as it was recorded."""
+    """Explain what made a version. Prompts, rollouts, rewards, seeds, code, image and server, as recorded."""
     from tuneloop.runs import questions, summary
 
     run = open_run(name, store)
@@ -119,12 +119,12 @@ def explain_version(
 
 def promote_version(
     name: RUN,
-    version: Annotated[str, typer.Argument(help="Of the run's weights, as 4 or v4.")],
-    promoted: Annotated[str, typer.Argument(metavar="NAME", help="What it is to be called, as production.")],
-    least: Annotated[list[str], typer.Option("--min", metavar="METRIC=VALUE", help="That its evaluation reached.")],
+    version: Annotated[str, typer.Argument(help="Version of the weights, as 4 or v4.")],
+    promoted: Annotated[str, typer.Argument(metavar="NAME", help="The name to give it, as production.")],
+    least: Annotated[list[str], typer.Option("--min", metavar="METRIC=VALUE", help="What its evaluation must reach.")],
     store: STORE = "runs",
 ) -> None:
-    """Name a version that passes the audit and was evaluated well. Retention keeps it; the name has a history."""
+    """Name a version that passes the audit and reaches --min. Retention keeps it; the name has a history."""
     from tuneloop.runs import promotion
 
     try:
@@ -142,7 +142,7 @@ def list_promotions(
     store: STORE = "runs",
     as_json: JSON = False,
 ) -> None:
-    """List promoted versions, newest first. With who named them, when, by which figures; and references for tools."""
+    """List promoted versions, newest first. With user, time, the figures that decided, and references for tools."""
     from tuneloop.runs import promotion
 
     chosen = [told for told in reversed(promotion.read_history(Store(store))[0]) if promoted in (None, told["name"])]
@@ -167,7 +167,7 @@ def rescore_run(
     examples: Annotated[int, typer.Option(min=0, help="Completions to show, of those whose score differs most.")] = 5,
     store: STORE = "runs",
 ) -> None:
-    """Judge a run's stored rollouts by another reward. Means, groups whose order changes, who is judged otherwise."""
+    """Judge a run's stored rollouts by another reward. Means, groups whose order changes, and changed completions."""
     from tuneloop.runs import questions
 
     _find_modules_here()
@@ -190,9 +190,9 @@ def attest_version(
     name: RUN,
     key: Annotated[Path, typer.Option(help="Private key, PEM.")],
     version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
-    certificate: Annotated[list[Path] | None, typer.Option(help="The key's, then those above. Repeatable.")] = None,
+    certificate: Annotated[list[Path] | None, typer.Option(help="Certificate chain, leaf first. Repeatable.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory; default: RUN-vVERSION.")] = None,
-    builder: Annotated[str, typer.Option(help="URI of who answers for the machines.")] = "https://github.com/tuneloop",
+    builder: Annotated[str, typer.Option(help="URI that identifies the builder.")] = "https://github.com/tuneloop",
     store: STORE = "runs",
 ) -> None:
     """Sign a version and what it was made from. Writes its files, a model card, SLSA provenance and a signature."""
@@ -205,13 +205,13 @@ def attest_version(
 
 def push_version(
     name: RUN,
-    repo: Annotated[str, typer.Argument(help="On the Hugging Face hub, as OWNER/NAME; made if it is not there.")],
+    repo: Annotated[str, typer.Argument(help="Hugging Face repository, as OWNER/NAME; created if missing.")],
     version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
-    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new one; default: as OWNER.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Its LoRA adapters alone, as peft has them.")] = False,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="If it is new; default: as OWNER.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only its LoRA adapters, in peft's format.")] = False,
     store: STORE = "runs",
 ) -> None:
-    """Upload a version to the Hugging Face hub. It passes the audit first; a card made from the run goes along."""
+    """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from the run."""
     from tuneloop.runs import attestation, questions
 
     run = open_run(name, store)
@@ -225,11 +225,11 @@ def _name_version(run: Any, version: str | None) -> str:
 
 
 def verify_model(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model's files, as `attest` leaves them.")],
-    public_key: Annotated[Path | None, typer.Option(help="Of who signed it, PEM.")] = None,
-    certificate: Annotated[list[Path] | None, typer.Option(help="Of authorities that you trust. Repeatable.")] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model's files, as `attest` writes them.")],
+    public_key: Annotated[Path | None, typer.Option(help="The signer's key, PEM.")] = None,
+    certificate: Annotated[list[Path] | None, typer.Option(help="A trusted authority's. Repeatable.")] = None,
 ) -> None:
-    """Prove a model's files by its signature and provenance. Needs no store; names the first file that is wrong."""
+    """Verify a model's files by its signature and provenance. Needs no store; names the first file that is wrong."""
     from tuneloop.runs import signatures
     from tuneloop.runs.summary import format_facts
 

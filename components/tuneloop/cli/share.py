@@ -1,4 +1,4 @@
-"""`tuneloop plan --share`: what recorded runs would take if they shared their devices."""
+"""`tuneloop plan --share`: how long recorded runs would take if they shared their devices."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ LINK, FIXED_S = 16e9, 4.0
 """Published for 8B: bytes a second of a GPU's link to its host, and seconds of a snapshot and back without weights."""
 TOTALS = ("total s", "steps/h/accelerator", "against alone")
 ASSUMED = """\
-simulated: stages take what they took, one after another by the turns' own rules; what stages that run at the same
-time cost one another (cores, memory, network) is not in it. asynchronous: rollouts are one version old."""
+simulated: stages take the recorded seconds, one after another by the rules of device leases; contention of concurrent
+stages (cores, memory, network) is not included. asynchronous: rollouts are one version old."""
 
 
 def plan_shared(
@@ -37,16 +37,16 @@ def plan_shared(
     swap: float,
     asked: str | None,
 ) -> None:
-    """Print what each plan comes to, and which is recommended. Raises UserError: the plan `asked` loses time, or the
-    runs cannot be planned with.
+    """Print the result of each plan, and the recommended one. Raises UserError if the plan `asked` loses time, or the
+    runs cannot be used for planning.
 
     Args:
         name: of the pipeline.
         config, workflow: its configuration, and what was rendered from it.
         measured: recorded runs; none: the newest of the pipeline.
-        store: where they lie.
-        swap: seconds that a turn's device loses when it goes to another run.
-        asked: a plan that must not lose time; default: the one that the configuration says.
+        store: the store of these runs.
+        swap: seconds that a device loses when its lease goes to another run.
+        asked: a plan that must not lose time; default: that of the configuration.
     """
     given = getattr(getattr(config, "cluster", None), "share", None)
     share = given or Share(group="planned")
@@ -61,7 +61,7 @@ def plan_shared(
     if given and len(runs) > share.runs_per_claim:
         raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
     together = share.roles == "together"
-    # A turn is a claim's; without claims the group's.
+    # Each claim has a lease; without claims there is one for the group.
     turns = plans.GROUP if together or not share.device_class else plans.APART
     rules = Rules(turns, swap=swap, handover=compute_poll_interval(share.patience) / 2)
     workloads, accelerators = build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share)
@@ -120,14 +120,14 @@ def describe_swap(workflow: Mapping[str, Any], runs: Sequence[Run], copies: int)
 
 
 def _source(run: Run) -> str:
-    """Say where the seconds come from."""
+    """Describe where the seconds come from."""
     stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in run.seconds_an_iteration().items())
     held = "a pod's start to its end" if run.state else "a stage's start to its commit (its pod took longer)"
     return f"seconds of {run.name}: {run.iteration} iterations, {held} ({stages} worked, median); waits between: median"
 
 
 def _turns(rules: Rules, share: Share) -> str:
-    """Say what a turn costs, and how that is known."""
+    """Describe the cost of handing over the lease, and where its numbers come from."""
     of = "trainers and samplers each have a turn" if len({*rules.turns.values()}) > 1 else "one turn for all devices"
     return (
         f"{of}; one that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"

@@ -1,4 +1,4 @@
-"""Tables of a run, why it failed, and its page written."""
+"""Print tables of a run and why it failed, and write its page."""
 
 import time
 from collections.abc import Iterable
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
-    """Print a line for each stage: phase, how often it ended well, seconds, retries, its newest result; then why the
-    newest attempt died of those that have one that did."""
+    """Print a line for each stage: phase, number of successes, seconds, retries, its newest result; then, for stages
+    with failed attempts, why the newest of these failed."""
     columns, shown = ("stage", "phase", "done", "seconds", "retries", "newest"), list(stages)
     print_table(columns, (stage.row(places) for stage in shown), right=columns[2:5], cut="newest")
     for stage in shown:
@@ -30,7 +30,7 @@ def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
 
 
 def describe_failure(run: Run, outcome: "Outcome") -> str:
-    """Describe in one line which stage ended the run, and its last words."""
+    """Describe in one line which stage ended the run, with its last line."""
     if (node := find_failed_pod(outcome.nodes.values())) is None:
         return f"error: {outcome.message}"
     path = run.directory / node.log
@@ -51,7 +51,7 @@ def find_failed_pod(nodes: Iterable[Node]) -> Node | None:
 
 
 def format_stage_error(node: Node, said: str, look: str, then: str) -> str:
-    """Format a stage's last words as an error, with the command that shows its log and the way to continue."""
+    """Format a stage's last line as an error, with the command that shows its log and the way to continue."""
     kind = "" if said.startswith(NAMED) else "error: "
     return f"{kind}{said} (in {get_stage_name(node)}; see `{look}`, then {then})"
 
@@ -62,7 +62,7 @@ def format_store_option(store: str) -> str:
 
 
 def show_weights(run: Run) -> None:
-    """Print the checkpoints of a run: version, maker, digest, bytes, age, who used it, which is newest."""
+    """Print the checkpoints of a run: version, maker, digest, bytes, age, users, and which is the newest."""
     rows, held, users = [], run.checkpoints, dict[str, list[str]]()
     for entry in run.with_role("sampler", "evaluator"):
         if policy := run.policy_of(entry):

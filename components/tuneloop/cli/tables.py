@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import typer
 
 LEAST = 12
-"""A message is cut to no fewer columns, also on a terminal that is too narrow for the names beside it."""
+"""The minimum width of a message, even on a terminal that is too narrow for the names beside it."""
 
 
 def print_table(
@@ -16,9 +16,9 @@ def print_table(
 
     Args:
         columns: their headings.
-        rows: one text a column.
+        rows: one text for each column.
         right: columns of numbers.
-        cut: the column of messages, which gives way to the others.
+        cut: the column of messages, which is shortened to make room for the others.
     """
     from rich import box
     from rich.cells import cell_len
@@ -28,7 +28,7 @@ def print_table(
 
     cells = [[" ".join(map(str.strip, text.splitlines())) for text in row] for row in rows]
     table, console = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)), Console()
-    least = -2  # the gap between two columns is as wide
+    least = -2  # the width of the gap between two columns
     for name, *texts in zip(columns, *cells):
         width = max(map(cell_len, (name, *texts)))
         least += 2 + (min(width, LEAST) if name == cut else width)

@@ -1,4 +1,4 @@
-"""``tuneloop turns``: whose turn it is in each group of runs that share devices."""
+"""``tuneloop turns``: the holder and the waiters of the device lease in each group of runs that share devices."""
 
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def show_device_leases(
     group: Annotated[str | None, typer.Argument(help="Only this one; default: all of the namespace.")] = None,
     store: Annotated[
-        str | None, typer.Option(help="Where runs of `tuneloop run` lie, to look at theirs; then GROUP is needed.")
+        str | None, typer.Option(help="Store of runs of `tuneloop run`, to show their leases; requires GROUP.")
     ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Show who has the turn in each group, who waits, and who was served when.
+    """Show which run holds each group's device lease, which runs wait for it, and when each was last served.
 
-    A holder that is silent for the group's patience loses its turn without help, as soon as somebody waits for it. One
-    that works too long is ended with its run: `tuneloop cluster stop RUN`, here `tuneloop stop RUN`.
+    A holder that is silent for the group's patience loses its lease once another run waits for it. To end one that
+    works too long, stop its run: `tuneloop cluster stop RUN`, or on this machine `tuneloop stop RUN`.
     """
     from tuneloop.sharing.places import STORED, open_turns, read_groups
 
@@ -39,7 +39,7 @@ def show_device_leases(
     for name, document in chosen.items():
         typer.echo("\n".join(_told(name, document)))
     if not chosen:
-        typer.echo(f"no turn is had or waited for{f' in group {group}' if group else ''}")
+        typer.echo(f"no run holds or waits for a lease{f' in group {group}' if group else ''}")
 
 
 def _told(group: str, document: "Document") -> list[str]:

@@ -16,9 +16,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 def serve_ui(
     store: STORE = "runs",
-    host: Annotated[str, typer.Option(help="Address to listen on. It asks nobody who they are.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 8090,
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace of runs on a cluster.")] = None,
     context: CONTEXT = None,
     kfp: KFP = None,
 ) -> None:
@@ -43,6 +43,6 @@ def serve_ui(
         config = uvicorn.Config(
             build_app(store, cluster, hosts, ask), log_level="warning", access_log=False, lifespan="off"
         )
-        # With its first value pyarrow imports pandas, where it is there: a second, for which no page is to wait.
+        # For its first value pyarrow imports pandas, if installed. That takes a second, so it is done before a request.
         threading.Thread(target=pa.scalar, args=(0,), daemon=True).start()
         serve_until_signalled(uvicorn.Server(config), listener)

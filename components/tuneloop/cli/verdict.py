@@ -1,4 +1,4 @@
-"""How a run on a cluster ended, as `tuneloop run` says it of one here."""
+"""Print how a run on a cluster ended, as `tuneloop run` does for a local run."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -20,13 +20,13 @@ from tuneloop.workflow.rendered_stages import read_stage
 def print_verdict(
     run: str, workflows: Sequence[Mapping[str, Any]], seconds: float, said: Mapping[str, str], options: str = ""
 ) -> int:
-    """Say how the newest of a run's workflows ended, and what the run has come to; return its exit code.
+    """Print how the newest of a run's workflows ended, and the run's results; return its exit code.
 
     Args:
-        workflows: of the run, oldest first; the newest has ended.
-        seconds: since it was submitted.
-        said: stage → its last words; without them, what Argo says of it.
-        options: of the commands that are named, as in `` --namespace mine``.
+        workflows: those of the run, oldest first; the newest has ended.
+        seconds: time since it was submitted.
+        said: stage → its last line; if missing, Argo's message is used.
+        options: options for the commands in the text, as in `` --namespace mine``.
     """
     last, pods = workflows[-1], [n for each in workflows for n in read_nodes(each).values() if n.type == "Pod"]
     code, message = argo.exit_code(last), last.get("status", {}).get("message")
@@ -39,7 +39,7 @@ def print_verdict(
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
     if code:
         failed = find_failed_pod(read_nodes(last).values())
-        then = "submit it again under this name: it goes on where it ended"
+        then = "submit it again with this name: it continues where it ended"
         if code == EXIT_USER:
             then += "; with other settings, or under another name if a version was made"
         look = f"tuneloop cluster logs {run}{f' {get_stage_name(failed)}' if failed else ''}{options}"

@@ -1,4 +1,4 @@
-"""``tuneloop watch``: a run as it goes, as a live table on a terminal, as a line for each commit elsewhere."""
+"""``tuneloop watch``: follow a run, with a live table on a terminal, and elsewhere a line for each commit."""
 
 import math
 import sys
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
 
 LOOK_S = 1.0
-"""Between two looks at a run; ten times as long as a look takes, where that is more."""
+"""Seconds between two reads of a run; at least ten times the duration of a read."""
 CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75, "elsewhere": 75}
-"""Phase of a run that has ended, or of which nothing has come for a day → exit code."""
+"""Phase of a run that has ended, or has committed nothing for a day → exit code."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -32,8 +32,8 @@ def watch_run(
     context: CONTEXT = None,
     kfp: KFP = None,
 ) -> int:
-    """Watch a run until it ends. Stages, iterations, reward, time to go; exit code 0: it succeeded, 1: it failed, 75:
-    it was interrupted, or has committed nothing for a day; 2: nobody knows it."""
+    """Watch a run until it ends. Stages, iterations, reward, time left; exit code 0: it succeeded, 1: it failed, 75:
+    it was interrupted, or has committed nothing for a day; 2: there is no such run."""
     from rich.live import Live
 
     from tuneloop.cli.kfp import connect_to_executor
@@ -46,20 +46,20 @@ def watch_run(
     shown, phase, told = set[str](), "", ""
     with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
         while True:
-            over, began = phase in CODES, time.monotonic()  # what a run that has ended committed is there by now
+            over, began = phase in CODES, time.monotonic()  # once a run has ended, all its commits are visible
             try:
                 run.refresh(whole=False)
                 stands = describe_state(run, cluster, ask)
                 phase, message = stands["phase"], stands["message"]
                 if phase == "elsewhere" and message and not run.entries:
-                    return print_diagnostic(f"error: {message}; nor has {store} anything of it", EXIT_USER)
+                    return print_diagnostic(f"error: {message}; {store} has no artifact of it, either", EXIT_USER)
                 if phase == "elsewhere" and (phase := find_phase(run)) == "elsewhere":
-                    message = "nothing was committed for a day, and nothing says how it ended"
+                    message = "nothing was committed for a day, and it is unknown how it ended"
                 if live:
                     live.update(draw_state({**stands, "phase": phase}), refresh=True)
                 else:
                     _print_commits(run, shown, stands)
-            except Retryable as error:  # the store or the cluster is away, and the run may go on
+            except Retryable as error:  # store or cluster are unavailable, but the run may continue
                 phase, message = "", f"not up to date: {error}"
             if over and phase in CODES:
                 break
@@ -73,7 +73,7 @@ def watch_run(
 
 
 def draw_state(stands: Mapping[str, Any]) -> "Table":
-    """Draw how a run stands, as `tuneloop.ui.describe.describe_state` has it: a row for each stage, its loop below."""
+    """Draw the state of a run, from `tuneloop.ui.describe.describe_state`: a row for each stage, its loop below."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +86,7 @@ def draw_state(stands: Mapping[str, Any]) -> "Table":
     table = Table(title=Text(title, "bold"), caption=Text("   ".join(caption)), box=box.SIMPLE_HEAD, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for heading in ("stage", "state", "done", "seconds", "retries", "newest"):
-        table.add_column(heading, no_wrap=heading != "newest")  # which gives way to the others
+        table.add_column(heading, no_wrap=heading != "newest")  # it is wrapped to make room
         table.columns[-1].justify = "right" if heading in ("done", "seconds", "retries") else "left"
     for stage in stands["stages"]:
         table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in stage.row(1)))
@@ -94,7 +94,7 @@ def draw_state(stands: Mapping[str, Any]) -> "Table":
 
 
 def draw_sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Draw values as bars from the least to the greatest; of more than `width` the means of as many parts."""
+    """Draw values as bars between their minimum and maximum; more than `width` values are averaged in `width` parts."""
     count = min(len(values), width)
     parts = [mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
     least, most = min(parts), max(parts)
@@ -115,7 +115,7 @@ def _print_commits(run: "Run", shown: set[str], stands: Mapping[str, Any]) -> No
 
 
 def _format_left(stands: Mapping[str, Any]) -> str:
-    """Say how long the iterations that are asked for take at most, by those that were measured."""
+    """Estimate the maximum time that the remaining iterations take, from the measured ones."""
     from tuneloop.runs.summary import format_duration
 
     end = stands["loop_end"]

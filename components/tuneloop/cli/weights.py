@@ -43,7 +43,7 @@ def verify_weights(
     base: BASE = None,
     store: STORE = "runs",
 ) -> int:
-    """Hash every file of a run's checkpoints again, and assemble its published versions. Exit code 2 if one differs."""
+    """Hash every file of a run's checkpoints, and assemble its published versions. Exit code 2 if one differs."""
     if "/" in name:
         return _verify_published(name, version, base)
     run = open_run(name, store)
@@ -93,12 +93,12 @@ def diff_weights(
 @app.command("gc")
 def delete_unused_weights(
     name: NAME,
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 1,
-    pin: Annotated[list[int] | None, typer.Option(help="A version that stays, as a replica serves it.")] = None,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest versions to keep.")] = 1,
+    pin: Annotated[list[int] | None, typer.Option(help="A version to keep, which a replica serves.")] = None,
     delete: DELETE = False,
     store: STORE = "runs",
 ) -> None:
-    """Drop published versions that nothing needs: neither kept nor pinned, nor the base of one that is."""
+    """Delete published versions that are not needed: neither kept nor pinned, nor the base of one that is."""
     from tuneloop.weights.inspect import delete_unused_versions
 
     found = delete_unused_versions(_root(name, store), keep, pin or (), delete=delete)
@@ -108,7 +108,7 @@ def delete_unused_weights(
 
 
 def published_root(run: "Run") -> str | None:
-    """Return where a run has published weight versions, if it has."""
+    """Return the URL where a run has published weight versions, if it has."""
     from tuneloop.weights import pointer
 
     return run.weights_url if pointer.read_pointer(run.weights_url) else None

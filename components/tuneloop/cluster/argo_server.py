@@ -59,7 +59,7 @@ class Server:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Say in one line what the server's refusal means."""
+        """Turn the server's errors into one line that says what to do."""
         from hera.exceptions import HeraException, InternalServerError
         from requests import RequestException
 

@@ -19,9 +19,9 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:
-    """Scale once the Deployment behind a Service of its name, as `rule` decides, also by the iterations of `run`;
-    return what was changed. Raises UserError where there is no such Deployment or Service, a pod counts no requests, or
-    the account may not; Unavailable or Unreachable where the API server, or a ready pod, does not answer."""
+    """Scale the Deployment that has the name of a Service once, as `rule` decides, with the iterations of `run` if
+    given; return the change. Raises UserError without such a Deployment or Service, metrics of requests, or permission;
+    Unavailable or Unreachable if the API server, or a ready pod, does not answer."""
     cluster = connect_to_cluster(fleet.namespace, fleet.context)
     place = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
     replicas = cluster.custom.get_namespaced_custom_object_scale(*place)["spec"].get("replicas", 0)

@@ -1,10 +1,10 @@
-"""How many replicas a fleet of rollout servers is to have, by what is asked of it and by what idles. Pure: no clock.
+"""Decide how many replicas a fleet of rollout servers needs, by its requests and its idle time; it reads no clock.
 
 By requests it is the algorithm of Kubernetes' HorizontalPodAutoscaler for an average value (kubernetes.io, "Horizontal
 Pod Autoscaling"), with its tolerance and stabilization window; between 0 and 1 KEDA's activation (keda.sh, "Scaling
-Deployments"). The bound is the n for which the device time of an iteration, ``(weight + n) × (W / n + U)``, is least,
-``sqrt(weight × W / U)``: the trainer idles for the W / n seconds of sampling, and n replicas for the other U. Neither W
-nor U depends on n, so the bound is stable."""
+Deployments"). The upper bound is the n that minimizes the device time of an iteration, ``(weight + n) × (W / n + U)``:
+``sqrt(weight × W / U)``. The trainer idles for the W / n seconds of sampling, and the n replicas for the other U
+seconds. Neither W nor U depends on n, so the bound is stable."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ class Iteration:
 
 @dataclass
 class AutoscalingRule:
-    """The rule, for `minimum` to `maximum` replicas, and what it remembers.
+    """The rule, for `minimum` to `maximum` replicas, and its state.
 
     Attributes:
-        target: requests a replica.
-        window_s: seconds of stabilization; longer than a replica takes to start, and than samplers idle an iteration.
-        weight: devices of the trainer for one of a replica.
-        tolerance: part of the target, and of a replica, that changes nothing.
+        target: requests for each replica.
+        window_s: stabilization window; longer than a replica's start, and than samplers idle in an iteration.
+        weight: devices of the trainer for each device of a replica.
+        tolerance: relative deviation from the target, and from a whole replica, that is ignored.
     """
 
     minimum: int
@@ -46,12 +46,12 @@ class AutoscalingRule:
         """Decide on replicas at `now` (Unix seconds).
 
         Args:
-            replicas, ready: replicas that are asked for; of these, those that answer.
-            requests: completions that run or wait at them.
-            clients: pods that may send requests; without a replica, nothing counts the requests that they wait for.
+            replicas, ready: the number of desired replicas, and of those that answer.
+            requests: completions that run or wait at the replicas.
+            clients: pods that may send requests; without a replica, their waiting requests are not counted.
             last: the newest iteration of the run that they sample for.
         """
-        if last and last.sampling and last.idle and last.began >= self._changed:  # these replicas sampled all of it
+        if last and last.sampling and last.idle and last.began >= self._changed:  # all sampled by these replicas
             best = min(math.sqrt(self.weight * replicas * last.sampling / last.idle), self.maximum)
             if self._bound is None or abs(best - self._bound) > 0.5 + self.tolerance:
                 self._bound = max(1, round(best))

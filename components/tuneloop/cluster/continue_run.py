@@ -2,9 +2,9 @@
 
     python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51 …
 
-On a cluster this last step of a workflow creates a copy of that workflow with the next number, which starts at another
-template with these arguments: as it exists before this one ends, a run under way never looks finished. A repeated
-attempt finds what the first has created. On one machine it only says what follows (`execute_parts`)."""
+On a cluster this last step of a workflow creates a copy of the workflow with the next number, which starts at another
+template with these arguments. As the copy exists before this workflow ends, an active run never looks finished. A
+retry finds an existing copy. On one machine it only writes down what follows, for `execute_parts`."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ from tuneloop.workflow.settings import LOCAL, NEXT, RUN_LABEL
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Start the next workflow, or say on this machine what it is."""
+    """Start the next workflow, or on one machine, print what it is."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.continue_run")
     for flag in ("--workflow", "--namespace", "--entrypoint"):
         parser.add_argument(flag, required=True)
@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def create_next_workflow(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
-    """Create the workflow after `name`, unless it is there already, and return its name. Raises UserError where the
-    account may not, Retryable where the API server is in trouble."""
+    """Create the workflow after `name`, unless it exists, and return its name. Raises UserError if the account has no
+    permission, Retryable if the API server has a problem."""
     own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][RUN_LABEL]
     return argo.create_numbered(

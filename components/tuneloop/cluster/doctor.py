@@ -1,5 +1,5 @@
-"""Say what a cluster has and lacks before anything is sent there, with commands that mend it; change nothing there.
-What `tuneloop submit` refuses is found by `preflight`; Kubeflow Pipelines' own checks are in `tuneloop.kfp.doctor`."""
+"""Check a cluster before anything is submitted, and print the commands that fix each problem; change nothing there.
+`preflight` finds what `tuneloop submit` refuses; Kubeflow Pipelines' own checks are in `tuneloop.kfp.doctor`."""
 
 import json
 import re
@@ -31,7 +31,7 @@ INSTALL_ARGO = (
 
 @dataclass(frozen=True)
 class Check:
-    """The `outcome` of a check: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`; `remedy`: the command that mends it."""
+    """The `outcome` of a check: `OK`, `WARNING`, `REFUSED` or `NOT_CHECKED`; `remedy`: the command that fixes it."""
 
     subject: str
     outcome: str
@@ -44,7 +44,7 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
     needs of Argo Workflows. `store` is that of the run to come, as in the workflow's parameter; None: not known yet.
     Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
     queues, references = ", ".join(list_queues(workflow)), sorted(set(preflight.list_references(workflow["spec"])))
-    described = {  # by check, where nothing is refused; empty: the workflow does without
+    described = {  # check → its text if nothing is refused; empty: not needed by the workflow
         "namespace": f"{cluster.namespace} of context {cluster.context}",
         "Argo Workflows": "its API is there",
         "rights": f"may create workflows in namespace {cluster.namespace}",
@@ -69,14 +69,14 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
 
 
 def describe_queued_stage() -> dict[str, Any]:
-    """Describe a workflow of a stage of each role with the default settings, which asks for nothing but its queue."""
+    """Describe a workflow with a stage of each role and the default settings, which needs nothing but its queue."""
     stages = [{"name": role, "metadata": {"labels": Cluster().build_queue_labels(role)}} for role in ROLES]
     parameters = [{"name": "run"}, {"name": "store"}]
     return {"metadata": {}, "spec": {"templates": stages, "arguments": {"parameters": parameters}}}
 
 
 def collect_checks(subject: str, found: Iterable[Check | UserError], otherwise: str = "") -> list[Check]:
-    """Collect what a check finds: problems as refusals, and what the account may not see; if nothing, `otherwise`."""
+    """Collect a check's findings: problems as refusals, and objects that the account may not read; else `otherwise`."""
     with record_denied_reads() as denied:
         checks = [each if isinstance(each, Check) else _refuse(subject, each) for each in found]
     checks += [Check(subject, NOT_CHECKED, f"not checked: no right to {each}") for each in dict.fromkeys(denied)]
@@ -174,7 +174,7 @@ def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Ite
 
 
 def check_argo_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
-    """Check the queues of a workflow: what `submit` refuses, then what it warns of."""
+    """Check the queues of a workflow: first the problems that `submit` refuses, then its warnings."""
     yield from preflight.CHECKS["queue"](cluster, workflow)
     for each in find_queue_warnings(cluster, workflow):
         yield replace(_refuse("queue", each), outcome=WARNING)
@@ -196,7 +196,7 @@ def check_argo_store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterat
 
 
 def check_images(cluster: Connection, images: Iterable[str]) -> Iterator[Check]:
-    """Check that images have a tag that stays what it is, and are on a node or can be pulled."""
+    """Check that images have a fixed tag, and are on a node or can be pulled."""
     there, whole = preflight.list_node_images(cluster)
     for image in images:
         if read_tag(image) == "latest":

@@ -1,4 +1,4 @@
-"""How what lies on a cluster differs from what would be rendered now, and whether it may."""
+"""Compare the objects on a cluster with what would be rendered now."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from tuneloop.kube.connection import Connection
 
 
 def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
-    """Return a unified diff from the WorkflowTemplate `name`, as applied from manifests or made by a schedule, to
-    `workflow`; empty where they are equal. Raises UserError where there is no such template."""
+    """Return a unified diff from the WorkflowTemplate `name`, which was applied from manifests or made by a schedule,
+    to `workflow`; empty if they are equal. Raises UserError if there is no such template."""
     if (live := cluster.find(*TEMPLATES, name)) is None:
         remedy = f"is not a WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
         raise UserError("template", name, remedy)
@@ -25,7 +25,7 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
 def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
     """Compare the newest workflow of a run with `workflow`, as submitted to that run; see `template_drift`."""
     live = run_workflows.find_workflows(cluster, run)[-1]
-    made = run_workflows.started_like(_prepare_as(live, workflow, run), live)
+    made = run_workflows.copy_entrypoint(_prepare_as(live, workflow, run), live)
     spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
     return _difference(spec, made["spec"], live["metadata"]["name"])
 

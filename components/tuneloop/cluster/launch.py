@@ -3,9 +3,9 @@
     python -m tuneloop.cluster.launch job.yaml --namespace tuneloop
 
 A workflow engine runs this where it cannot read a job's state itself: Argo for a TrainJob (Argo's conditions do not
-reach into its list of conditions), Kubeflow Pipelines for every job. A job that exists under the name is followed, so
-that an evicted launcher goes on where it was. One that has failed is replaced, which resumes the run; one that is being
-deleted is waited for. SIGTERM ends the job, whose pods commit their resume points, and the launcher with 75."""
+reach into its list of conditions), Kubeflow Pipelines for every job. An existing job of the same name is followed, so
+that an evicted launcher continues where it was. A failed job is replaced, which resumes the run; a job that is being
+deleted is waited for. SIGTERM ends the job, whose pods commit their resume points, and the launcher exits with 75."""
 
 import argparse
 import queue
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 SUBMITTER_ONLY = ("runtimeEnvYAML", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "metadata")
-"""Fields of a RayJob that change how its program is submitted, and that only KubeRay's submitter passes on."""
+"""Fields of a RayJob that affect the submission of its program, and that only KubeRay's submitter passes on."""
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
     "JobSet": Kind(JOBSETS, JOBSET_PODS),
@@ -56,10 +56,10 @@ def read_success(status: Object) -> bool | None:
 
 
 def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
-    """Create `job` unless it exists and did not fail, print what its pods print, and wait for its end. Returns 0 when
-    it succeeded; else the exit code that explains those of its pods, 1 where they have none. Raises UserError at a kind
-    that is unknown or not allowed; Retryable where the job was deleted while it was followed, or the API server is in
-    trouble. A RayJob that KubeRay's pod has not submitted in `grace` seconds is submitted here."""
+    """Create `job` unless it exists and has not failed, print the logs of its pods, and wait for its end. Return 0 if
+    it succeeded; else the exit code that explains those of its pods, or 1 without any. Raises UserError for a kind that
+    is unknown or not allowed; Retryable if the job was deleted while it was followed, or the API server has a problem.
+    A RayJob that KubeRay's pod has not submitted in `grace` seconds is submitted here."""
     if (kind := KINDS.get(str(job.get("kind")))) is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
@@ -104,17 +104,17 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
 
 
 def submit_entrypoint(job: Object) -> str:
-    """Submit a RayJob's program to its Ray cluster, as its submitter has not, and return what came of it. The id is
-    that which KubeRay chose: Ray takes an id once, so a submitter that comes after all finds the program and follows it
+    """Submit a RayJob's program to its Ray cluster in place of its submitter, and return the result as text. The id is
+    the one that KubeRay chose: Ray accepts an id once, so a late submitter finds the program and follows it
     (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of `SUBMITTER_ONLY` is left to the submitter."""
     if only := [field for field in SUBMITTER_ONLY if job["spec"].get(field)]:
-        return f"nobody has submitted it; with spec.{only[0]} KubeRay's pod alone can: see why that did not start"
+        return f"it was not submitted; with spec.{only[0]} only KubeRay's pod can do so: see why that did not start"
     status = job.get("status") or {}
     body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
     try:
         code, answer = send_request("POST", f"http://{status['dashboardURL']}/api/jobs/", timeout_s=30, body=body)
     except Unanswered as error:
-        return f"nobody has submitted it, and its head can not be asked to run it: {error}"
+        return f"it was not submitted, and the request to its head failed: {error}"
     return f"its submitter did not start, so it was submitted here: HTTP {code}, {answer.decode(errors='replace')}"
 
 
@@ -134,13 +134,13 @@ def _create(cluster: Connection, kind: Kind, job: Object) -> bool:
 
 
 def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
-    """End a job: its pods get SIGTERM. With `wait`, its name stays taken until they have ended. Return at once."""
-    policy = "Foreground" if wait else "Background"  # a Job would leave its pods
+    """Delete a job without waiting: its pods get SIGTERM. With `wait`, its name is taken until they have ended."""
+    policy = "Foreground" if wait else "Background"  # by default a Job's pods would be kept
     cluster.delete(*KINDS[str(job["kind"])].api, job["metadata"]["name"], propagation_policy=policy)
 
 
 def _code(pods: Sequence[Any], status: Object) -> int:
-    """Return the exit code of a job that failed; Ray tells its driver's in words."""
+    """Return the exit code of a failed job; Ray gives its driver's code only in a message."""
     if told := re.search(r"failed with exit code (\d+)", str(status.get("message", ""))):
         return int(told[1])
     ended = [s.state.terminated for pod in pods for s in pod.status.container_statuses or () if s.state.terminated]

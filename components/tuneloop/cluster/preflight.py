@@ -1,5 +1,5 @@
-"""What can be known to fail on a cluster before anything is created there: one line each, with the remedy. What the
-account may not see (403) counts as present: the account that runs the workflow is another one."""
+"""Find what would fail on a cluster before anything is created there: one line each, with the remedy. An object that
+the account may not read (403) counts as present, since the workflow runs with another account."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
 
 
 def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yield accounts, secrets, config maps and claims that the workflow names and cannot do without."""
+    """Yield an error for each missing account, Secret, ConfigMap or claim that the workflow requires."""
     read = {
         "service account": cluster.core.read_namespaced_service_account,
         "secret": cluster.core.read_namespaced_secret,
@@ -115,7 +115,7 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Check the devices of a claim: the cluster accepts one for an unknown class, and its pods wait for ever."""
+    """Check the devices of a claim: the cluster accepts a claim for an unknown class, but its pods wait for ever."""
     yield from find_placement_errors(workflow)
     try:
         check_colocation(workflow)
@@ -135,7 +135,7 @@ def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
 
 
 def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Check the policy and patience of the group: a run that it refuses ends at the first stage that shares."""
+    """Check policy and patience against the group's: a run with others fails at its first stage that shares devices."""
     found = filter(None, map(find_lease_sidecar, workflow["spec"].get("templates", ())))
     wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
     places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
@@ -150,11 +150,11 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
 
 
 def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
-    """List the groups of a run's leases: where each claim has one, all claims, as the run's own is not known yet."""
+    """List the groups of leases that a run may use: of all claims if each has one, as the run's claim is not known."""
     if "{{" not in flags.group:
         return [flags.group]
     share = share_of(workflow)
-    assert share, "the claim's name is written for those that share"
+    assert share, "only stages that share devices have a claim's name"
     found = find_object(list_claims, cluster, f"{GROUP_LABEL}={share.group}")
     return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
@@ -168,8 +168,8 @@ def _resizes(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
 
 
 def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Check the images that name no registry: they are on a node, or nothing can pull them. Registries are not asked:
-    the nodes' way to them, and their credentials, are the cluster's own."""
+    """Check the images without a registry in their name, which must be on a node, as no node can pull them. Registries
+    are not contacted: only the nodes have the network and the credentials for them."""
     there, whole = list_node_images(cluster)
     for image in list_images(workflow) if whole else ():
         host = image.partition("/")[0] if "/" in image else ""
@@ -188,7 +188,7 @@ def list_images(workflow: Mapping[str, Any]) -> list[str]:
 
 
 def list_node_images(cluster: Connection) -> tuple[set[str], bool]:
-    """Return the names of images on nodes, and whether these are all: a kubelet may have more, or none be seen."""
+    """Return the names of images on nodes, and whether the list is complete: a kubelet reports only some of them."""
     if (nodes := find_object(cluster.core.list_node, _request_timeout=30)) is UNSEEN:
         return set(), False
     there = {name for node in nodes.items for image in node.status.images or () for name in image.names or ()}
@@ -196,7 +196,7 @@ def list_node_images(cluster: Connection) -> tuple[set[str], bool]:
 
 
 def is_on_node(image: str, there: set[str]) -> bool:
-    """Return whether an image is among those `there`, whose names are in full."""
+    """Return whether an image is among the full names in `there`."""
     return any(f"{prefix}{image}" in there for prefix in ("", "docker.io/", "docker.io/library/", "localhost/"))
 
 
@@ -208,7 +208,7 @@ def _store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
         if not any(mount and path.startswith(mount) for mount in _shared_mounts(workflow)):
             yield UserError("store", url, "is a path that the pods do not share; use s3://…, or mount a claim there")
     elif scheme == "memory":
-        yield UserError("store", url, "ends with the pod; use s3://…")
+        yield UserError("store", url, "is lost when the pod ends; use s3://…")
     elif has_store_keys(scheme):
         try:
             Store(url).check_writable()
@@ -217,7 +217,7 @@ def _store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
 
 
 def has_store_keys(scheme: str) -> bool:
-    """Return whether this machine has been told how to reach the store; the pods' way is the cluster's own."""
+    """Return whether this machine has credentials for the store; the pods get theirs from the cluster."""
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 
 
@@ -233,7 +233,7 @@ def _shared_mounts(workflow: Mapping[str, Any]) -> Iterator[str]:
 
 Find = Callable[[Connection, Mapping[str, Any]], Iterable[UserError]]
 REQUIRED: Mapping[str, Find] = {"namespace": _namespace, "Argo Workflows": _installed}
-"""What is looked at → what finds its problems; without these nothing else can be looked at."""
+"""Subject → the function that finds its problems; the first ones must pass before the others can be checked."""
 CHECKS: Mapping[str, Find] = {
     "rights": _allowed,
     "references": _references,

@@ -1,4 +1,4 @@
-"""What a check of a cluster finds: a problem with the command that mends it, and what the account may not look at."""
+"""The findings of a cluster's checks: problems with the command that fixes them, and reads that were denied."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ _denied: ContextVar[list[str] | None] = ContextVar("denied", default=None)
 
 
 class Problem(UserError):
-    """What prevents a workflow from running, and the command that mends it."""
+    """A problem that prevents a workflow from running, and the command that fixes it."""
 
     def __init__(self, field: str, value: object, found: str, command: str, otherwise: str = "") -> None:
         super().__init__(field, value, f"{found}; {command}{otherwise}")
@@ -28,7 +28,7 @@ ABSENT, UNSEEN = "absent", "not for this account to see"
 
 @contextmanager
 def record_denied_reads() -> Iterator[list[str]]:
-    """Yield a list that gets each read in the block that the account has no right to, as in ``list nodes``."""
+    """Yield a list to which each read is added that the account has no permission for, as ``list nodes``."""
     denied: list[str] = []
     token = _denied.set(denied)
     try:
@@ -38,7 +38,7 @@ def record_denied_reads() -> Iterator[list[str]]:
 
 
 def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what `read` gives; ABSENT for 404; UNSEEN for 403."""
+    """Return the result of `read`; ABSENT for 404; UNSEEN for 403."""
     try:
         return read(*args, **kwargs)
     except ApiRefusal as error:
@@ -53,5 +53,5 @@ def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_absent(read: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return whether what `read` asks for is not there; what the account may not see counts as there."""
+    """Return whether the object of `read` does not exist; one that the account may not read counts as existing."""
     return find_object(read, *args, **kwargs) is ABSENT

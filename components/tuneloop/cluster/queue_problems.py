@@ -1,4 +1,4 @@
-"""Queues that would never admit what a workflow asks for: Kueue leaves its pods waiting, and says so nowhere."""
+"""Find queues that would never admit a workflow's requests: Kueue leaves its pods waiting, and reports nothing."""
 
 import json
 import shlex
@@ -17,13 +17,13 @@ from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPL
 
 KUEUE = ("kueue.x-k8s.io", "v1beta2")
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Of every namespace: its name."""
+"""The label of every namespace that has its name."""
 Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
 
 def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    """Find queues that would never admit what a workflow's templates ask for."""
+    """Find queues that would never admit the requests of a workflow's templates."""
     labels, behind = find_queued_templates(workflow), dict[str, dict[str, Any]]()
     for name in list_queues(workflow):
         if (found := find_object(cluster.get, *KUEUE, "localqueues", name)) is ABSENT:
@@ -59,20 +59,20 @@ def _cluster_queue(
 
 
 def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find rollout servers that are admitted one by one, or hold quota that stages wait for. A server holds its share
-    for the whole run: those of several runs can hold all of it, and no stage is admitted."""
+    """Find rollout servers that are admitted one by one, or that hold quota which stages wait for. A server holds its
+    quota for the whole run: the servers of several runs can hold all of it, so that no stage is admitted."""
     held, waited, servers = set[str](), set[str](), count_servers(workflow)
     for name, labels in find_queued_templates(workflow).items():
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
         if (count := servers.get(name, 1)) > 1:
-            found = "are admitted one by one: several runs can each get some of theirs, and wait for the others"
-            otherwise = " shows the quota: have enough for all (docs/cluster.md, The queue)"
+            found = "are admitted one by one: several runs can each get some of their servers, and wait for the others"
+            otherwise = " shows the quota, which must suffice for all (docs/cluster.md, The queue)"
             yield Problem("engine.replicas", count, found, "kubectl get clusterqueues", otherwise)
     for server in sorted(held):
         own = _list_quotas(cluster, server, "borrowingLimit")
         if any(own & _list_quotas(cluster, stage, "lendingLimit") for stage in waited):
-            found = "gives rollout servers, for as long as their runs, quota that stages wait for: "
-            found += "those of several runs can hold all of it, and no run goes on"
+            found = "gives rollout servers quota that stages wait for, as long as their runs last: "
+            found += "the servers of several runs can hold all of it, and no run makes progress"
             command = f"tuneloop … --set cluster.sampler.queue={SAMPLER_QUEUE}"
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
 
@@ -85,7 +85,7 @@ def count_servers(workflow: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
-    """List what a LocalQueue draws on: its ClusterQueue, and the cohort unless every `limit` of resources is 0."""
+    """List the sources of a LocalQueue's quota: its ClusterQueue, and the cohort unless every `limit` is 0."""
     if (local := find_object(cluster.get, *KUEUE, "localqueues", queue)) in (ABSENT, UNSEEN):
         return set()
     name = local["spec"]["clusterQueue"]
@@ -97,8 +97,8 @@ def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
 
 
 def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str) -> Iterator[UserError]:
-    """Check that a ClusterQueue selects the namespace: else its pods wait for ever, and its LocalQueue is active all
-    the same. Expressions other than ``In`` count as satisfied."""
+    """Check that a ClusterQueue selects the namespace: else its pods wait for ever, although its LocalQueue is active.
+    Expressions other than ``In`` count as satisfied."""
     namespace = find_object(cluster.core.read_namespace, cluster.namespace)
     if namespace in (ABSENT, UNSEEN):
         return
@@ -116,14 +116,14 @@ def _admitted(cluster: Connection, selector: Mapping[str, Any] | None, name: str
 def find_quota_problems(
     workflow: Mapping[str, Any], spec: Mapping[str, Any], queues: Collection[str], cluster_queue: str
 ) -> Iterator[UserError]:
-    """Find what templates in `queues` request beyond a ClusterQueue's quota (`spec`), less what servers hold of it."""
-    if spec.get("cohortName") or spec.get("cohort"):  # it may borrow what others leave
+    """Find requests of templates in `queues` that exceed a ClusterQueue's quota (`spec`) without its servers' part."""
+    if spec.get("cohortName") or spec.get("cohort"):  # it may borrow quota that other queues do not use
         return
     quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
     waiting = {name for name, labels in find_queued_templates(workflow).items() if labels[QUEUE_LABEL] in queues}
     own = [template for template in workflow["spec"]["templates"] if template["name"] in waiting]
     argos = json.loads(workflow["spec"].get("podSpecPatch") or "{}").get("containers", ())
-    servers = count_servers(workflow)  # a daemon keeps its share while the others run
+    servers = count_servers(workflow)  # a daemon keeps its quota while other pods run
     held = _sum(compute_pod_requests(each, argos) for each in own for _ in range(servers.get(each["name"], 0)))
     for template in own:
         alone = compute_pod_requests(template, argos)
@@ -140,7 +140,7 @@ def find_quota_problems(
 
 
 def _largest(spec: Mapping[str, Any]) -> Amounts:
-    """Compute what the best flavor of a ClusterQueue gives of each resource."""
+    """Compute the largest quota of each resource among the flavors of a ClusterQueue."""
     best: Amounts = {}
     for group in spec.get("resourceGroups", ()):
         for flavor in group["flavors"]:

@@ -1,14 +1,14 @@
-"""Seats of runs on ResourceClaims (``resource.k8s.io/v1``): the first step of a workflow that shares devices takes
-them, its exit handler gives them back.
+"""Reservations of ResourceClaims (``resource.k8s.io/v1``) by runs: the first step of a workflow that shares devices
+makes them, its exit handler releases them.
 
     python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{…}' --seats claim
 
-Where each pod has a claim of its own, seats are on the ResourceClaimTemplate that those are made from. All state is in
-the claims: the annotation `SEATS` lists the runs, the owner references their active workflows; when all of these are
+If each pod has its own claim, the runs reserve the ResourceClaimTemplate from which the claims are made. All state is
+in the claims: the annotation `SEATS` lists the runs, the owner references their active workflows; when all of these are
 deleted, Kubernetes deletes the claim. Every change is a compare-and-swap by ``resourceVersion``, and a claim's name can
-be created once, so that any number of steps may do this at a time. A seat is a run's, not a workflow's: the next
-workflow of a long run has it as soon as it exists. Each step also releases seats of terminated or deleted workflows,
-and deletes claims without seats. The exit handler ``end-graph`` ends the Dynamo graph of a run, however that ended."""
+be created once, so that any number of steps may run concurrently. A run holds a reservation, not a workflow: the next
+workflow of a long run has it as soon as it exists. Each step also releases reservations of terminated or deleted
+workflows, and deletes claims without any. The exit handler ``end-graph`` always ends the Dynamo graph of a run."""
 
 import argparse
 import itertools
@@ -32,7 +32,7 @@ from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL
 API = ("resource.k8s.io", "v1")
 KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
 SEATS = "tuneloop.dev/seats"
-"""Annotation of a claim: the runs that sit on it, a JSON list."""
+"""Annotation of a claim: the runs that reserve it, a JSON list."""
 
 Object = dict[str, Any]
 Owner = tuple[str, str]
@@ -47,11 +47,11 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
     release_ended_runs(cluster)
     run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
     if run is None:
-        raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: send it by `tuneloop submit`")
+        raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: submit it by `tuneloop submit`")
     while True:
         there, active = list_claims(cluster, selector), _active(cluster)
         if run not in active:
-            raise Retryable(f"run: {run}: has no workflow any more that is under way")
+            raise Retryable(f"run: {run}: no longer has an active workflow")
         standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
         kind, wanted = _new("", share, "")["kind"], _wanted(share)
         for known, claim in standing.items():
@@ -66,12 +66,12 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
         claim = standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
         if _seat(cluster, claim, list(dict.fromkeys([*list_claim_runs(claim), run])), active):
             return _name(claim)
-        time.sleep(random.uniform(0.05, 0.5))  # another one was faster: look again
+        time.sleep(random.uniform(0.05, 0.5))  # a concurrent change: read the claims again
 
 
 def release_ended_runs(cluster: Connection, without: str = "") -> None:
-    """Release the reservations of runs without an active workflow, and delete the claims that nobody reserves. Raises
-    as `reserve_claim`. The workflow `without` counts as ended."""
+    """Release the reservations of runs without an active workflow, and delete claims without reservations. The workflow
+    `without` counts as ended. Raises as `reserve_claim`."""
     while True:
         there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
         active = _active(cluster, without) if there else {}
@@ -80,7 +80,7 @@ def release_ended_runs(cluster: Connection, without: str = "") -> None:
 
 
 def end_graphs(cluster: Connection, run: str, without: str = "") -> None:
-    """Delete a run's Dynamo graphs, or have an active workflow but `without` own them. Raises as `reserve_claim`."""
+    """Delete a run's Dynamo graphs, or make another active workflow than `without` their owner. Raises as above."""
     active = _active(cluster, without).get(run)
     for graph in list_graphs(cluster, run):
         if active:
@@ -106,8 +106,8 @@ def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
 
 
 def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
-    """Have the `active` runs of `wanted` sit on `claim`; return whether nobody else changed it meanwhile. Claims are
-    read before workflows: a run that came in between has changed the claim, whose version is then another."""
+    """Write the `active` runs of `wanted` as the reservations of `claim`; return False after a concurrent change.
+    Claims are read before workflows: a run that came in between has changed the claim's version."""
     place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
     stay, owners = filter_active_runs(wanted, active)
     references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
@@ -118,7 +118,7 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
         return True
     annotations = {**about.get("annotations", {}), SEATS: json.dumps(stay)}
     body = {**claim, "metadata": {**about, "annotations": annotations, "ownerReferences": references}}
-    with ignore_refusals(404, 409):  # another change came before it
+    with ignore_refusals(404, 409):  # the claim was changed or deleted meanwhile
         if not stay:
             same = {"preconditions": {name: about[name] for name in ("uid", "resourceVersion")}}
             cluster.custom.delete_namespaced_custom_object(*place, _name(claim), body=same)
@@ -131,7 +131,7 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
 
 
 def _new(name: str, share: Share, role: str) -> Object:
-    """Build a claim for the devices of `share`, on which nobody sits yet."""
+    """Build a claim for the devices of `share`, without reservations."""
     labels = {"app.kubernetes.io/part-of": "tuneloop", GROUP_LABEL: share.group, **({ROLE_LABEL: role} if role else {})}
     asked: Object = {"devices": {"requests": [{"name": DEVICES, "exactly": _wanted(share)}]}}
     return {
@@ -162,8 +162,8 @@ def _name(claim: Mapping[str, Any]) -> str:
 
 
 def choose_claim(claims: Mapping[str, Sequence[str]], run: str, limit: int) -> str | None:
-    """Choose the claim on which `run` gets its seat: where it sits already, else the fullest that has room, the first
-    by name among equals; None where another one is needed. `claims` has their names and the runs that sit on each."""
+    """Choose the claim that `run` reserves: the one that it has already, else the fullest with room, the first by name
+    among equals; None if a new claim is needed. `claims`: name → the runs that reserve the claim."""
     if seated := [name for name, runs in claims.items() if run in runs]:
         return min(seated)
     room = [name for name, runs in claims.items() if len(runs) < limit]
@@ -184,7 +184,7 @@ def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Take a workflow's seats and output the claims' names; or give them back; or end the Dynamo graph of its run."""
+    """Reserve a workflow's claims and output their names; or release them; or end the Dynamo graph of its run."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
     parser.add_argument("step", choices=[TAKE, GIVE, END])
     parser.add_argument("--workflow", required=True)
@@ -196,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
     if given.step == END:
         end_graphs(connect_to_cluster(given.namespace), given.run, without=given.workflow)
         return 0
-    if LOCAL in os.environ:  # one machine has no claims: the group's name stands for one
+    if LOCAL in os.environ:  # one machine has no claims: output the group's name instead
         names = dict.fromkeys(given.seats, given.share.group if given.share else "")
     else:
         cluster = connect_to_cluster(given.namespace)

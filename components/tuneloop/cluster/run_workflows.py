@@ -1,4 +1,4 @@
-"""The workflows of a run: how they are made, named, found on a cluster and read."""
+"""The workflows of a run: prepare, name, find and read them."""
 
 import copy
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE_LABEL, RUN_LABEL
 
 DONE = ("Succeeded", "Failed", "Error")
 CONTINUES = "tuneloop.dev/continues"
-"""Annotation: the workflow of the same run that this one follows."""
+"""Annotation: the previous workflow of the same run."""
 
 ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
 """Selects the workflows that are under way, exit handler included."""
@@ -40,7 +40,7 @@ def prepare_workflow(
         if name not in parameters:
             raise UserError(f"spec.arguments.parameters.{name}", None, "is missing; tuneloop's pipelines have it")
         parameters[name]["value"] = value
-    for mutex in spec.get("synchronization", {}).get("mutexes", ()):  # as the controller would write it
+    for mutex in spec.get("synchronization", {}).get("mutexes", ()):  # the controller would write the same
         mutex["name"] = mutex["name"].replace("{{workflow.parameters.run}}", run)
     for template in spec.get("templates", ()) if priority else ():
         job = parse_applied_object(template)
@@ -54,7 +54,7 @@ def prepare_workflow(
 
 
 def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `workflow` as the WorkflowTemplate `name`; what is submitted from it labels itself with its run."""
+    """Return `workflow` as the WorkflowTemplate `name`; workflows that are submitted from it label themselves."""
     labels = workflow["metadata"].get("labels", {})
     spec = copy.deepcopy(workflow["spec"])
     spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
@@ -71,7 +71,7 @@ def template_name(pipeline: str) -> str:
 
 
 def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return template → labels, of those that wait in a queue, or whose job does."""
+    """Return template → labels, for templates whose pod or job waits in a queue."""
     templates = workflow["spec"].get("templates", ())
     labels = {t["name"]: (parse_applied_object(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
@@ -87,7 +87,7 @@ def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     if not (found := list_workflows(cluster, run)):
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
         raise UserError("run", run, remedy)
-    # Kubernetes tells seconds apart; two workflows of one second follow their numbers.
+    # Kubernetes' times are whole seconds; workflows of the same second are ordered by their numbers.
     return sorted(
         found, key=lambda w: (w["metadata"]["creationTimestamp"], get_workflow_number(run, w["metadata"]["name"]))
     )
@@ -110,8 +110,8 @@ def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
-def started_like(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `made`, but starting where `newest`, a later workflow of the same run, starts."""
+def copy_entrypoint(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `made` with the entrypoint of `newest`, a later workflow of the same run."""
     spec = newest["spec"]
     known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
     given = spec.get("arguments", {}).get("parameters", ())

@@ -1,9 +1,9 @@
-"""Run a pipeline again when its data has changed: looked at by the clock, started by the digest of its prompts.
+"""Run a pipeline again when its data has changed: checked at scheduled times, by the digest of its prompts.
 
-`schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only looks: it makes the prompts anew,
-keeps none of them, and compares, by this module as its last step. A run is named ``<name>-<first 8 digits of the
-prompts' digest>``, so that new data is a new run, data that was done with is skipped, and a run that failed is resumed.
-Nothing starts while a run is under way, however many workflows it takes."""
+`schedule` creates a WorkflowTemplate (the pipeline) and a CronWorkflow, which only checks the data: it makes the
+prompts again, compares their digest by this module as its last step, and keeps nothing. A run is named ``<name>-<first
+8 digits of the prompts' digest>``, so that new data starts a new run, data of a finished run is skipped, and a failed
+run is resumed. Nothing starts while a run is active, however many workflows it consists of."""
 
 import argparse
 import copy
@@ -33,7 +33,7 @@ CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
 KINDS = {"WorkflowTemplate": TEMPLATES, "CronWorkflow": CRON}
 SAID, KEPT = "said", 10
-"""Output of a look's last step: what it did; and how many looks that succeeded, or failed, the controller keeps."""
+"""Output of a check's last step, which says what it did; how many successful and failed checks are kept."""
 
 
 def apply_schedule(
@@ -46,10 +46,10 @@ def apply_schedule(
     timezone: str | None = None,
     priority: str | None = None,
 ) -> None:
-    """Create or change the schedule `name`; a run that is under way keeps what it was started with. `workflow` is of a
-    pipeline with a stage `data_prep`; `timezone` is that of `cron`, as in Europe/Prague, by default the controller's,
-    mostly UTC. Raises UserError where there is no such stage, time or zone, the name is too long or of an object that
-    no schedule made, or `preflight.check_cluster` refuses it."""
+    """Create or change the schedule `name`; active runs keep the settings with which they were started. `workflow` is
+    a pipeline with a stage `data_prep`; `timezone` is that of `cron`, such as Europe/Prague, by default the
+    controller's, mostly UTC. Raises UserError without such a stage, time or zone, if the name is too long or is used by
+    another object, or if `preflight.check_cluster` refuses the workflow."""
     check_schedule_name(name)
     check_cron(cron)
     if timezone:
@@ -72,13 +72,13 @@ def apply_schedule(
 def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Build the spec of the WorkflowTemplate of schedule `name`."""
     spec: dict[str, Any] = as_template(workflow, name)["spec"]
-    # The newest run that succeeded is what says that its data is done with.
+    # The newest run that succeeded records that its data is finished.
     spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
     return spec
 
 
 def delete_schedule(cluster: Connection, name: str) -> None:
-    """Delete the schedule `name`; its runs stay. Raises UserError where there is no such schedule."""
+    """Delete the schedule `name`, but not its runs. Raises UserError if there is no such schedule."""
     standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
     if not any(standing.values()):
         raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")
@@ -87,8 +87,8 @@ def delete_schedule(cluster: Connection, name: str) -> None:
 
 
 def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
-    """List the schedules of the namespace: their `name`, `cron`, `last` tick, and `looks`, newest first; `message` says
-    why the controller starts none. Of a tick during a look, which it skips, it keeps no record."""
+    """List the schedules of the namespace: their `name`, `cron`, `last` scheduled time, and `looks` (checks), newest
+    first; `message` says why the controller starts none. It does not record a time that it skips during a check."""
     looks, found = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1], []
     for each in cluster.list(*CRON, selector=LABEL):
         name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
@@ -101,7 +101,7 @@ def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
 
 
 def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
-    """Read when a workflow looked for new data, its phase, and what it did or why it failed."""
+    """Read when a workflow checked for new data, its phase, and what it did or why it failed."""
     pods = [node for node in read_nodes(workflow).values() if node.type == "Pod"]
     said = [node.outputs.get(SAID) or node.message for node in pods if node.template == "start" or node.phase in BROKEN]
     phase = get_workflow_phase(workflow)
@@ -109,7 +109,7 @@ def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
-    """Return the object of the schedule; None where there is none. Raises UserError at one that no schedule made."""
+    """Return the object of a schedule, or None. Raises UserError for an object that no schedule created."""
     found = cluster.find(*KINDS[kind], name)
     if found is not None and labels_of(found).get(LABEL) != name:
         remedy = f"is a {kind} of namespace {cluster.namespace} that no schedule made; choose another name"
@@ -118,13 +118,13 @@ def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | Non
 
 
 def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Build the spec of the workflow that looks for new data, with the settings of `workflow`."""
+    """Build the spec of the workflow that checks for new data, with the settings of `workflow`."""
     spec = copy.deepcopy(workflow["spec"])
     data = next(
         (t for t in spec["templates"] if "tuneloop.stages.data_prep" in t.get("container", {}).get("command", ())), None
     )
     if data is None:
-        raise UserError("pipeline", name, "has no stage data_prep, whose prompts say whether there is new data")
+        raise UserError("pipeline", name, "has no stage data_prep, whose prompts show whether there is new data")
     tasks = (task for t in spec["templates"] for task in t.get("dag", {}).get("tasks", ()))
     task = dict(next(task for task in tasks if task["template"] == data["name"]))
     given = [p for p in task["arguments"]["parameters"] if p["name"] != "prompts"]
@@ -135,7 +135,7 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     start["arguments"] = {"parameters": [{"name": "prompts", "value": ref}]}
     main = {"name": "main", "dag": {"tasks": [task, start]}}
     spec["podMetadata"]["labels"].pop(RUN_LABEL)
-    spec.pop("onExit", None)  # it holds no seat
+    spec.pop("onExit", None)  # it reserves no claim
     spec.pop("ttlStrategy", None)  # the newest are kept
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
 
@@ -157,13 +157,13 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apply(cluster: Connection, kind: str, name: str, spec: Mapping[str, Any]) -> None:
-    """Create the object, or replace the spec of the one that stands."""
+    """Create the object, or replace the spec of the existing one."""
     group, version, plural = KINDS[kind]
     body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": kind}
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
     while standing := _standing(cluster, kind, name):
         body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
-        with ignore_refusals(409):  # the controller, which writes its status at any time, was faster
+        with ignore_refusals(409):  # the controller has just written its status
             cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
             return
     cluster.create(group, version, plural, body)
@@ -207,7 +207,7 @@ def check_timezone(name: str) -> None:
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Start a run for the data that the looking workflow has found."""
+    """Start a run for the data that the checking workflow has found."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.schedule")
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)

@@ -15,11 +15,11 @@ FIELDS = (
 
 
 def render_servers(workflow: Mapping[str, Any], name: str, config: Any) -> list[dict[str, Any]]:
-    """Render what the template `serve` of `workflow` starts for a run; a replica is one pod, and asks for no token.
-    Raises UserError where it starts no server, or one that follows its run or takes turns."""
+    """Render the server of a run's template `serve` as a Deployment; each replica is one pod, and requires no token.
+    Raises UserError if the workflow starts no server, or one that depends on its run or on a device lease."""
     serve = next((each for each in workflow["spec"]["templates"] if each["name"] == "serve"), None)
     words = serve["container"]["args"] if serve else []
-    flags = {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}  # else it is of a run
+    flags = {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}  # else specific to a run
     if not serve or "--weights" not in flags or share_of(workflow):
         remedy = "need engine.name=vllm, engine.pull=true and engine.weights=URL, without cluster.share"
         raise UserError("--servers", name, remedy)
@@ -32,7 +32,7 @@ def render_servers(workflow: Mapping[str, Any], name: str, config: Any) -> list[
     pod = {key: fields[key] for key in FIELDS if key in fields} | {"volumes": kept.pop("volumes")}
     pod |= {"containers": [container | kept], "enableServiceLinks": False}  # a Service called vllm sets VLLM_PORT
     about = {"name": name, "labels": {**own, "app.kubernetes.io/part-of": "tuneloop"}}
-    # One is what Kubernetes takes for none: left out, whoever scales the Deployment says how many there are.
+    # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's number.
     deployment: dict[str, Any] = {"replicas": config.engine.replicas} if config.engine.replicas > 1 else {}
     deployment["selector"] = {"matchLabels": own}
     deployment["template"] = {"metadata": {"labels": {**serve["metadata"]["labels"], **own}}, "spec": pod}

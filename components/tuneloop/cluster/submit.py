@@ -31,14 +31,14 @@ from tuneloop.workflow.rendered_stages import read_loop
 from tuneloop.workflow.settings import DELETE_DELAY, RUN_LABEL, TOKEN_KEY, TOKEN_SECRET
 
 FORGOTTEN_S = 900.0
-"""Seconds after which Argo's controller has deleted a pod that succeeded (`DELETE_DELAY`), unless it was restarted
-after its workflow's end: its queue of deletions is in memory, and ended workflows are not looked at again."""
+"""Seconds after which Argo's controller has deleted a successful pod (`DELETE_DELAY`), unless the controller restarted
+after the workflow's end: its queue of deletions is only in memory, and it does not process ended workflows again."""
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
 def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
-    """Create a prepared workflow, and return its name. A run that ended is resumed: committed stages end at once, a
-    long loop goes on at its newest workflow. Raises UserError as `prepare_resumption`, or where the name is taken."""
+    """Create a prepared workflow, and return its name. An ended run is resumed: committed stages end at once, and a
+    long loop continues at its newest workflow. Raises UserError as `prepare_resumption`, or if the name is taken."""
     made, at = prepare_resumption(made, list_workflows(cluster, run), run)
     return create_numbered(cluster, made, run, at) if at > 1 else _create(cluster, made, run)
 
@@ -46,8 +46,8 @@ def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> s
 def prepare_resumption(
     made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
 ) -> tuple[Mapping[str, Any], int]:
-    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number. Raises UserError where
-    one of them is under way, or the run is of another pipeline, store or, once begun, other settings."""
+    """Return `made` as the workflow that follows the `earlier` ones of its run, and its number. Raises UserError if one
+    of these is active, or the run has another pipeline or store, or after the first version, other settings."""
     if active := [w["metadata"]["name"] for w in earlier if get_workflow_phase(w) not in DONE]:
         remedy = f"is under way as workflow {active[0]}; `tuneloop cluster stop` it, or choose another name"
         raise UserError("run", run, remedy)
@@ -55,14 +55,14 @@ def prepare_resumption(
         return made, 1
     check_resumable(made, earlier, run)
     numbers = [get_workflow_number(run, workflow["metadata"]["name"]) for workflow in earlier]
-    return run_workflows.started_like(made, earlier[-1]), max(numbers) + 1
+    return run_workflows.copy_entrypoint(made, earlier[-1]), max(numbers) + 1
 
 
 def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
-    """Refuse a workflow that is not of the run whose `earlier` workflows, oldest first, are given. Raises UserError at
-    another pipeline or store, and at other settings, unless the run failed before its loop made a version. They may be
-    mended then, as on one machine (`tuneloop run`): stages refuse what does not fit their committed outputs. What pods
-    ask for, and what no stage compares with its output (addresses, patience, processes), may change at any time."""
+    """Refuse a workflow that does not fit the run whose `earlier` workflows, oldest first, are given. Raises UserError
+    for another pipeline or store, and for other settings, unless the run failed before its loop made a version. Then
+    they may be corrected, as with `tuneloop run`: stages refuse settings that differ from their committed outputs. The
+    pods' requests, and settings that no stage compares with its output (addresses, timeouts), may always change."""
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}
     differing = find_differences(asked, {k: before[k] for k in asked})
@@ -74,7 +74,7 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
 
 
 def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect what decides what a run computes: its pipeline, its parameters, and each stage's own where given."""
+    """Collect the settings that affect a run's results: its pipeline, its parameters, and those of each stage."""
     spec = effective_spec(workflow)
     given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
     if "store" in given:
@@ -86,7 +86,7 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that a stage compares with those of its committed output; all where it is not installed."""
+    """Return the flags that a stage compares with those of its committed output; all if it is not installed here."""
     command = template["container"]["command"]
     words = [str(word) for word in template["container"].get("args", ())]
     flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
@@ -102,7 +102,7 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_stage(template: Mapping[str, Any]) -> bool:
-    """Return whether a template runs a stage: not a server, nor a step that only deals with the cluster."""
+    """Return whether a template runs a stage, not a server or a step that only calls the cluster's API."""
     command = (template.get("container") or {}).get("command", ())
     return bool(command) and not template.get("daemon") and not any("tuneloop.cluster" in word for word in command)
 
@@ -115,7 +115,7 @@ def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
 
 
 def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
-    """Create ``<run>-<at>``, or with the next number that is free; what follows the same workflow is there already."""
+    """Create ``<run>-<at>``, or use the next free number; a workflow that follows the same one is not created again."""
     while True:
         name = f"{run}-{at}"
         with ignore_refusals(409):
@@ -140,7 +140,7 @@ def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
 
 
 def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
-    """Make the token of a workflow's rollout servers, as a Secret that goes with it; one that is there stays."""
+    """Create the token of a workflow's rollout servers, as a Secret that the workflow owns, unless it exists."""
     spec, name, uid = workflow["spec"], workflow["metadata"]["name"], workflow["metadata"]["uid"]
     if not mounts_token(spec):
         return
@@ -152,13 +152,13 @@ def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
 
 
 def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
-    """Stop a run: its stages commit what a resume needs; its jobs, pods, graphs, reservations and leases are released.
-    Return how many workflows were under way. Raises Retryable where they did not end in `timeout` seconds."""
+    """Stop a run: its stages commit their resume points; its jobs, pods, graphs, reservations and leases are released.
+    Return the number of active workflows. Raises Retryable if they do not end in `timeout` seconds."""
     stopped: set[str] = set()
 
     def ended() -> bool:
         active = {w["metadata"]["name"] for w in find_workflows(cluster, run) if get_workflow_phase(w) not in DONE}
-        for name in active - stopped:  # one that goes on in another may create it just now
+        for name in active - stopped:  # it may just be creating the workflow that continues it
             cluster.custom.patch_namespaced_custom_object(
                 *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
             )
@@ -168,14 +168,14 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     wait_until(ended, timeout, f"{run}: workflow did not end")
     selector, live = f"{RUN_LABEL}={run}", ("Pending", "Running")
     how = {"label_selector": selector, "propagation_policy": "Background"}  # a Job would leave its pods
-    for kind in KINDS.values():  # those of several pods outlive the step that started them
-        with ignore_refusals(403, 404):  # not installed here, or never ours to start
+    for kind in KINDS.values():  # jobs of several pods outlive the step that started them
+        with ignore_refusals(403, 404):  # not installed, or not permitted to this account
             place = (*kind.api[:2], cluster.namespace, kind.api[2])
             cluster.custom.delete_collection_namespaced_custom_object(*place, **how)
     over = f"{run}: pods did not end"
     wait_until(lambda: all(pod.status.phase not in live for pod in cluster.list_pods(selector)), timeout, over)
-    with ignore_refusals(403, 404):  # no graphs or claims here, or not this account's to end
-        end_graphs(cluster, run)  # one that was terminated had no exit handler
+    with ignore_refusals(403, 404):  # no graphs or claims, or not permitted to this account
+        end_graphs(cluster, run)  # a terminated workflow runs no exit handler
     with ignore_refusals(403, 404):
         release_ended_runs(cluster)
     release_leases(cluster, run)
@@ -184,9 +184,9 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
 
 
 def delete_forgotten_pods(cluster: Connection) -> None:
-    """Delete the pods that succeeded and that Argo's controller has forgotten; their Kueue Workloads go with them. Pods
-    that the account may not delete stay, as do those of a workflow with another delay than ours. Print failures."""
-    selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # those that it keeps are labelled
+    """Delete successful pods that Argo's controller has forgotten, and with them their Kueue Workloads. Pods that the
+    account may not delete are kept, and those of a workflow with another delay than ours. Failures are printed."""
+    selector = f"{RUN_LABEL},workflows.argoproj.io/completed=false"  # the pods that it keeps have another label
     workflows: dict[str, list[str]] = {}
     try:
         for pod in cluster.list_pods(selector, field_selector="status.phase=Succeeded", limit=500):
@@ -198,7 +198,7 @@ def delete_forgotten_pods(cluster: Connection) -> None:
             found = cluster.find(*WORKFLOWS, workflow) or {}
             ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
             for name in pods if ours and get_workflow_phase(found) in DONE else ():
-                with ignore_refusals(403, 404):  # not this account's to delete, or somebody was faster
+                with ignore_refusals(403, 404):  # not permitted to this account, or deleted meanwhile
                     cluster.core.delete_namespaced_pod(name, cluster.namespace)
     except (UserError, Retryable) as error:
         print_diagnostic(f"note: pods that Argo's controller has forgotten may stay: {error}", 0)

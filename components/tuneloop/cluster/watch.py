@@ -1,4 +1,4 @@
-"""A run on a cluster as it goes: its nodes as the local executor names them, why pods wait, and what they say."""
+"""Follow a run on a cluster: its nodes, under the local executor's names, why pods wait, and their logs."""
 
 import re
 import threading
@@ -31,10 +31,10 @@ class Status:
 
     Attributes:
         phase: of the newest workflow: ``Pending Running Succeeded Failed Error``.
-        waiting: node, or stage of several pods → why a pod of it does not run, for those that wait.
+        waiting: node, or stage of several pods → why its pod does not run yet.
         accelerator_seconds: GPU seconds requested so far, over all stages.
-        claims: claim on which the run sits → who sits there, and its devices.
-        iterations: the most that were asked for.
+        claims: claim that the run reserves → all runs that reserve it, and its devices.
+        iterations: the maximum number of iterations that was requested.
     """
 
     run: str
@@ -72,7 +72,7 @@ def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
     made = [_node(item) for item in list_status_nodes(workflow)]
     over, ended = get_workflow_phase(workflow) in DONE, _seconds(workflow.get("status", {}).get("finishedAt"))
     for node in made:
-        if over and node.phase in ("Running", "Pending"):  # of a stopped workflow the controller leaves these as is
+        if over and node.phase in ("Running", "Pending"):  # not updated for a stopped workflow
             node.phase, node.message = "Failed", node.message or "ended with the workflow"
         if node.phase in DONE and node.started and not node.finished:  # Argo 3.7 may write no time for a deleted pod
             later = (each.started for each in made if each.template == node.template and each.started > node.started)
@@ -115,7 +115,7 @@ def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[s
     pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
     several = any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values())
     jobs = cluster.list(*JOBSETS, selector=selector) if several else []
-    held = [job for job in jobs if job["spec"].get("suspend")]  # Kueue admits it as a whole, and it has no pods before
+    held = [job for job in jobs if job["spec"].get("suspend")]  # Kueue admits the whole job, which has no pods before
     queued = _workloads(cluster) if held or any(pod.spec.scheduling_gates for pod in pending) else {}
     told = {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
     for job in held:
@@ -127,7 +127,7 @@ def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[s
 
 
 def _describe_ray_clusters(cluster: Connection, selector: str) -> dict[str, str]:
-    """Return RayJob that does not run yet → its Ray cluster, and what each pod of that, a head or worker, waits for."""
+    """Return RayJob that does not run yet → its Ray cluster, and what each pod of the cluster waits for."""
     found, told = find_object(cluster.list, *RAYJOBS, selector=selector), dict[str, str]()
     for job in () if found in (ABSENT, UNSEEN) else found:
         about, status = job["metadata"], job.get("status") or {}
@@ -150,7 +150,7 @@ def refresh_claims(cluster: Connection) -> dict[str, str]:
 
 
 def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
-    """Return claim → what it has, and whose it is."""
+    """Return claim → its devices, and the runs that reserve it."""
     told = {}
     for claim in reservations.list_claims(cluster):
         if run in (None, *(runs := reservations.list_claim_runs(claim))):
@@ -180,7 +180,7 @@ def _why_queued(labels: Mapping[str, str], name: str, queued: Mapping[str, str])
 
 
 def _workloads(cluster: Connection) -> dict[str, str]:
-    """Return the name of a pod or job → what Kueue says of it."""
+    """Return the name of a pod or job → Kueue's message about it."""
     said = {}
     for workload in cluster.list(*WORKLOADS):
         conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
@@ -194,13 +194,13 @@ def _workloads(cluster: Connection) -> dict[str, str]:
 def read_logs(
     cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (stage, line) of the logs of a run's pods, unless they are deleted; with `since`, a workflow of the run,
-    only of its pods and of later ones. Raises UserError where there is no such run, or no pod of `stage`."""
+    """Yield (stage, line) of the logs of a run's pods that still exist; with `since`, the name of a workflow, only for
+    its pods and later ones. Raises UserError if there is no such run, or no pod of `stage`."""
     lines: SimpleQueue[tuple[str, str]] = SimpleQueue()
     read: dict[str, threading.Thread] = {}
     found = find_workflows(cluster, run)
     created = [w["metadata"]["creationTimestamp"] for w in found if w["metadata"]["name"] == since]
-    begun = _seconds(created[0]) if created else 0.0  # a job's pods do not say which workflow they are of
+    begun = _seconds(created[0]) if created else 0.0  # a job's pods do not name their workflow
     while True:
         over = all(get_workflow_phase(w) in DONE for w in found) or not follow
         pods = retry_until_available(lambda: cluster.list_pods(f"{RUN_LABEL}={run}"))
@@ -219,7 +219,7 @@ def read_logs(
                 reader.join()
         while not lines.empty():
             name, line = lines.get()
-            if " argo=true" not in line and not re.fullmatch(r"Error: exit status \d+", line):  # the executor's words
+            if " argo=true" not in line and not re.fullmatch(r"Error: exit status \d+", line):  # Argo's executor
                 yield name, line
         if over:
             if stage and not read:
@@ -249,7 +249,7 @@ def follow_pod(cluster: Connection, pod: Any, name: str, follow: bool, lines: Si
             pod.metadata.name, cluster.namespace, container=container, follow=follow, _preload_content=False
         )
     except (UserError, Retryable) as error:
-        if getattr(error, "status", None) != 404:  # deleted since it was listed
+        if getattr(error, "status", None) != 404:  # it was deleted meanwhile
             lines.put((name, f"(no log: {error})"))
         return
     rest = b""
@@ -259,6 +259,6 @@ def follow_pod(cluster: Connection, pod: Any, name: str, follow: bool, lines: Si
             for line in whole:
                 lines.put((name, line.decode(errors="replace")))
     except HTTPError as error:  # the run itself goes on
-        lines.put((name, f"(the log breaks off here: {type(error).__name__}; `tuneloop cluster logs` has all of it)"))
+        lines.put((name, f"(the log was cut off here: {type(error).__name__}; `tuneloop cluster logs` prints all)"))
     if rest:
         lines.put((name, rest.decode(errors="replace")))

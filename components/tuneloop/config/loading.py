@@ -14,7 +14,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
 
 
@@ -52,13 +52,13 @@ class Pipeline:
     def _explain(self, error: ValidationError) -> UserError:
         first = error.errors()[0]
         if first["type"] not in ("extra_forbidden", "string_pattern_mismatch"):
-            return from_validation(error)
+            return convert_validation_error(error)
         *section, key = map(str, first["loc"])
         if first["type"] == "string_pattern_mismatch":
             field = getattr(self._section(section), "model_fields", {}).get(key)  # in a list, there is none
             if field is None or not field.description:
-                return from_validation(error)
-            return UserError(".".join((*section, key)), first["input"], f"does not fit; it is: {field.description}")
+                return convert_validation_error(error)
+            return UserError(".".join((*section, key)), first["input"], f"is not valid; expected: {field.description}")
         known = list(self._section(section).model_fields)
         near = find_keys(self.Config, key) or difflib.get_close_matches(key, known, n=1)
         remedy = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"

@@ -32,7 +32,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
 
     name: Annotated[str, plugins.validate_variant("engines")] = Field(
         "vllm",
-        description="vllm: one server for the run; transformers: in the stage's own process; endpoint: somebody else's "
+        description="vllm: one server for the run; transformers: in the stage's own process; endpoint: your own "
         "server, at rollout_endpoint_url; or pkg.mod:attr",
     )
     port: int = Field(8765, ge=1, le=65535, description="where the vLLM server listens")
@@ -44,13 +44,13 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     )
     deterministic: bool = Field(
         False,
-        description="of vllm: the same bits in every run, by one batch at a time, which is made anew where it was lost",
+        description="for vllm: the same bits in every run; one batch is sampled at a time, and again if it was lost",
     )
     pull: bool = Field(
-        False, description="publish each version as a delta, for whoever serves to pull; else servers load checkpoints"
+        False, description="publish each version as a delta, which servers pull; else servers load checkpoints"
     )
     weights: str | None = Field(None, description="URL to publish versions below; default: <store>/<run>/weights")
-    encoding: Encoding = Field("gap8-xor", description="of deltas; xor and overwrite are read by slime and SGLang, too")
+    encoding: Encoding = Field("gap8-xor", description="format of deltas; slime and SGLang read xor and overwrite, too")
     fleet_has_base: bool = Field(False, description="publish no version 0: replicas start on the base model (--base)")
     colocate: bool = Field(
         False, description="one GPU for trainer and vLLM: the server gives its memory back whenever it is not sampling"
@@ -62,12 +62,12 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         "what it was admitted with (manifests/components/resize); on one machine it does nothing",
     )
     rollout_endpoint_url: str | None = Field(
-        None, description="of the engine `endpoint`, several with commas between; its fleet pulls, or `fleet` is set"
+        None, description="URLs of the engine `endpoint`, separated by commas; its servers pull, or `fleet` is set"
     )
     fleet: str | None = Field(
         None,
-        description="of the engine `endpoint`: workers that pull nothing, to be brought to each version before it is "
-        "asked for; http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace",
+        description="for the engine `endpoint`: servers that do not pull, but are given each version before it is "
+        "sampled: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace",
     )
 
     @model_validator(mode="after")
@@ -80,29 +80,29 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         if self.fleet is not None:
             open_fleet(self.fleet)
             if self.fleet.startswith("dynamo:") and self.rollout_endpoint_url is not None:
-                raise ValueError("a graph's name says its URL: set fleet or rollout_endpoint_url, not both")
+                raise ValueError("a Dynamo graph's name gives its URL: set fleet or rollout_endpoint_url, not both")
         if self.name == "endpoint" and self.pull == (self.fleet is not None):
             raise ValueError("an endpoint gets new weights by pulling them, or by a fleet: set pull or fleet, not both")
         if self.name == "transformers" and self.pull:
             raise ValueError("transformers loads each checkpoint itself and pulls nothing: unset pull")
         if self.colocate and (self.name != "vllm" or self.pull):
-            raise ValueError("colocate is of the run's own server, which loads checkpoints: set name vllm, unset pull")
+            raise ValueError("colocate needs the run's own server, which loads checkpoints: set name vllm, unset pull")
         if self.snapshot and (self.name != "vllm" or self.pull or self.replicas > 1):
-            raise ValueError("snapshot is of the run's one server, which loads checkpoints: set name vllm, unset pull")
+            raise ValueError("snapshot needs the run's one server, which loads checkpoints: set name vllm, unset pull")
         if self.snapshot and not any(map(self.options.get, ("enable_sleep_mode", "kv_cache_memory_bytes"))):
             raise ValueError("snapshot keeps the cache, too: set kv_cache_memory_bytes or enable_sleep_mode in args")
         if self.replicas > 1 and (self.name != "vllm" or self.colocate):
             raise ValueError("replicas are vLLM servers with devices of their own: set name vllm, unset colocate")
         if self.asleep and (self.name != "vllm" or self.replicas > 1 or not self.options.get("enable_sleep_mode")):
-            raise ValueError("asleep is of one vLLM server that sleeps: set colocate, or enable_sleep_mode in args")
+            raise ValueError("asleep needs one vLLM server that sleeps: set colocate, or enable_sleep_mode in args")
         if self.deterministic and self.name != "vllm":
-            raise ValueError("deterministic is of the run's own vLLM (transformers is so anyway): set name vllm")
+            raise ValueError("deterministic needs the run's own vLLM (transformers always is so): set name vllm")
         if self.replicas > 1 and self.options.get("deterministic"):
-            raise ValueError("replicas share out a batch by which of them are there: unset deterministic or replicas")
+            raise ValueError("a batch is divided among the replicas that are up: unset deterministic or replicas")
         if (self.weights is not None or self.encoding != "gap8-xor") and not self.pull:
-            raise ValueError("weights and encoding are of what is published: set pull")
+            raise ValueError("weights and encoding apply to published versions: set pull")
         if self.fleet_has_base and not (self.name == "endpoint" and self.pull):
-            raise ValueError("fleet_has_base is of replicas that pull, of an endpoint: set name endpoint, and pull")
+            raise ValueError("fleet_has_base needs an endpoint whose replicas pull: set name endpoint, and pull")
         check_args(self.name, self.args or {}, "args.")
         return self
 
@@ -121,13 +121,13 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
 class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     """When the loop ends."""
 
-    iterations: int = Field(60, ge=1, description="at most so many")
+    iterations: int = Field(60, ge=1, description="maximum number of iterations")
     per_workflow: int = Field(
-        60, ge=1, le=90, description="so many in one workflow, then the run goes on in another; Argo ends at depth 100"
+        60, ge=1, le=90, description="iterations in one workflow; the run continues in another; Argo ends at depth 100"
     )
     iterations_per_pod: PerPod = Field(
         "auto",
-        description="0: a pod a stage; else so many iterations in one pod, stage after stage in one process; auto: as "
+        description="iterations that one pod runs, stage after stage in one process; 0: each stage has a pod; auto: as "
         "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs take turns",
     )
     asynchronous: bool = Field(
@@ -135,13 +135,13 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
         description="sample the next batch while the policy is updated on this one: rollouts are then one version old",
     )
     target_reward: float = Field(0.98, description="stop once a batch of rollouts earns this mean reward")
-    evaluate_every: int = Field(0, ge=0, description="evaluate each so many iterations; 0: only before and after")
+    evaluate_every: int = Field(0, ge=0, description="iterations between evaluations; 0: only before and after")
 
     @field_validator("iterations_per_pod", mode="before")
     @classmethod
     def _check_number(cls, value: Any) -> Any:
         if value != "auto" and not (isinstance(value, int) and value >= 0):
-            raise ValueError("must be auto, or a number: 0 is a pod a stage")
+            raise ValueError("must be auto or a number (0: each stage has a pod)")
         return value
 
 
@@ -157,7 +157,7 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def max_staleness(self) -> int:
-        """How old the rollouts may be that the policy learns from: at least as old as the loop makes them."""
+        """The maximum age, in versions, of rollouts that are trained on; at least the age that the loop causes."""
         rollout, carried = self.rollout, 0
         if rollout.carry_after:
             rounds = rollout.max_tokens // rollout.carry_after
@@ -193,7 +193,7 @@ class LoopPipelineConfig(PipelineConfig):
         """Check how batches, pods and workflows divide the loop."""
         groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
         if parts > groups:
-            remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): take that at most"
+            remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): set it to at most that"
             raise UserError("update.updates_per_batch", parts, remedy)
         if self.loop.asynchronous and (size := self.rollout.carry_after):
             remedy = "groups are carried in the checkpoint, which is not there yet with loop.asynchronous: unset one"
@@ -208,7 +208,7 @@ class LoopPipelineConfig(PipelineConfig):
 
     @model_validator(mode="after")
     def _check_engine(self) -> "LoopPipelineConfig":
-        """Check what the engine's servers exclude."""
+        """Check the settings that the engine's servers do not support."""
         engine, gpus = self.engine, self.cluster.sampler.gpus
         if engine.replicas > 1 and self.cluster.share:
             raise UserError("engine.replicas", engine.replicas, "runs that share devices have one server: unset it")

@@ -14,11 +14,11 @@ Tokenize = Annotated[bool, Field(description="token ids of demonstrations and pa
 
 
 class Kfp(BaseModel, frozen=True, extra="forbid"):
-    """Settings of Kubeflow Pipelines, in the words of Kubernetes; nothing of it matters to Argo or on one machine."""
+    """Settings of Kubeflow Pipelines; they have no effect on Argo or on one machine."""
 
-    unroll: int = Field(0, ge=0, description="up to so many iterations are written out, a task a stage; else one task")
+    unroll: int = Field(0, ge=0, description="unroll up to so many iterations, one task per stage; else one task")
     api: str = Field(
-        "http://ml-pipeline.kubeflow:8888", description="address of the KFP API, as pods reach it: a long loop goes on"
+        "http://ml-pipeline.kubeflow:8888", description="address of the KFP API for pods: a long loop continues there"
     )
     model_registry: str = Field("", description="address of a Kubeflow Model Registry: exported models go there")
     retries: int = Field(
@@ -41,8 +41,8 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def with_sections(cls, **sections: Any) -> Any:
-        """Return this configuration with a section for each stage (`Component.settings`), whose defaults it takes. What
-        is no class is a field of pydantic's own: its type, and its default."""
+        """Return a subclass of this configuration that has a section, with defaults, for each stage
+        (`Component.settings`). A value that is no class is a field for pydantic: its type and its default."""
         fields: dict[str, Any] = {k: (v, v()) if isinstance(v, type) else v for k, v in sections.items()}
         return create_model("Config", __base__=cls, **fields)
 

@@ -55,9 +55,9 @@ ENTRY_TYPES: dict[str, tuple[dict[str, Any], Any]] = {
     "facts": ({"version": int | None, "staleness": dict}, object),
     "provenance": ({"packages": dict, "processor": dict}, object),
 }
-"""The types of what readers of every artifact look into, and of all other entries."""
+"""Field of a manifest → the types of the entries that readers of any artifact use, and the type of all others."""
 get_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
-"""Return what validates values of a type, made once."""
+"""Return the validator of a type; it is created once."""
 _PLACE = re.compile(rf'"[^"]*@(?={DIGEST}:[0-9a-f]{{64}}")')
 Role = Literal["sampler", "scorer", "trainer", "evaluator"]
 """What a stage is in a loop: it makes completions, judges them, learns from them, or measures the policy."""
@@ -95,7 +95,7 @@ class Manifest(BaseModel, frozen=True):
     def _inside(cls, names: Any) -> Any:
         """Refuse names that lead out of the directory that a reader gives them."""
         several = [names] if isinstance(names, str) else [*names]
-        if several and not is_contained_path("/".join(several)):  # looked at one by one they take a third of parsing
+        if several and not is_contained_path("/".join(several)):  # checking them one by one takes a third of parsing
             wrong = next(name for name in several if not is_contained_path(name))
             raise ValueError(f"{wrong!r} is not a name for a file of an artifact")
         return names
@@ -156,7 +156,7 @@ def split_ref(ref: str) -> tuple[str, str | None]:
 
 
 class Artifact:
-    """A committed artifact, opened for reading. Raises UserError: there is none; Corrupt: not that of the reference."""
+    """A committed artifact, opened for reading. Raises UserError if there is none, Corrupt if its digest differs."""
 
     def __init__(self, ref: str) -> None:
         self.url, wanted = split_ref(ref)
@@ -173,7 +173,7 @@ class Artifact:
         return f"{self.url}@{self.manifest.digest}"
 
     def part(self, name: str, flag: str = "artifact", remedy: str = "") -> Path:
-        """Return one of the artifact's files or directories as a local path: its bytes are proved, no others are read.
+        """Return the local path of one of the artifact's files or directories; only its bytes are read and verified.
 
         Where the store is a folder, files are read where they lie. Others are fetched into `tuneloop.core.cache`, where
         they stay at least as long as this object does. Raises UserError: the artifact, given as `flag`, has no such
@@ -246,7 +246,7 @@ class Draft:
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)
         self.attempt = attempt or f"data-{os.urandom(6).hex()}"
-        self._store = Store(self.url)  # here: where a draft is committed on another thread, the environment may change
+        self._store = Store(self.url)  # opened now: when another thread commits, the environment may have changed
         if self._store.root is not None:
             # Written in place: no reader looks there before the manifest exists.
             self.path = self._store.root / self.attempt
@@ -261,7 +261,7 @@ class Draft:
             raise find_full_disk(error) or mistake from error
 
     def contribute(self, part: int) -> None:
-        """Give this machine's files, as its `part`, to the one that commits, unless the store is a shared volume."""
+        """Upload this machine's files as one `part` for the leader to commit, unless the store is a shared volume."""
         store = self._store
         if store.root is None:
             files = self._upload(store)
@@ -276,13 +276,13 @@ class Draft:
         return files
 
     def commit(self, **about: Any) -> Manifest:
-        """Commit the files, also those that other machines have contributed: hash them, move them, and create the
-        manifest, of which `about` are the other fields, if it is absent. Return the manifest that now stands at the
-        URL: ours, or that of a duplicate which was faster; ours is dropped then.
+        """Commit the files, including those that other machines contributed: hash them, upload them, and create the
+        manifest if it is absent; `about` are its other fields. Return the manifest that is then committed at the URL:
+        this attempt's, or that of a duplicate that was faster, in which case this attempt's files are deleted.
 
-        Raises UserError: a field cannot be committed; Retryable: the process has lost its turn
-        (`tuneloop.core.fencing`), which is checked right before the manifest is created, or the store refused the
-        manifest for another that is not there."""
+        Raises UserError if a field cannot be committed. Raises Retryable if the process has lost its device lease
+        (`tuneloop.core.fencing`), which is checked right before the manifest is created, or if the store refuses the
+        manifest because of another one that it does not return."""
         store = self._store
         if store.root is None:
             listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
@@ -291,7 +291,7 @@ class Draft:
         else:
             files = hash_files(self.path)
             folders = [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]
-            for each in [*(self.path / name for name in files), *folders]:  # bytes and names, before the manifest's
+            for each in [*(self.path / name for name in files), *folders]:  # durable before the manifest is
                 fsync_path(each)
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
@@ -305,7 +305,7 @@ class Draft:
             store.create(MANIFEST, dump_checked_json(json.loads(manifest.model_dump_json()), MANIFEST))
         except Conflict as error:
             standing = find_manifest(self.url)
-            if standing is None:  # whoever was about to create it has not, or the store lags behind
+            if standing is None:  # the other writer has not finished, or the store lags behind
                 raise Unavailable(f"store: {self.url}/{MANIFEST}: a write beside ours got in its way") from error
             if standing.root != self.attempt:  # else it is ours, and only the store's answer was lost
                 store.delete(self.attempt)
@@ -341,7 +341,7 @@ def _compute_checksum(value: Any, key: str) -> str:
 def load_checked_json(
     data: bytes | None, key: str, url: str, remedy: str, shape: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Load what `dump_checked_json` dumped for `key`; {} of None. Raises Corrupt: it is damaged, or not of `shape`."""
+    """Load what `dump_checked_json` dumped for `key`; {} if None. Raises Corrupt if it is damaged or not of `shape`."""
     if data is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -1,8 +1,8 @@
 """The budget of a stage's or a server's attempts: it counts attempts without progress, and knows no clock.
 
 A workflow engine starts a pod again because of how it ended (`tuneloop.core.ends`), and cannot see whether that helps.
-So the next attempt is told how the last one ended (`LAST_END`) and its own number (`ATTEMPT`). It reads what the
-attempt before left below its output, and gives up where more than `BUDGET` attempts in a row that count have brought no
+So the next attempt is told how the last one ended (`LAST_END`) and its own number (`ATTEMPT`). It reads the record that
+the previous attempt left below its output, and gives up once more than `BUDGET` counted attempts in a row have made no
 progress: no commit, no new resume point, no answered request. A first attempt reads and writes nothing."""
 
 import contextlib
@@ -19,19 +19,19 @@ from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
 BUDGET = 3
-"""New attempts in a row that may follow on ends without progress; ends that do not count are free."""
+"""The number of new attempts in a row that are allowed without progress; ends that do not count are not limited."""
 ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNELOOP_MEMORY_ON_RETRY"
-"""Environment of a pod: the number of the attempt, from 0; phase, exit code and message of the one before; the memory
-limit of attempts after the first, where it is higher than that of the first."""
+"""Environment variables of a pod: the attempt's number, from 0; phase, exit code and message of the previous attempt;
+the memory limit of later attempts, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
 FAILURE, FAILED = "failure.json", {"time": float, "message": str}
-"""Below an output, where the engine does not tell a run's reader why a stage failed; and the types of what it says."""
+"""The file below an output that says why its stage failed, if no engine tells readers; the types of its fields."""
 
 
 class Record(BaseModel, frozen=True):
-    """What an attempt leaves for the next one: how many attempts in a row before it counted and brought no progress
-    (`without_progress`), and how many in a row ended because something was away (`unavailable`)."""
+    """The record that an attempt leaves for the next one: how many attempts in a row counted and made no progress
+    (`without_progress`), and how many in a row ended because a service was unavailable (`unavailable`)."""
 
     attempt: int
     without_progress: int = 0
@@ -41,8 +41,8 @@ class Record(BaseModel, frozen=True):
 
 def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     """Record this attempt below `store`, or refuse it. `read_progress` names what was reached so far, such as resume
-    points; a change is progress. Raises Exhausted: more than `BUDGET` attempts in a row (`AWAY_BUDGET` where something
-    is away) have made no progress; UserError: the last one ran out of memory, and this one has no more."""
+    points; a change is progress. Raises Exhausted if more than `BUDGET` attempts in a row (`AWAY_BUDGET` if a service
+    is unavailable) made no progress, UserError if the last one ran out of memory and this one has no more."""
     number = read_attempt()
     if number < 1:
         return
@@ -72,8 +72,8 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
 
 
 def wait_before_ending() -> None:
-    """Wait before this attempt ends because something is away: longer with each attempt, at most `LONGEST_WAIT_S`, or
-    until SIGTERM. A workflow engine always pauses for the same few seconds, and keeps every attempt in its status."""
+    """Wait before this attempt ends because a service is unavailable: longer with each attempt, at most
+    `LONGEST_WAIT_S`, or until SIGTERM. A workflow engine's own pause is short, and its status keeps every attempt."""
     if not (number := read_attempt()):
         return
     stopped = threading.Event()

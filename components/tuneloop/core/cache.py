@@ -7,7 +7,7 @@ by its digest. A lock (flock) on a file says how it is used; the kernel releases
 * shared, on ``<digest>/<name>``: somebody uses it, and it stays;
 * none: it may go, the least recently used first.
 
-A name appears once all bytes are there. Still nothing is trusted: who takes a file proves its bytes."""
+A name appears once all bytes are there. Still nothing is trusted: each process verifies the bytes of a file it uses."""
 
 import contextlib
 import fcntl
@@ -21,9 +21,9 @@ from typing import BinaryIO
 from tuneloop.core.errors import UserError, find_full_disk
 
 DIRECTORY, LIMIT = "TUNELOOP_CACHE", "TUNELOOP_CACHE_BYTES"
-"""Variables: where the cache is, and the most bytes that it keeps (default: half of what would be free without it)."""
+"""Environment variables: the cache's directory, and its maximum bytes (default: half of the space free without it)."""
 PREFIX = "sha256-"
-"""Of directories of artifacts. Nothing else below `DIRECTORY` is ours to delete."""
+"""Prefix of the directories of artifacts; nothing else below `DIRECTORY` may be deleted."""
 
 
 def open_directory(digest: str) -> Path:
@@ -46,9 +46,9 @@ def _refusals(cache: Path) -> Iterator[None]:
 def take_file(
     directory: Path, name: str, size: int, is_whole: Callable[[Path], bool], fetch: Callable[[Path], None]
 ) -> BinaryIO | None:
-    """Return the file `name` of `directory`, open; nobody deletes it until it is closed. None: even what was fetched
-    just now is not whole. `size`: that it will have, in bytes; `is_whole` proves a file's bytes; `fetch` writes them to
-    a file that exists. Raises UserError: the cache cannot be written."""
+    """Return the file `name` of `directory`, open; no process deletes it until it is closed. Return None if even a
+    newly fetched file is damaged. `size` is the expected size in bytes; `is_whole` verifies a file's bytes; `fetch`
+    writes them to an existing file. Raises UserError if the cache cannot be written."""
     target, partial = directory / name, directory.with_name(f"{directory.name}.partial") / name
     damaged = fetched = False
     with _refusals(directory.parent):
@@ -63,11 +63,11 @@ def take_file(
                 damaged = True
             _make_directories(partial.parent)
             if own := _lock(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
-                with own, contextlib.suppress(FileNotFoundError):  # somebody removed the directory, empty until now
+                with own, contextlib.suppress(FileNotFoundError):  # another process removed the empty directory
                     if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
                         partial.unlink()
                     else:
-                        os.truncate(partial, 0)  # what somebody who was killed has left goes
+                        os.truncate(partial, 0)  # discard what a killed process has left
                         make_room(directory.parent, size)
                         _fill(partial, target, size, fetch)
                         fetched = True
@@ -77,7 +77,7 @@ def take_file(
 def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None]) -> None:
     """Fetch the file `partial`, which is locked, and name it `target`."""
     try:
-        os.truncate(partial, size)  # others count what is to come
+        os.truncate(partial, size)  # other processes count the expected size
         fetch(partial)
         _make_directories(target.parent)
         partial.rename(target)
@@ -87,8 +87,8 @@ def _fill(partial: Path, target: Path, size: int, fetch: Callable[[Path], None])
 
 
 def make_room(cache: Path, size: int) -> None:
-    """Delete what nobody uses, the least recently used first, until there is room for `size` bytes more. What is in use
-    stays, also beyond the limit: a stage takes what it needs. Raises UserError: `LIMIT` is no number of bytes."""
+    """Delete unused files, the least recently used first, until there is room for `size` bytes more. Files in use are
+    kept even beyond the limit. Raises UserError if `LIMIT` is not a number of bytes."""
     found: list[tuple[float, int, Path]] = []
     for place in cache.glob(f"{PREFIX}*"):
         for where, _, names in os.walk(place):
@@ -109,7 +109,7 @@ def make_room(cache: Path, size: int) -> None:
 
 def _make_directories(path: Path) -> None:
     """Make a directory and those above it, while others may remove them as long as they are empty."""
-    for _ in range(100):  # where it is not for others it fails each time
+    for _ in range(100):  # it fails every time if other processes are not the cause
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             return path.mkdir(parents=True, exist_ok=True)
     path.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _read_limit(cache: Path, kept: int) -> int:
 
 
 def _lock(path: Path, flags: int, kind: int) -> BinaryIO | None:
-    """Open and lock a file; None where it is not there, gone once it is ours, or (``LOCK_NB``) another's."""
+    """Open and lock a file; None if it does not exist, was deleted meanwhile, or (``LOCK_NB``) is locked by another."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
         held = stack.enter_context(os.fdopen(os.open(path, flags, 0o644), "rb"))
         fcntl.flock(held, kind)

@@ -63,7 +63,7 @@ class Component:
         output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
         options: parameters that are flattened into `Params`: name → their model.
         inputs: input name → whether it is required.
-        account: the ServiceAccount of its pod, whose token that is given; empty: that of all stages, without rights.
+        account: the ServiceAccount of its pod, which mounts its token; empty: the one of all stages, without rights.
     """
 
     function: Callable[..., Results | None]
@@ -148,7 +148,7 @@ class Component:
         try:
             return self.Params(**values)
         except ValidationError as error:
-            raise from_validation(error, prefix=f"{self.name}.") from None
+            raise convert_validation_error(error, prefix=f"{self.name}.") from None
 
     def resolve_constants(self, given: Mapping[str, Any], dynamic: Collection[str] = ()) -> dict[str, Any]:
         """Return validated parameters as JSON values, without the `dynamic` ones of a graph. Raises as `validate`."""
@@ -264,9 +264,9 @@ def component(
         kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input has this name.
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns.
-        after: called once the output stands, also when it stood already; must be idempotent.
-        identity: of parameters that name what is not an artifact (a file): what tells its contents from others.
-        account: the ServiceAccount that its pod needs rights of.
+        after: called once the output is committed, also if it was committed before; must be idempotent.
+        identity: maps the parameters to what identifies the contents of a file that they name (it is no artifact).
+        account: the ServiceAccount whose permissions its pod needs.
     """
     return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity, account)
 
@@ -282,7 +282,7 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
     return next((each for each in found if each.template == template), found[0] if found else None)
 
 
-def from_validation(error: ValidationError, prefix: str = "") -> UserError:
+def convert_validation_error(error: ValidationError, prefix: str = "") -> UserError:
     """Describe the first problem of a pydantic error in one line with field, value and remedy."""
     first = error.errors()[0]
     field = prefix + ".".join(str(part) for part in first["loc"] if part != "[key]")

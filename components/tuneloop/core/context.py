@@ -44,7 +44,7 @@ class Stage:
         notes: what it will say of this attempt: device, number of processes, what was resumed.
         timings: seconds, and rates whose name ends in ``_per_s``.
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
-        later: what `commit_later` leaves to be done, given the manifest that stands at `out_url`.
+        later: the work that `commit_later` defers; it is called with the manifest committed at `out_url`.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Stage:
 
     def save_resume(self, step: int, write: Callable[[Path], None]) -> None:
         """Commit what a retry needs to go on from `step`; called by all ranks. `write` gets a directory that the ranks
-        of one machine share. Older resume points are dropped, and those of other inputs or parameters."""
+        of one machine share. Older resume points, and those of other inputs or parameters, are deleted."""
         draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
         write(draft.path)
         self._bring(draft)
@@ -109,7 +109,7 @@ class Stage:
             store = Store(self.out_url)
             for name in self.resume_points():
                 if not self._is_own(point := Artifact(f"{self.out_url}/resume/{name}")):
-                    store.delete(f"resume/{name}/{MANIFEST}")  # else it would stand in our way, or pass for the newest
+                    store.delete(f"resume/{name}/{MANIFEST}")  # else it would block ours, or count as the newest
                     store.delete(f"resume/{name}/{point.manifest.root}")
             draft.commit(stage=self.name, **self._identity(), facts={"step": step})
             for name in self.resume_points()[:-1]:
@@ -117,9 +117,9 @@ class Stage:
         self.barrier()
 
     def commit_later(self, name: str, write: Callable[[Path], None], **about: Any) -> None:
-        """Commit an artifact at `name` below the output once that stands; called by all ranks. A single process writes
-        it then, beside the stages that follow (`tuneloop.core.threads`): what `write` reads must not change until that
-        is waited for. Several processes end with their stage, and write it here."""
+        """Commit an artifact at `name` below the output, once the output is committed; called by all ranks. A single
+        process writes it on a thread while later stages run (`tuneloop.core.threads`): what `write` reads must not
+        change until that thread is done. Several processes end with their stage, so they write it in this call."""
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)
         if self.world_size > 1:
             write(draft.path)

@@ -28,7 +28,7 @@ DELETED = "pod deleted"
 _EVICTION = f"{DELETED}|exit code 1(37|43)"
 """Matches the messages of Argo's errors that are evictions."""
 AWAY_BUDGET = 100
-"""New attempts in a row that may follow on ends because something is away: hours, with the waits between them."""
+"""The number of new attempts in a row that are allowed while a service is unavailable: with their waits, hours."""
 MOST_ENGINE_ERRORS = 20
 """Attempts after which an error of the engine itself ends the run: a pod that cannot be started may never be."""
 _RETRIED_ERROR = (
@@ -40,12 +40,12 @@ RETRY_STEP = (
     f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && (asInt(lastRetry.exitCode) in "
     f"{[NO_EXIT_CODE, EXIT_RETRY, TERMINATED]} || asInt(lastRetry.exitCode) in {sorted(KILLED)} && asInt(retries) < 3))"
 )
-"""That of a small step (a launcher, a continuation), which has no output to keep a budget at."""
+"""``retryStrategy.expression`` of a small step (a launcher, a continuation): it has no output to keep a budget at."""
 RETRY_SERVER = (
     f"({_RETRIED_ERROR}) || "
     f"(lastRetry.status == 'Failed' && !(asInt(lastRetry.exitCode) in [{EXIT_USER}, {EXIT_GAVE_UP}]))"
 )
-"""That of a server: it is started again after any failure but the user's mistake, or a budget that is used up."""
+"""``retryStrategy.expression`` of a server, which is started again unless the user erred or its budget is used up."""
 
 
 @dataclass(frozen=True)

@@ -40,18 +40,18 @@ def shorten_text(text: str, most: int = 200) -> str:
 
 
 class NotPromoted(UserError):
-    """A model that does not pass its gate: what was served before goes on being served."""
+    """A model does not pass its gate: the model that was served before is still served."""
 
     kind, exit_code = "not promoted", EXIT_NOT_PROMOTED
 
 
 KINDS = (UserError.kind, NotPromoted.kind, "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW)
 NAMED = tuple(f"{kind}:" for kind in KINDS)
-"""How a last line begins that names the class of its end."""
+"""Matches the beginning of a last line that names the class of its end."""
 
 
 def choose_exit_code(codes: Collection[int | None]) -> int:
-    """Choose the exit code of a run that failed, by those of the pods that failed it."""
+    """Choose the exit code of a failed run from the exit codes of its failed pods."""
     return next((code for code in (EXIT_USER, EXIT_NOT_PROMOTED, EXIT_RETRY) if code in codes), 1)
 
 
@@ -60,8 +60,8 @@ class Retryable(RuntimeError):
 
 
 class NoKeys(Retryable):
-    """No keys for a store are set, and the machine's own are not given out. A pod is tried again, as its node may give
-    them later; on a command line it is the user's `mistake`."""
+    """No credentials for a store are set, and the machine's metadata service gives none. A pod is retried, as its node
+    may give them later; on a command line it is the user's `mistake`."""
 
     def __init__(self, mistake: UserError) -> None:
         self.mistake = mistake
@@ -77,7 +77,7 @@ class Interrupted(Retryable):
 
 
 class Unavailable(Retryable):
-    """A store, a server, a device lease or another process of the stage is away: waiting is right, however long."""
+    """A store, a server, a device lease or another process of the stage is unavailable: wait, however long it takes."""
 
 
 class Corrupt(UserError):

@@ -1,9 +1,9 @@
-"""Proof that this process may still use what it took a turn for, checked without asking anybody.
+"""Check that this process still holds its device lease, without a request to any other process.
 
-The sidecar of the pod, or the local executor, holds the turn for this process. With every renewal it writes into the
-file that ``TUNELOOP_TURN`` names until when the turn is safe, by the clock of this machine (`tuneloop.sharing.turns`
-says why nobody else can have the turn before). So a process that was stopped, or whose holder lost the network, finds
-out by its own clock that it is late, before it commits anything."""
+The sidecar of the pod, or the local executor, holds the lease for this process. At every renewal it writes the time
+until which the lease is valid, by this machine's clock, into the file that ``TUNELOOP_TURN`` names
+(`tuneloop.sharing.turns` says why no other run can hold the lease before that time). So a process that was paused, or
+whose sidecar lost the network, learns from its own clock that the lease has expired, before it commits anything."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
 VARIABLE = "TUNELOOP_TURN"
 RELEASED = ".released"
-"""Suffix of the file, beside the grant's, that tells who holds the lease to give it back."""
+"""Suffix of a file beside the grant's: it asks the sidecar, or the local executor, to release the lease."""
 SOFT = 0.25
-"""Of what a renewal is good for, the last part: a stage that gets so far is told to stop."""
+"""The last fraction of a renewal's validity: a stage that reaches it without another renewal is told to stop."""
 
 
 class Grant(BaseModel, frozen=True):
-    """A turn as its file says.
+    """A device lease, as its file describes it.
 
     Attributes:
-        number: the fencing token: above that of every turn that the group had before.
+        number: the fencing token, which is higher than that of every earlier lease of the group.
         ticket: names the attempt that holds it.
-        renewed, until: when it was last confirmed, and how long that is good for, in seconds of `read_clock`.
-        refused: why there will be no turn.
+        renewed, until: when it was last renewed, and when that renewal expires, in seconds of `read_clock`.
+        refused: why the lease will never be granted; else empty.
     """
 
     group: str
@@ -49,7 +49,7 @@ def read_clock() -> float:
 
 
 def read_lease_grant() -> Grant | None:
-    """Read the lease grant of this process, if it needs one. Raises Retryable: it is unreadable; UserError: refused."""
+    """Read the lease grant of this process, if it needs one. Raises Retryable if unreadable, UserError if refused."""
     if not (path := os.environ.get(VARIABLE)):
         return None
     try:
@@ -63,7 +63,7 @@ def read_lease_grant() -> Grant | None:
 
 def check_lease() -> dict[str, object]:
     """Check that this process holds its device lease, or released it in time; return what the manifest records of it.
-    Raises Retryable: the turn was lost; nothing may be committed; UserError: as `read_lease_grant`."""
+    Raises Retryable if the lease was lost: nothing may be committed then. Raises UserError as `read_lease_grant`."""
     if (held := read_lease_grant()) is None:
         return {}
     if (late := read_clock() - held.until) >= 0 and not is_lease_released():
@@ -72,12 +72,12 @@ def check_lease() -> dict[str, object]:
 
 
 def release_lease() -> None:
-    """Release the device lease of this process: others have the turn while it commits. Raises as `check_lease`."""
+    """Release the device lease of this process, so that others hold it while this commits. Raises as `check_lease`."""
     held = read_lease_grant()
     if held and check_lease() and not is_lease_released():
         mark = Path(os.environ[VARIABLE]).with_suffix(RELEASED)
         mark.touch()
-        if read_clock() >= held.until:  # this process stood still in between
+        if read_clock() >= held.until:  # this process was paused in between
             mark.unlink()
             check_lease()
 
@@ -125,5 +125,5 @@ def _watch(over: threading.Event) -> None:
 
 
 def _end(error: Retryable | UserError) -> NoReturn:
-    """End at once: the device may be somebody else's in a moment."""
+    """End at once: another run may get the devices at any moment."""
     os._exit(report_error(error))

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 POLL_S = 0.2
-"""How often whoever waits looks around, in seconds."""
+"""Seconds between two calls of `check` while a request waits."""
 CONNECT_S = 10.0
-"""Seconds after which an address that does not answer at all, as that of a pod that is gone, counts as lost."""
+"""Connection timeout in seconds: an address that does not answer at all, such as a deleted pod's, counts as lost."""
 END = b""
 
 
@@ -24,7 +24,7 @@ class Unanswered(Exception):
 
 
 def is_transient(status: int) -> bool:
-    """Say whether a refusal may pass by itself: trouble of the server, or it was asked too slowly or too often."""
+    """Say whether a status may pass by itself: a server error, a request timeout, or too many requests."""
     return status >= 500 or status in (408, 429)
 
 

@@ -5,11 +5,11 @@ import re
 
 from tuneloop.core.errors import UserError
 
-AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")  # classes' names
+AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")  # class names
 
 
 def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
-    """Split an address on the hub into name and revision; what is none stays, beside the `revision` that was given."""
+    """Split an address on the hub into name and revision; any other address is returned unchanged, with `revision`."""
     if not address.startswith("hf://"):
         return address, revision
     name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")

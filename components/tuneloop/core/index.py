@@ -1,10 +1,10 @@
-"""The small files of a run in one: of every artifact what its readers open, the manifest and the rows of metrics.
+"""One file that holds the small files of a run: the manifest of every artifact, and the rows of its metrics.
 
 ``<url>/index.zst`` is written by readers that had to open many files one by one, and is known to no stage. It is a
 cache: each file is held with the mark under which it was read, and is read again where the mark has changed. So an
 index that is lost, behind, or written by two at once costs time and changes nothing, and one that is damaged is made
-again. It holds an xxh3-128 of all that follows, then with zstandard a line of JSON, ``[key, mark, size]`` for each
-file, and the files' bytes."""
+again. It starts with the xxh3-128 of the rest, which zstandard compressed: a line of JSON, ``[key, mark, size]`` for
+each file, and the files' bytes."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from tuneloop.core.store import Store
 
 KEY = "index.zst"
 FEW = 100
-"""So many files, and one of fifty that are indexed, may be read one by one before the index is written."""
+"""The index is written once more files than this, plus a fiftieth of those indexed, were read one by one."""
 REQUESTS = 32
 """Requests to an object store at a time."""
 DIGEST = "xxh3-128:"
@@ -74,7 +74,7 @@ class Index:
 
 
 def map_requests(store: Store, ask: Callable[[Any], Any], of: Iterable[Any]) -> list[Any]:
-    """Return what `ask` returns of each, in their order; of an object store many are asked at a time."""
+    """Call `ask` on each item and return the results in order; requests to an object store run concurrently."""
     if store.root is not None:
         return [ask(each) for each in of]
     with ThreadPoolExecutor(REQUESTS) as pool:

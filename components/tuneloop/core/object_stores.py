@@ -9,7 +9,7 @@ from typing import Any
 from tuneloop.core.errors import UserError
 
 REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
-"""S3's answers that asking again does not change; of listings obstore knows none of them."""
+"""S3's errors that a retry does not change; obstore does not recognize them when it lists keys."""
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account",
@@ -17,13 +17,13 @@ KEYS = {
 }
 """Where each scheme's keys come from."""
 METADATA = ("169.254.169.254", "metadata.google.internal")
-"""Where a cloud's machine gets its keys: asked when there are no others."""
+"""The metadata service of a cloud's machine: it is asked for credentials when no others are set."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?")
 
 
 def is_plain_http() -> bool:
-    """Return whether the environment names an S3 without TLS. Raises UserError: no URL, at which obstore panics."""
+    """Return whether the environment names an S3 without TLS. Raises UserError if it is no URL: obstore would panic."""
     given = {name: value for name in ENDPOINTS if (value := os.environ.get(name))}
     for name, value in given.items():
         found = ENDPOINT.fullmatch(value)
@@ -33,7 +33,7 @@ def is_plain_http() -> bool:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Shorten what a service said: of its XML the code alone, which its manual explains."""
+    """Shorten a service's error message; of XML only the error code is kept, which the service's manual explains."""
     text = str(error)
     if code := re.search(r"<Code>([^<]+)</Code>", text):
         return code[1]

@@ -43,7 +43,7 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
 def check_variant_args(
     name: str, function: Callable[..., Any], given: Mapping[str, Any], *, first: int, prefix: str
 ) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `function` from `first` on. Raises UserError, at `prefix` + name: `given` has others."""
+    """Return the parameters of `function` from `first` on. Raises UserError if `given` has others (`prefix` + name)."""
     known = dict(list(inspect.signature(function).parameters.items())[first:])
     for each, value in given.items():
         if each not in known:
@@ -52,10 +52,10 @@ def check_variant_args(
 
 
 def validate_variant(family: str) -> AfterValidator:
-    """Return a validator that refuses unknown variants, but no dotted path, which only the stage's image need have."""
+    """Return a validator that refuses unknown names; a dotted path passes, as only the stage's image need have it."""
 
     def check(name: str) -> str:
-        here = ":" in name or name in list_shipped_variants(family)  # else all that is installed is looked through
+        here = ":" in name or name in list_shipped_variants(family)  # else the metadata of all packages is searched
         if not here and name not in list_variants(family):
             raise ValueError(f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr")
         return name

@@ -1,12 +1,12 @@
-"""Whether this processor can do what it advertises: AMX, before the first product on a CPU.
+"""Check that this processor's AMX works as advertised, before the first matrix product on a CPU.
 
 Some hypervisors advertise AMX while CPUID says that its tiles have no size (leaf 0x1D is empty). oneDNN, which torch
-multiplies by, and vLLM then set up tiles of size 0, and the first bfloat16 product ends the process by an illegal
-instruction (SIGILL, exit code 132). Both have to be held back, one alone still dies: oneDNN by its variable
-``ONEDNN_MAX_CPU_ISA``, vLLM and torch's compiler by what `torch.cpu` tells them.
+multiplies with, and vLLM then set up tiles of size 0, and the first bfloat16 product ends the process by an illegal
+instruction (SIGILL, exit code 132). Both must be kept from using AMX: oneDNN by its variable ``ONEDNN_MAX_CPU_ISA``,
+vLLM and torch's compiler by the answers of `torch.cpu`. To limit only one of them does not prevent the crash.
 
-`check_processor` is for whatever is about to compute on a CPU. Where AMX is advertised a child tries a small product;
-if a signal ends it, both are held back, one line says so, and the manifest's provenance has it under ``processor``.
+Call `check_processor` before computing on a CPU. Where AMX is advertised, a child process tries a small product; if a
+signal ends it, both are limited, one line says so, and the manifest's provenance records it under ``processor``.
 ``TUNELOOP_PROCESSOR_CHECK`` is ``auto``, or answers in its place: ``good`` or ``bad``."""
 
 import contextlib
@@ -23,19 +23,19 @@ Answer = Literal["good", "bad"]
 
 VARIABLE = "TUNELOOP_PROCESSOR_CHECK"
 LIMIT = "AVX512_CORE_FP16"
-"""The most that oneDNN may use: all that there is but AMX."""
+"""The highest instruction set that oneDNN may use without AMX."""
 BELOW = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
-"""What somebody may have set that holds oneDNN back even more."""
+"""Values that limit oneDNN even more, and are kept if the user has set one."""
 ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's variable and its old name; read once, at the first primitive: after torch is imported is early enough."""
 PATIENCE_S = 60
 
 LIMITED: dict[str, str] = {}
-"""For the provenance: what is held back here, and why; empty where nothing is."""
+"""For the provenance: what is limited in this process, and why; empty if nothing is."""
 
 
 def check_processor() -> None:
-    """Hold oneDNN and vLLM back if AMX does not work, before the first product on a CPU. Raises as `find_answer`."""
+    """Keep oneDNN and vLLM from using AMX if it does not work. Raises as `find_answer`."""
     answer, why = find_answer()
     if answer == "bad" and not LIMITED:
         limit_libraries(why)
@@ -45,7 +45,7 @@ def check_processor() -> None:
 
 
 def limit_workers() -> None:
-    """Limit a process of vLLM if one of ours that is limited has started it; other vLLM processes are let alone. vLLM
+    """Limit a process of vLLM if a limited process of tuneloop started it; others are left alone. vLLM
     calls this in each of its processes (entry point in ``vllm.general_plugins``)."""
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")

@@ -17,14 +17,14 @@ from tuneloop.core import errors, fencing
 from tuneloop.core.attempts import wait_before_ending
 
 TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets"}
-"""What comes with the extra ``train``."""
+"""Libraries that the extra ``train`` installs."""
 
 
 @fencing.watch_lease()
 def run_component(work: Callable[[], None]) -> int:
     """Run a component as a program and return its exit code; end early if the device lease is lost."""
     try:
-        fencing.read_lease_grant()  # one that was refused begins nothing
+        fencing.read_lease_grant()  # a refused lease ends the program here
         work()
         return 0
     except (errors.UserError, errors.Retryable, errors.Exhausted) as error:
@@ -37,7 +37,7 @@ def run_component(work: Callable[[], None]) -> int:
             return _say(*errors.describe_error(full))
         if _lost_peer(error):
             lost = errors.Unavailable(f"another process of this stage has ended ({error})")
-            return _say(*errors.describe_error(lost), replace=False)  # that one says why
+            return _say(*errors.describe_error(lost), replace=False)  # the other process says why
         if isinstance(error, ModuleNotFoundError) and error.name in TRAINING:
             remedy = "is not installed; pip install 'tuneloop[train]'"
             return _say(*errors.describe_error(errors.UserError("package", error.name, remedy)))
@@ -122,7 +122,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Say whether a collective failed because a process at its other end did; that one says why."""
+    """Say whether a collective failed because another process of it ended; that process reports the cause."""
     torch = sys.modules.get("torch")
     if torch is None or "RANK" not in os.environ:
         return False

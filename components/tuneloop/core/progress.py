@@ -5,11 +5,11 @@ import sys
 import time
 
 EVERY_S = 5.0
-"""Between two lines where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 
 
 class Progress:
-    """Shows `done` of `total`; `begun` were done before, and cost no time now. On a terminal one line is redrawn; else
+    """Shows `done` of `total`; `begun` were done earlier and do not count in the rate. A terminal line is redrawn; else
     a line is printed every `EVERY_S` seconds at most, and at the end. ``$ARGO_PROGRESS_FILE`` gets ``done/total``."""
 
     def __init__(self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False) -> None:
@@ -19,7 +19,7 @@ class Progress:
         self.tty = sys.stderr.isatty()
 
     def update(self, done: int, **facts: float) -> None:
-        """Show that `done` units are finished; `facts` stand behind (loss, reward)."""
+        """Show that `done` units are finished, followed by `facts` (loss, reward)."""
         if self.quiet:
             return
         now = time.monotonic()

@@ -31,7 +31,7 @@ def permute_index(index: int, count: int, seed: int) -> int:
     """Return what stands at place `index` of a random order of 0 … `count` - 1, in constant time and memory.
 
     It is the generalized Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite Domains", CT-RSA 2002),
-    walked until it leaves with less than `count`; xxh3-64 under `seed` makes it a shuffle, not a cipher."""
+    repeated until the result is below `count`; xxh3-64 under `seed` makes it a shuffle, not a cipher."""
     columns = -(-count // (rows := math.isqrt(count - 1) + 1))
     while True:
         left, right = index % rows, index // rows

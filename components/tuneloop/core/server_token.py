@@ -1,6 +1,6 @@
 """The token of a run's rollout servers: a file that servers and their clients read anew for each request.
 
-Each line is a token that a server takes; a client sends the first. So a token is changed without a refusal in between:
+Each line is a token that a server accepts; a client sends the first. So a token is rotated without refused requests:
 add the new one as a second line, make it the first, remove the old one."""
 
 import contextlib
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "TUNELOOP_TOKEN_FILE"
-"""Environment of servers and clients: the file. Where it names none that was there, no token is asked for or sent."""
+"""Environment variable of servers and clients: the file. If it never existed, no token is required or sent."""
 _SEEN = set[str]()
 
 
 def read_tokens(variable: str = VARIABLE) -> Sequence[str]:
-    """Read the tokens that a server takes; empty: it asks for none. A file that is empty, as while it is replaced, or
-    that is gone since it was read, gives a random token that no client has: requests are refused, and tried again."""
+    """Read the tokens that a server accepts; empty: it requires none. A file that is empty (while it is replaced), or
+    was deleted after it was read, gives a random token that no client has: requests are refused, and retried."""
     path, found = os.environ.get(variable), list[str]()
     with contextlib.suppress(FileNotFoundError):
         if path:

@@ -88,7 +88,7 @@ class Store:
             http = scheme == "s3" and is_plain_http()
             try:
                 self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
-            except exceptions.BaseError as error:  # nobody was asked yet: it is a setting
+            except exceptions.BaseError as error:  # no request was sent yet: a setting is wrong
                 remedy = f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
                 raise UserError("store", self.url, remedy) from error
 
@@ -97,7 +97,7 @@ class Store:
         with self._faults(key):
             try:
                 if self.root is not None:
-                    with open(f"{self.root}/{key}", "rb") as file:  # a Path costs as much as the reading
+                    with open(f"{self.root}/{key}", "rb") as file:  # to build a Path takes as long as to read
                         return file.read()
                 return bytes(obstore.get(self._objects, key).bytes())
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError, exceptions.NotFoundError):
@@ -225,7 +225,7 @@ class Store:
             return sorted(entry.name for entry in os.scandir(place) if entry.is_dir()) if there else []
 
     def find_marks(self, folder: str, depth: int, names: Collection[str]) -> dict[str, str]:
-        """Find the keys of some names `depth` folders below `folder`: key → what changes when it is written again."""
+        """Find the keys of some names `depth` folders below `folder`: key → a mark that changes with every write."""
         with self._faults(folder):
             if self.root is None:
                 flat = None if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
@@ -286,7 +286,7 @@ class Store:
 
     @contextlib.contextmanager
     def _stage(self, key: str, data: bytes) -> Iterator[Path]:
-        """Yield a file of `data`, durable, beside `key`; what still has its name at the end goes."""
+        """Yield a durable temporary file of `data` beside `key`; it is deleted at the end unless it was renamed."""
         assert self.root is not None
         target = self.root / key
         try:
@@ -313,7 +313,7 @@ class Store:
 
     @contextlib.contextmanager
     def _faults(self, key: str) -> Iterator[None]:
-        """Say what an environment's refusal means in one line, with the exit code that fits."""
+        """Turn errors of the file system or the service into one line with the right exit code."""
         try:
             yield
         except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:

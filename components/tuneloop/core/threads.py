@@ -86,8 +86,8 @@ def end_process(code: int, report: Callable[[int], None] = lambda code: None) ->
 
 
 class Background:
-    """Work that a stage leaves until its output stands, one piece at most; no result depends on it. Whatever needs what
-    it makes, or changes what it reads, waits for it first. `beside`: run it on a thread, as more stages follow."""
+    """Work that a stage defers until its output is committed, one piece at most; no result depends on it. Code that
+    uses its product, or changes its input, waits for it first. `beside`: run it on a thread, as more stages follow."""
 
     def __init__(self) -> None:
         self.beside = False
@@ -105,11 +105,11 @@ class Background:
                 work()
 
     def wait(self) -> None:
-        """Wait for what was begun, and raise what ended it."""
+        """Wait for the work that was begun, and raise the error that ended it."""
         work, self.work = self.work, None
         if work:
             work.result()
 
 
 BACKGROUND = Background()
-"""That of this process."""
+"""The background work of this process."""

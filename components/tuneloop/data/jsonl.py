@@ -80,7 +80,7 @@ def read_rows(argument: str, path: str) -> Places[Row]:
         copy.seek(0)
         file = copy
     if not path.endswith(".parquet"):
-        return json_lines(file, field, path)
+        return index_json_lines(file, field, path)
     try:
         return read_parquet(file)
     except (pa.ArrowException, OSError) as error:
@@ -97,7 +97,7 @@ def _open(path: str) -> BinaryIO | None:
         raise UserError("store", path, f"not permitted ({error.strerror}); grant access") from error
 
 
-def json_lines(file: BinaryIO, field: str, path: str) -> Places[Row]:
+def index_json_lines(file: BinaryIO, field: str, path: str) -> Places[Row]:
     """Index JSON Lines in a file that can be sought cheaply; eight bytes a row in memory. A row that is not a JSON
     object, or not UTF-8, raises UserError once it is read."""
     starts, at = array("q"), 0

@@ -16,14 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import full_marks, parse_spec, score_all
+from tuneloop.rewards.scoring import compute_full_marks, parse_spec, score_all
 
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
 ROWS = 1024
-"""In a table, which is a row group of Parquet: how many are in memory at once."""
+"""Rows in a table, which is a row group of Parquet: this many are in memory at once."""
 WINDOW = 64
-"""Tables that Ray is given at once."""
+"""Tables in one Ray Data job."""
 TEXTS = ("id", "prompt", "answer", "reward", "metadata", "solution", "completion", "chosen", "rejected")
 SCHEMA = pa.schema([*((name, pa.string()) for name in TEXTS), ("chat", pa.bool_())])
 EXAMINED = pa.schema([*SCHEMA, ("trouble", pa.string()), ("host", pa.string())])
@@ -39,13 +39,13 @@ def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
 def examine_answers(
     table: pa.Table, rewards: Mapping[str, float], timeout_s: float, progress: Callable[[int], None] | None = None
 ) -> pa.Table:
-    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold answer by the
-    judgement of `rewards`, which may be none; null if nothing is. `progress`: see `score_all`."""
+    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold answer according
+    to `rewards` (which may be empty); null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
     found: list[str | None] = [None] * len(rows)
     if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
         text = json.dumps(rewards, sort_keys=True)
-        best = full_marks(parse_spec(text))
+        best = compute_full_marks(parse_spec(text))
         golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]
         for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)):
             if outcome.score is None or not math.isclose(outcome.score, best):
@@ -75,7 +75,7 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         if type(error) is not Exception:  # which is what Ray raises where its own processes are not up after 30 s
             raise
         raise Retryable(f"data_prep: Ray did not start ({error})") from error
-    with suppress(ValueError):  # not the main thread: Ray did not take them
+    with suppress(ValueError):  # not the main thread: Ray changed no handlers
         for number, handler in heard.items():
             signal.signal(number, handler)
     logging.getLogger("ray.data").setLevel(logging.ERROR)

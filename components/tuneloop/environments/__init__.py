@@ -16,7 +16,7 @@ class Reply:
 
     Attributes:
         text: what the policy reads next, in a chat as a message of `role`; ignored where the episode is done.
-        reward: of the whole episode so far, for the reward ``environment``; None: the environment has no opinion.
+        reward: of the whole episode so far, for the reward ``environment``; None: the environment gives none.
         escape: what the turn tried in order to leave the sandbox: the episode is over, and its outcome is ``escape``.
     """
 

@@ -16,9 +16,9 @@ from tuneloop.core.seeds import derive_seed
 
 LENGTH = 24
 SEPARATED = 8.0
-"""Standard deviations of an engine's noise between two versions that its answers tell apart: four on either side."""
+"""Answers tell two versions apart that differ by this many standard deviations of an engine's noise: four each side."""
 RESOLUTION = 1e-6
-"""Nats: no engine's noise is taken for less, as log-probabilities of float32 differ so from kernel to kernel."""
+"""The least noise assumed of any engine, in nats: float32 log-probabilities differ this much between kernels."""
 
 
 def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
@@ -55,9 +55,9 @@ def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: 
     """Measure which of two versions an engine's log-probabilities (`answers`) belong to: the one that is claimed, or
     the one before, for which the trainer computed `now` and `before`.
 
-    The engine's noise is taken as Gaussian and equal at all positions. Its standard deviation is that of the answers
-    across the line from the one version's numbers to the other's, and only what lies along the line counts: the
-    discriminant of R. A. Fisher, "The use of multiple measurements in taxonomic problems" (1936).
+    The engine's noise is taken as Gaussian and equal at all positions. Its standard deviation is estimated from the
+    answers' distance to the line between the two versions' numbers; only their position along the line decides. This is
+    the discriminant of R. A. Fisher, "The use of multiple measurements in taxonomic problems" (1936).
 
     Returns the ``separation`` of the versions in standard deviations of the noise, 0 where they are the same, and the
     ``log_likelihood_ratio`` (nats) of `now` against `before`: positive where `now` is nearer."""

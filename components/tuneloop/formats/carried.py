@@ -14,7 +14,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.formats.rollouts import Completion, Ids
 
 CARRIED = "carried.parquet"
-"""Its columns are those of ``rollouts.parquet``."""
+"""The file of the carried groups; its columns are those of ``rollouts.parquet``."""
 ABOUT = "tuneloop"
 """Key of the Parquet schema's metadata: JSON with ``drawn``, the prompts taken so far, and ``options`` of sampling."""
 
@@ -29,7 +29,7 @@ class Begun:
 
 
 def read_carried(policy: Artifact) -> tuple[dict[str, Begun], dict[str, Any]]:
-    """Read the groups that a checkpoint carries, by name and in order, and what is said of them; none: both empty."""
+    """Read the groups that a checkpoint carries, by name and in order, and their metadata; both may be empty."""
     if CARRIED not in policy.manifest.files:
         return {}, {}
     table = pq.read_table(policy.part(CARRIED))

@@ -19,7 +19,7 @@ from tuneloop.formats.tokens import decode_ids
 
 FILE = "rollouts.parquet"
 ROWS = 1024
-"""In a row group."""
+"""Rows in a row group."""
 SCHEMA = pa.schema(
     {
         **dict.fromkeys(("request_id", "group", "id"), pa.string()),
@@ -33,7 +33,7 @@ SCHEMA = pa.schema(
 )
 TEXTS = ("id", "prompt", "completion", "answer")
 SAMPLES = pa.schema({**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()})
-"""Of the completions that an evaluation judged, in ``samples.parquet``."""
+"""Columns of ``samples.parquet``, which has the completions that an evaluation scored."""
 
 
 def request_id(group: str, sample: int) -> str:
@@ -100,7 +100,7 @@ def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]], about: Mapping
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = list[TokenId]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What generators of torch take."""
+"""A seed that torch's generators accept."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Completion:
-    """What the policy said; engines of any make give it, so each value's type is checked.
+    """A completion of the policy. Third-party engines return it, too, so the type of each value is checked.
 
     Attributes:
         ids: with the stop token, where there is one.

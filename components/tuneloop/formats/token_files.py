@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Places(Sequence[T]):
-    """A sequence of `length` items, which `at` makes of their places as they are asked for."""
+    """A sequence of `length` items; `at` makes the item of an index when it is read."""
 
     def __init__(self, length: int, at: Callable[[int], T]) -> None:
         self._length, self.at = length, at
@@ -32,9 +32,9 @@ class Places(Sequence[T]):
 
 
 class Corpus(Places["Document"]):
-    """Documents by place, in an Arrow `file` that `write_corpus` wrote and that is mapped into memory, so that its name
-    may go; some 4.5 bytes a token on disk. `names`: of the documents; `extremes`: the longest document, and the one
-    with the highest token id, each with its name; `tokens`: the number in all documents."""
+    """Documents by index, in an Arrow `file` by `write_corpus`, about 4.5 bytes a token. It is mapped into memory, so
+    it may be deleted while in use. `names`: of the documents; `extremes`: the longest document, and the one with the
+    highest token id, each with its name; `tokens`: the number in all documents."""
 
     def __init__(self, file: str) -> None:
         reader = pa.ipc.open_file(pa.memory_map(file))
@@ -80,13 +80,13 @@ def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None
                 "loss_mask": [np.asarray(document.targets, np.bool_) for _, document in part],
             }
             out.write_batch(pa.RecordBatch.from_pydict(columns, SCHEMA))
-            del part, columns  # else they are there until the next ones are
+            del part, columns  # free them before the next batch is built
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, and which of them are targets; the first never is, for nothing precedes it. `labels` are what is to be
-    predicted in place of each of `ids`, where that is something else."""
+    """Token ids, and which of them are targets; the first never is, for nothing precedes it. `labels` are the ids to
+    predict at each position, where they differ from `ids`."""
 
     ids: Sequence[int]
     targets: Sequence[int]

@@ -93,13 +93,13 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
 def encode_reply(
     tokenizer: Any, text: str, chat: bool, role: str, stops: Sequence[int], keep_reasoning: bool = False
 ) -> list[int]:
-    """Encode what lies between two turns of the policy: from behind the token that ended one, to where the next begins.
+    """Encode what lies between two turns of the policy: after the token that ended one, up to the start of the next.
 
     Plain text is itself. In a chat it is what the template puts between the end of the assistant's turn and its next:
-    the end of that message, a message of `role`, the opening of a new one. The template is tried on a conversation that
-    stands for all; the policy's own turn, of which only the ids as sampled count, is never rendered. Raises UserError:
-    a template that cannot say this, ends turns with none of the ids `stops`, or rewrites the turn; `keep_reasoning`
-    accepts one that takes reasoning out of the turn before."""
+    the end of that message, a message of `role`, the opening of a new one. The template renders a sample conversation;
+    the policy's own turn is never rendered, as only its sampled ids count. Raises UserError if the template cannot
+    render this, ends turns with none of the ids `stops`, or rewrites earlier turns; `keep_reasoning` accepts one that
+    removes the reasoning from them."""
     if not chat:
         return encode_text(tokenizer, text)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}]
@@ -143,18 +143,18 @@ def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
 
 @functools.lru_cache(8)
 def _control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
-    """Return what finds the control tokens of a tokenizer of `size` tokens in folded text."""
+    """Return a pattern that finds the control tokens of a tokenizer of `size` tokens in folded text."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(re.escape(_fold(name)) for name in {*added, *tokenizer.all_special_tokens}) or "(?!)")
 
 
 def _fold(text: str) -> str:
-    """Return text as no tokenizer's normalizer makes it more alike: compatible forms and cases are the same."""
+    """Fold text at least as far as any tokenizer's normalizer: compatible forms and upper and lower case are equal."""
     return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-    """Render and encode messages; strings that spell a control token are placeholders meanwhile, then plain text."""
+    """Render and encode messages; strings that spell a control token are replaced meanwhile, and encoded as text."""
     controls, found = _control_tokens(tokenizer, len(tokenizer)), list[str]()
     mark = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]  # nobody can write it into the messages
 

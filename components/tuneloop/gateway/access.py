@@ -1,4 +1,4 @@
-"""Who calls, and where they may have sessions."""
+"""Authentication of callers, and the namespaces in which they may have sessions."""
 
 import hashlib
 import hmac
@@ -18,13 +18,13 @@ from tuneloop.inference.refusals import REFUSAL_S, Refused
 from tuneloop.kube.connection import read_api_message
 
 REMEMBERED = 30.0
-"""Seconds for which an answer of the API server holds; a token withdrawn meanwhile is still taken."""
+"""Seconds for which an answer of the API server is cached; a token that is revoked meanwhile is still accepted."""
 MOST = 4096
-"""Tokens that were taken, and as many that were refused, whose answer is remembered."""
+"""The number of accepted tokens, and of refused tokens, whose answer is cached."""
 WAITING = 256
-"""Tokens that wait for the API server's answer at most, of those that were not taken lately."""
+"""The maximum number of unknown tokens that wait for the API server's answer."""
 PREFIX = "tml-"
-"""Tinker's client library takes a key that begins like this, or a JWT."""
+"""Tinker's client library accepts a key with this prefix, or a JWT."""
 LOCAL = "local"
 
 
@@ -52,7 +52,7 @@ def translate_refusals(namespace: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Caller:
-    """Somebody whose token was taken; `namespace` is a service account's."""
+    """A caller whose token was accepted; `namespace` is that of a service account."""
 
     user: str
     groups: tuple[str, ...] = ()
@@ -70,12 +70,12 @@ class TokenReviews:
         self.audience = audience
         self._allowed: dict[tuple[Caller, str], tuple[float, bool]] = {}
         self._callers: dict[bytes, tuple[float, Caller | None]] = {}
-        self._refused: dict[bytes, tuple[float, Caller | None]] = {}  # apart: a flood of these drives out no caller
+        self._refused: dict[bytes, tuple[float, Caller | None]] = {}  # separate, so that a flood evicts no caller
         self._waiting = 0  # tokens of strangers
-        self._lanes = anyio.CapacityLimiter(4), anyio.CapacityLimiter(4)  # a flood of strangers keeps newcomers waiting
+        self._lanes = anyio.CapacityLimiter(4), anyio.CapacityLimiter(4)  # a flood of tokens delays only new callers
 
     async def caller(self, token: str) -> Caller | None:
-        """Return whose token it is; None where it is nobody's."""
+        """Return the owner of a token; None if it is not valid."""
         key, now = hashlib.sha256(token.encode()).digest(), time.monotonic()
         for answers in (self._callers, self._refused):
             if (known := answers.get(key)) and now - known[0] < REMEMBERED:
@@ -83,13 +83,13 @@ class TokenReviews:
         stranger = key not in self._callers
         if stranger and self._waiting >= WAITING:
             await anyio.sleep(REFUSAL_S)
-            raise Refused(503, f"{WAITING} tokens wait for the API server's answer already; try again")
+            raise Refused(503, f"already {WAITING} tokens wait for the API server's answer; try again")
         self._waiting += stranger
         try:
             caller = await anyio.to_thread.run_sync(self._review, token, limiter=self._lanes[not stranger])
         finally:
             self._waiting -= stranger
-        for answers in (self._callers, self._refused):  # one that was withdrawn waits among strangers from now on
+        for answers in (self._callers, self._refused):  # a revoked token counts as unknown from now on
             answers.pop(key, None)
         answers = self._callers if caller else self._refused
         answers[key] = now, caller
@@ -98,7 +98,7 @@ class TokenReviews:
         return caller
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
-        """Return whether sessions of the namespace are the caller's to use."""
+        """Return whether the caller may use the sessions of a namespace."""
         key, now = (caller, namespace), time.monotonic()
         if (known := self._allowed.get(key)) and now - known[0] < REMEMBERED:
             return known[1]
@@ -110,7 +110,7 @@ class TokenReviews:
         spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
         with translate_refusals(""):
             status = self.authentication.create_token_review({"spec": spec}, _request_timeout=30).status
-        # An API server that knows no audiences leaves them out: then nothing says that the token was meant for us.
+        # An API server without audiences leaves them out: the token may then be meant for another service.
         if not status.authenticated or (self.audience and self.audience not in (status.audiences or ())):
             return None
         user = status.user
@@ -127,7 +127,7 @@ class TokenReviews:
             with translate_refusals(namespace):
                 ask = self.authorization.create_namespaced_local_subject_access_review
                 answer = ask(namespace, {"metadata": {"namespace": namespace}, "spec": spec}, _request_timeout=30)
-        except Refused:  # no such namespace, or one that the gateway was given no rights in
+        except Refused:  # no such namespace, or the gateway has no permission in it
             return False
         return bool(answer.status.allowed)
 

@@ -1,5 +1,5 @@
 """The gateway's HTTP (docs/sharing.md): sessions under ``/v1``, and under ``/api/v1`` Tinker's routes, which go to the
-session's worker. Of a request without a token no body is read."""
+session's worker. The body of a request without a token is not read."""
 
 import asyncio
 import itertools
@@ -27,9 +27,9 @@ from tuneloop.gateway.worker import HEADER, SESSION, TOKENS, VERSION
 from tuneloop.inference.refusals import Refused, create_app
 
 WAIT = 25.0
-"""Seconds that a request waits for a worker that is starting; then the client tries again."""
+"""Seconds that a request waits for a starting worker; then the client must retry."""
 PATIENCE = 90.0
-"""Seconds until a worker has answered: it answers a poll within 30, and takes what computes into its queue."""
+"""Seconds within which a worker must answer: it answers a poll within 30, and queues requests that compute."""
 LOOK = 0.5
 """Seconds between two looks at a session that is waited for."""
 PROXIED = (
@@ -37,20 +37,20 @@ PROXIED = (
     *("asample", "create_sampling_session", "retrieve_future", "get_info", "session_heartbeat"),
 )
 ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
-"""What a request may name its session by."""
+"""The fields by which a request may name its session."""
 SMALL, LARGE = 2**20, 2**25
-"""Bytes of a body at most: for the gateway itself, and for a worker (Tinker's client sends batches in 5 MB pieces)."""
+"""Maximum bytes of a body: for the gateway itself, and for a worker (Tinker's client sends batches in 5 MB pieces)."""
 HELD = 2**27
-"""Bytes of all bodies at a time at most; with what is made of them they fit in the memory of the gateway's pod."""
+"""Maximum bytes of all bodies at a time; with the objects parsed from them they fit into the gateway's memory."""
 BODY_S = 60.0
-"""Seconds within which a body is to be there."""
+"""Seconds within which a body must arrive."""
 TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+'
 NAMES = re.compile(
     rb'"(?:%b)"\s*+:\s*+(%b")|%b(?:"|\\?\Z)|[\[\]{}]' % ("|".join(ABOUT).encode(), TEXT, TEXT), re.DOTALL
 )
-"""What tells where a name of `ABOUT` stands in JSON: it with its value, other strings, brackets. It never goes back."""
+"""Finds a name of `ABOUT` in JSON: the name with its value, other strings, brackets. The pattern never backtracks."""
 LOOKED_AT = 2**22
-"""So many are looked at, which takes seconds. A batch of Tinker's client has fewer: at most one in eight bytes."""
+"""The maximum number of matches, which takes seconds. A batch of Tinker's client has at most one in eight bytes."""
 CLIENT_CONFIG = dict.fromkeys(
     (
         *("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side"),
@@ -58,19 +58,19 @@ CLIENT_CONFIG = dict.fromkeys(
     ),
     False,
 )
-"""What Tinker's client is to leave out: none of it is served."""
+"""Features that Tinker's client must not use, as they are not served."""
 ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, "telemetry": {"status": "accepted"}}
 """A base model is a checkpoint's reference, so there is no list; telemetry is dropped."""
 
 
 class Gateway:
-    """Sessions of callers: who may have which, and where their requests go."""
+    """The sessions of callers: checks who may use which, and forwards requests to their workers."""
 
     def __init__(self, backend: Jobs | Processes, access: Access, store: str, config: Path | None = None) -> None:
         self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
-        self.settings = read_settings(config)  # what is wrong with it is said at the start
+        self.settings = read_settings(config)  # an error in it shows at the start
         limits = httpx2.Limits(max_connections=None)
-        self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are near
+        self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are local
         self.held = 0
         self.bytes, self.tokens = Meter(), Meter()  # by caller, and by session
         self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
@@ -80,9 +80,9 @@ class Gateway:
         self._found: dict[str, Session] = {}
 
     async def caller(self, headers: Any) -> Caller:
-        """Return who sent a request. Raises Refused (401)."""
+        """Return the sender of a request. Raises Refused (401)."""
         if (caller := await self.access.caller(token_of(headers))) is None:
-            raise Refused(401, "the token is not valid here; get another one, meant for this gateway")
+            raise Refused(401, "the token is not valid here; get one whose audience is this gateway")
         return caller
 
     def create(self, caller: Caller, wanted: Wanted, key: str) -> tuple[Session, bool]:
@@ -90,14 +90,14 @@ class Gateway:
         quota holds: the gateway has one replica, replaced by Recreate. Raises Refused (403, 409, 422, 429, 503)."""
         wanted = wanted.model_copy(update={"namespace": wanted.namespace or caller.namespace})
         if not wanted.namespace:
-            raise Refused(422, "namespace: say which; your token belongs to none")
+            raise Refused(422, "namespace: is required, as your token belongs to none")
         if not self.access.allowed(caller, wanted.namespace):
             raise Refused(403, f"namespace {wanted.namespace!r}: you may not create workflows there")
         name = wanted.name(caller.user, key)
         with self._creating:
             if standing := self.backend.get(wanted.namespace, name):
                 if standing.wanted != wanted:
-                    raise Refused(409, f"key {key!r} made {standing.id} from another body; use another key")
+                    raise Refused(409, f"key {key!r} has created {standing.id} with another body; use another key")
                 return standing, False
             self.settings = read_settings(self.config)
             quota = self.settings.quota(wanted.namespace)
@@ -105,9 +105,9 @@ class Gateway:
             store = quota.store or self.store
             self.backend.create(name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}")
         session = self.backend.get(wanted.namespace, name)
-        self._found.pop(session.id if session else name, None)  # one of this key may have ended before
+        self._found.pop(session.id if session else name, None)  # an ended session may have had this key
         if session is None:
-            raise Refused(503, f"{name} was ended while it was made; create it again")
+            raise Refused(503, f"{name} was ended while it was created; create it again")
         return session, True
 
     def listing(self, caller: Caller, namespace: str) -> list[Session]:
@@ -118,24 +118,24 @@ class Gateway:
         return [session for session in self.backend.sessions(namespace) if session.phase != "ending"]
 
     def get(self, caller: Caller, id: str) -> Session:
-        """Return a session that is the caller's to use. Raises Refused (404) where it is unknown or somebody else's."""
+        """Return a session that the caller may use. Raises Refused (404) if it is unknown or another caller's."""
         if session := self.backend.get(*self._place(caller, id)):
             return session
         raise Refused(404, f"no session {id!r}")
 
     def end(self, caller: Caller, id: str) -> None:
-        """End a session; nothing happens where it is gone already. Raises Refused (404) where it is somebody else's."""
+        """End a session; nothing happens if it is gone already. Raises Refused (404) if it is another caller's."""
         self.backend.end(*self._place(caller, id))  # it stays in `_found`: results are fetched until it is gone
 
     def _place(self, caller: Caller, id: str) -> tuple[str, str]:
-        """Return namespace and name of a session, there or not, in a namespace that is the caller's to use."""
+        """Return namespace and name of a session, which need not exist, in a namespace that the caller may use."""
         parts = re.fullmatch(rf"({LABEL})\.(session-[0-9a-f]+)", id)
         if parts is None or not self.access.allowed(caller, parts[1]):
             raise Refused(404, f"no session {id!r}")
         return parts[1], parts[3]
 
     async def reach(self, caller: Caller, id: str) -> Session:
-        """Return a session once its worker is there. Raises Refused: 404; 410, it is over; 503, it takes too long."""
+        """Return a session once its worker runs. Raises Refused: 404; 410, it has ended; 503, it takes too long."""
         await asyncio.to_thread(self._place, caller, id)
         if known := self._found.get(id):
             return known
@@ -143,7 +143,7 @@ class Gateway:
         while True:
             session = await asyncio.to_thread(self.get, caller, id)
             if session.phase not in ALIVE:
-                raise Refused(410, f"session {id} is over ({session.phase}): {session.reason}")
+                raise Refused(410, f"session {id} has ended ({session.phase}): {session.reason}")
             if session.phase == "running" and session.address:
                 self._found[id] = session
                 return session
@@ -158,7 +158,7 @@ class Gateway:
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))
-        more = path.endswith(("/forward_backward", "/asample"))  # the worker says how many
+        more = path.endswith(("/forward_backward", "/asample"))  # the worker reports how many
         check_quota(f"namespace {namespace!r}", "tokens_per_day", used, more, most)
         if self.sampler and path.endswith("/asample"):
             await asyncio.to_thread(self.sampler.start, namespace)
@@ -170,12 +170,12 @@ class Gateway:
                 method, f"http://{session.address}{path}", content=body, headers={**kept, HEADER: session.key}
             )
         except httpx2.HTTPError as error:
-            self._found.pop(id, None)  # the next attempt sees what has become of it
+            self._found.pop(id, None)  # the next attempt reads its state again
             why = f"its worker does not answer ({type(error).__name__})"
             raise Refused(503, f"session {id}: {why}; try again") from error
-        if answer.status_code == 401 or answer.headers.get(SESSION) != id:  # somebody else has its address by now
+        if answer.status_code == 401 or answer.headers.get(SESSION) != id:  # another process has its address now
             self._found.pop(id, None)
-            raise Refused(503, f"session {id}: its worker is not where it was; try again")
+            raise Refused(503, f"session {id}: its worker has moved; try again")
         self.tokens[id] = int(answer.headers.get(TOKENS, 0))
         return answer
 
@@ -190,7 +190,7 @@ Known = Annotated[Caller, Depends(_known)]
 
 
 def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
-    """Return a dependency that reads the body of a caller who is known."""
+    """Return a dependency that reads the body of an authenticated caller, up to `limit` bytes."""
 
     async def read(request: Request, caller: Known) -> AsyncIterator[bytes]:
         gateway, sent, user = request.app.state.gateway, bytearray(), caller.user
@@ -198,7 +198,7 @@ def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
         try:
             try:
                 async with asyncio.timeout(BODY_S):
-                    async for part in request.stream():  # what its length says is not to be relied upon
+                    async for part in request.stream():  # its Content-Length cannot be trusted
                         sent += part
                         gateway.held += len(part)
                         check_quota(f"{user!r}", "bytes_per_day", gateway.bytes.count(user), len(part), most)
@@ -206,9 +206,9 @@ def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
                         if len(sent) > limit:
                             raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
                         if gateway.held > HELD:
-                            raise Refused(503, "other requests hold all memory that bodies may have; try again")
+                            raise Refused(503, "other requests use all memory for bodies; try again")
             except TimeoutError:
-                raise Refused(408, f"the body was not there in {BODY_S:g} s; send less at a time") from None
+                raise Refused(408, f"the body did not arrive in {BODY_S:g} s; send less at a time") from None
             yield bytes(sent)
         finally:
             gateway.held -= len(sent)
@@ -294,7 +294,7 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _key(request: Request) -> str:
-    """Read what the caller calls this creation; without one, every creation is another."""
+    """Read the caller's idempotency key; without one, every request creates another session."""
     headers = request.headers
     return headers.get("idempotency-key") or headers.get("x-idempotency-key") or secrets.token_hex(16)
 

@@ -1,7 +1,7 @@
-"""Sessions as Jobs of Kubernetes, which hold all that is known of them: annotations say what was asked for and by whom.
-A Job has one pod, which is not started again when it fails: what it held is gone with it. (Where Kueue preempts the Job
-and admits it again, the new pod knows none of the models, and says so.) The worker's key stands in the pod's
-environment: who may read Jobs of a namespace may use its sessions."""
+"""Sessions as Jobs of Kubernetes, which store all state about them: annotations have the request and its sender. A Job
+has one pod, which is not started again when it fails, as its models are lost. (If Kueue preempts the Job and admits it
+again, the new pod has none of the models, and says so.) The worker's key is in the pod's environment: whoever may read
+the Jobs of a namespace may use its sessions."""
 
 import secrets
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ LABEL = "tuneloop.dev/session"
 WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts"))
 PORT = 8000
 TIMEOUT = {"_request_timeout": 30}
-"""Of a request to the API server, in seconds."""
+"""Timeout of a request to the API server, in seconds."""
 JOB = Path(__file__).with_name("session.yaml")
 
 
@@ -49,8 +49,8 @@ class Jobs:
         return self._list(namespace, LABEL)
 
     def end(self, namespace: str, name: str) -> None:
-        """Have a session, if there is one, end behind what it accepted, within its grace; only its artifacts stay."""
-        if self.get(namespace, name) is None:  # it may delete Jobs, but none that is not a session
+        """End a session, if it exists, after its accepted requests, within its grace period; its artifacts are kept."""
+        if self.get(namespace, name) is None:  # the gateway may delete any Job, but must only delete sessions
             return
         try:
             with translate_refusals(namespace):
@@ -67,7 +67,7 @@ class Jobs:
                 self.apps.patch_namespaced_deployment_scale(self.sampler.deployment, namespace, wanted, **TIMEOUT)
 
     def drain(self) -> None:
-        """End the sessions that end with this process, once they did what they accepted: none, as Jobs live on."""
+        """Do nothing: Jobs continue without this process. (Other backends end their sessions here.)"""
 
     def _list(self, namespace: str, selector: str) -> list[Session]:
         with translate_refusals(namespace):
@@ -85,7 +85,7 @@ class Jobs:
         command = ["python", "-m", "tuneloop.gateway.worker", "--session", f"{wanted.namespace}.{name}"]
         command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
-        command += wanted.flags(artifacts.rpartition("/")[0])  # a namespace's groups are its own
+        command += wanted.flags(artifacts.rpartition("/")[0])  # each namespace has its own groups
         job: dict[str, Any] = yaml.safe_load(JOB.read_text())
         annotations = {WANTED: wanted.model_dump_json(), CREATOR: creator, ARTIFACTS: artifacts}
         job["metadata"] = {"name": name, "labels": {**labels, **queue}, "annotations": annotations}
@@ -125,18 +125,18 @@ def _session(job: Any, pod: Any) -> Session:
 def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
     """Return the phase of a session, and why it is not running."""
     if job.metadata.deletion_timestamp is not None:
-        return "ending", "was ended; its pod may still be there"
+        return "ending", "was ended; its pod may still exist"
     over = {each.type: each for each in job.status.conditions or () if each.status == "True"}
     if "Failed" in over:
         states = [each.state.terminated for each in (pod and pod.status.container_statuses) or ()]
         words = [f"(exit {each.exit_code}, {each.reason})" for each in states if each][:1]
         return "failed", " ".join(filter(None, (over["Failed"].message, *words)))
     if "Complete" in over:
-        return "ended", "nobody asked for anything"
+        return "ended", "was idle"
     if job.spec.suspend:
         return "queued", "waits for quota of its queue"
     if pod is None:
-        return "starting", "its pod is not made yet"
+        return "starting", "its pod is not created yet"
     conditions = pod.status.conditions or ()
     if any(each.type == "Ready" and each.status == "True" for each in conditions):
         return "running", ""

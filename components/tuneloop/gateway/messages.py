@@ -13,13 +13,13 @@ from tuneloop.gateway.resident import AdamParams
 from tuneloop.training.lora import Lora
 
 ALPHA = 32.0
-"""lora_alpha of adapters, as Tinker has it."""
+"""lora_alpha of adapters, as in Tinker."""
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 """Of a request, a model or a sampling session; seconds."""
 
 
 class Body(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()):
-    """A request's body: what is not listed is of no account here (metadata of the client's)."""
+    """A request's body; other fields, such as the client's metadata, are ignored."""
 
 
 class LoraConfig(Body):
@@ -32,13 +32,13 @@ class LoraConfig(Body):
     train_attn: bool = True
 
     def to_peft(self) -> Lora | None:
-        """Return the same in peft's words. Raises UserError at a choice of layers that is not had here."""
+        """Convert to peft's options. Raises UserError for a choice of layers that is not supported here."""
         if not self.rank:
             return None
         if self.train_unembed:
             raise UserError("lora_config.train_unembed", True, "the output layer gets no adapter here; set it False")
         if not (self.train_mlp and self.train_attn):
-            raise UserError("lora_config", "train_mlp, train_attn", "both get adapters here; leave them True")
+            raise UserError("lora_config", "train_mlp, train_attn", "both always get adapters here; leave them True")
         return Lora(r=self.rank, lora_alpha=ALPHA)
 
 
@@ -89,7 +89,7 @@ class Prompt(Body):
     chunks: list[Chunk]
 
     def read_tokens(self) -> list[int]:
-        """Return the token ids; a UserError where there is anything else."""
+        """Return the token ids. Raises UserError for anything else."""
         if any(chunk.type != "encoded_text" for chunk in self.chunks):
             raise UserError("prompt", [chunk.type for chunk in self.chunks], "only token ids are known here")
         return [token for chunk in self.chunks for token in chunk.tokens]
@@ -105,7 +105,7 @@ class SamplingParams(Body):
 
 
 class Sample(Body, extra="allow"):
-    """A prompt and how many completions of it. What is not listed would change the answer, and is refused."""
+    """A prompt and the number of its completions. Unknown fields are refused, as they would change the answer."""
 
     sampling_session_id: str
     seq_id: Number | None = None

@@ -30,7 +30,7 @@ KEPT = 3600.0
 
 @dataclass
 class Child:
-    """A worker, and what is known of it."""
+    """A worker process and its state."""
 
     session: Session
     process: subprocess.Popen[bytes]
@@ -51,7 +51,7 @@ class Processes:
         self.sampler: Process | None = None
         if settings.sampler:
             create_token_file(self.token)
-            self.address = socket.socket()  # bound as long as this process lives, so that nobody else gets the port
+            self.address = socket.socket()  # bound while this process lives, so that no other process gets the port
             self.address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.address.bind(("127.0.0.1", 0))
             self.port = self.address.getsockname()[1]
@@ -61,7 +61,7 @@ class Processes:
         if self.closing:
             raise Refused(503, "the gateway is ending; try again")
         if (before := self.children.get(name)) and before.ending and before.process.poll() is None:
-            raise Refused(503, f"{name} is ending: it does what it accepted; try again, or take another key")
+            raise Refused(503, f"{name} is ending after its accepted requests; try again, or use another key")
         key, created = secrets.token_urlsafe(32), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         session = Session(name, wanted, creator, created, "starting", artifacts, key)
         log = self.logs / f"{name}.log"
@@ -70,9 +70,9 @@ class Processes:
             listener.listen(128)
             command = [sys.executable, "-m", "tuneloop.gateway.worker", "--session", session.id]
             command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
-            command += ["--parent", str(os.getpid())]  # which may be killed before the worker can ask who it is
+            command += ["--parent", str(os.getpid())]  # the parent may be killed before the worker can look it up
             command += ["--idle", str(self.settings.worker.idle), "--grace", str(self.settings.worker.grace)]
-            command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # where `tuneloop run` has them, too
+            command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # the place that `tuneloop run` uses, too
             command += ["--sampler", f"http://127.0.0.1:{self.port}"] if self.settings.sampler else []
             process = subprocess.Popen(
                 command,
@@ -108,7 +108,7 @@ class Processes:
         threading.Thread(target=_wait_or_kill, args=bounded, daemon=True).start()
 
     def scale_sampler(self, namespace: str, replicas: int) -> None:
-        """Start the server that all sessions share, or end it."""
+        """Start or end the server that all sessions share."""
         runs = self.sampler is not None and not self.sampler.ended.is_set()
         if self.sampler and runs and not replicas:
             end_process(self.sampler, GRACE)
@@ -119,7 +119,7 @@ class Processes:
             self.sampler = self.starter.start(command, env, self.logs, log, log)
 
     def close(self, number: int = signal.SIGINT, grace_s: float = GRACE) -> None:
-        """End all sessions; no new one is begun."""
+        """End all sessions, and accept no new one."""
         self.closing, processes = True, [child.process for child in list(self.children.values())]
         for process in processes:
             _signal(process, number)  # all at once, then one after the other
@@ -130,7 +130,7 @@ class Processes:
             self.starter.close()
 
     def drain(self) -> None:
-        """End each session once what it accepted is done and fetched, and its models are saved."""
+        """End each session once its accepted requests are done and fetched, and its models are saved."""
         self.close(signal.SIGTERM, self.settings.worker.grace)
 
     def _look(self, child: Child) -> Session:

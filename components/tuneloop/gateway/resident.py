@@ -1,4 +1,4 @@
-"""A policy and its optimizer that stay where they are between requests, and what samples from them."""
+"""A policy and its optimizer that stay in memory between requests, and a sampler of its snapshots."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.ranks import Ranks
 
 STAGE = "session"
-"""What the manifest of a checkpoint says made it."""
+"""The stage name in the manifests of its checkpoints."""
 MICRO_BATCH = 64
 """Sequences in one forward pass."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
     **dict.fromkeys(("importance_sampling", "ppo", "cispo"), ("logprobs", "advantages")),
 }
-"""What each needs of every position, beside ``target_tokens``."""
+"""Loss → the inputs that it needs for every position, in addition to ``target_tokens``."""
 THRESHOLDS: dict[str, dict[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
 }
-"""Options and their defaults: bounds of the ratio."""
+"""Loss → its options with their defaults: bounds of the ratio."""
 
 
 class AdamParams(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -68,9 +68,9 @@ class Snapshot:
 
 
 class Resident:
-    """A model in training; with `lora`, adapters are trained in its place. With `optimizer` it goes on with the
-    optimizer's state and the adapters of `policy`. `version` is `policy`'s, and one more for each step since; `saved`
-    is the version opened or saved last. Raises UserError where `policy` is no checkpoint, or lacks that state."""
+    """A model in training; with `lora`, only adapters are trained. With `optimizer` it continues with the optimizer's
+    state and the adapters of `policy`. `version` is `policy`'s plus the number of steps since; `saved` is the version
+    that was last opened or saved. Raises UserError if `policy` is no checkpoint, or lacks that state."""
 
     def __init__(
         self, policy: Artifact, ranks: "Ranks", lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
@@ -89,7 +89,7 @@ class Resident:
         import torch
 
         if not data:
-            raise UserError("data", [], "there is none; send at least one datum")
+            raise UserError("data", [], "is empty; send at least one datum")
         options = check_options(name, config)
         documents = [_document(datum, INPUTS[name], self.trainer) for datum in data]
         by_datum: dict[int, np.ndarray] = {}
@@ -102,7 +102,7 @@ class Resident:
                 inputs = {k: torch.from_numpy(v.astype("f4")).to(logprobs.device) for k, v in columns.items()}
                 loss = compute_loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
-                    self.spoiled = self.gradients = True  # spoiled until all of it is there
+                    self.spoiled = self.gradients = True  # spoiled until the gradient is complete
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 parts = logprobs.detach().cpu().split([len(data[i].tokens) for i in micro])
@@ -111,8 +111,8 @@ class Resident:
         return [by_datum[i] for i in range(len(data))], {"loss:sum": total}
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
-        """Take one step with the gradients since the last one. Raises UserError where there are none, or they are not
-        finite or not whole, and drops them. Any other error drops `trainer`, whose weights may be half updated."""
+        """Take one step with the gradients since the last one. Raises UserError if there are none, or they are not
+        finite or incomplete, and drops them. Any other error drops `trainer`, as its weights may be half updated."""
         if not self.gradients:
             raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
         trainer, step = self.trainer, self.trainer.step
@@ -138,16 +138,16 @@ class Resident:
         return {"grad_norm:mean": norm, "weight_version:max": float(self.version)}
 
     def snapshot(self) -> Snapshot:
-        """Copy the weights as they are now to the host's memory."""
+        """Copy the current weights to the host's memory."""
         state = {name: value.detach().to("cpu", copy=True) for name, value in self.trainer.whole_state().items()}
         return Snapshot(self.trainer.base, self.version, state)
 
     def save(self, url: str, *, with_state: bool = True, **facts: Any) -> Artifact:
-        """Commit a checkpoint from which `load` goes on bit for bit; without its state, the weights to sample from.
-        Raises UserError where there are gradients that no step has used yet, which the state does not hold, or `url` is
-        taken."""
+        """Commit a checkpoint from which `load` continues bit for bit; without its state, the weights to sample from.
+        Raises UserError if there are gradients that no step has used, as the state does not include them, or if `url`
+        is taken."""
         if self.gradients and with_state:
-            raise UserError("save_state", self.version, "gradients wait for optim_step; take the step first")
+            raise UserError("save_state", self.version, "has gradients that no step has used; call optim_step first")
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base
         draft = Draft(url)
         stage = Stage(STAGE, Params(), draft.path, draft.url, draft.attempt)
@@ -172,8 +172,8 @@ class Resident:
         return Artifact(url)
 
     def load(self, policy: Artifact, optimizer: bool) -> None:
-        """Go on from a checkpoint, or with its weights alone. Raises UserError, changing nothing, where it is not one,
-        lacks optimizer state, or has other adapters. After any other error there may be no `trainer` any more."""
+        """Continue from a checkpoint, or only with its weights. Raises UserError, changing nothing, if it is not one,
+        lacks optimizer state, or has other adapters. After any other error `trainer` may be lost."""
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
             raise UserError("load_state", policy.url, "was trained with other adapters; create a model from it instead")
@@ -191,7 +191,7 @@ class Resident:
         directory = checkpoint.model_dir(base)
         saved = written.part("trainer") if written else None
         version = int(policy.manifest.facts["version"])
-        self.__dict__.pop("trainer", None)  # two at once may not fit; all that is needed is here and looks right
+        self.__dict__.pop("trainer", None)  # two may not fit into memory; the checkpoint was checked before
         torch.manual_seed(self.seed)
         trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
         trainer.base = base
@@ -203,7 +203,7 @@ class Resident:
 
 
 class Sampler:
-    """Samples from snapshots; one is ready at a time, and is changed for another when that is asked for."""
+    """Samples from snapshots; one is loaded at a time, and replaced when another is requested."""
 
     def __init__(self) -> None:
         self.engine = Transformers()
@@ -215,7 +215,7 @@ class Sampler:
 
         self._change(snapshot)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(False)  # a trainer wants them; a sum over the vocabulary has none on CUDA
+        torch.use_deterministic_algorithms(False)  # a trainer enables them; CUDA has none for sums over the vocabulary
         try:
             return self.engine.generate(requests, sampling, lambda _: None)
         finally:
@@ -227,7 +227,7 @@ class Sampler:
         return self.engine.score(ids)
 
     def drop(self) -> None:
-        """Give back what the model takes, until it is asked for again."""
+        """Release the model's memory until the next request."""
         self._ready = None
         self.engine.close()
 
@@ -279,7 +279,7 @@ def compute_loss(
 
 
 def _document(datum: Datum, needed: Sequence[str], policy: "Policy") -> Document:
-    """Return `datum` for the trainer: a token that nothing looks at is appended, so that each position predicts one."""
+    """Return `datum` for the trainer: a token without effect is appended, so that each position predicts one."""
     length = len(datum.tokens)
     if not 0 < length <= policy.context:
         raise UserError("model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context")

@@ -1,5 +1,5 @@
-"""The vLLM server that the sessions of a namespace share: it is started when one of them first samples, has the weights
-that the request at hand needs, each proved by its canary, and is scaled to zero when none has sampled for a while."""
+"""The vLLM server that the sessions of a namespace share: it is started when one of them first samples, loads the
+weights of the current request, verified by their canary, and is scaled to zero when none has sampled for a while."""
 
 import logging
 import threading
@@ -17,13 +17,13 @@ from tuneloop.inference.generate import prove_weights
 from tuneloop.inference.refusals import Refused
 
 START_S = 900.0
-"""Seconds that a request waits for the server (for quota, a node, its image), and for it to load weights."""
+"""Seconds that a request waits for the server (quota, a node, its image), and for it to load weights."""
 KEEP_S = 10.0
-"""Seconds for which the server keeps weights that were loaded, unless they have been sampled from before."""
+"""Seconds for which the server keeps loaded weights, unless they are sampled from sooner."""
 TOLERANCE = 0.05
-"""Nats by which its log-probabilities of the canary may differ from the trainer's."""
+"""Maximum difference, in nats, of its log-probabilities of the canary from the trainer's."""
 LOOK_S = 10.0
-"""Seconds between two attempts to start it while it is used, and at most between two looks at whether it is used."""
+"""Seconds between two attempts to start a used server, and the maximum between two checks whether it is used."""
 log = logging.getLogger("tuneloop.gateway")
 Result = TypeVar("Result")
 
@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 class SharedSampler:
     """Samples as `resident.Sampler` does, from snapshots that are checkpoints, at the server `url`.
 
-    The server refuses a request where another session has loaded other weights since; the client then loads the
-    snapshot's again, and proves them. `check` is called while a request waits for the server, and ends it by raising.
+    The server refuses a request if another session has loaded other weights since; the client then loads the snapshot's
+    weights again, and verifies them. `check` is called while a request waits; an error of it ends the request.
     """
 
     def __init__(self, url: str, check: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class SharedSampler:
         def prove(engine: Engine) -> None:
             prove_weights(engine, snapshot.base, TOLERANCE)
 
-        self._client.prove = prove  # where the server is lost, or has other weights by then
+        self._client.prove = prove  # if the server is lost, or has other weights now
         try:
             self._client.load(snapshot.base)
             prove(self._client)
@@ -63,7 +63,7 @@ class SharedSampler:
 
 @dataclass
 class _Use:
-    """A namespace's use of its sampler: when it was last used, and what came of the last attempt to start it."""
+    """A namespace's use of its sampler: when it was last used, and the result of the last attempt to start it."""
 
     used: float = field(default_factory=time.monotonic)
     up: bool = True
@@ -73,17 +73,17 @@ class _Use:
 
 
 class SamplerUse:
-    """When the namespaces last used their samplers. `scale` is given a namespace, and the replicas that its sampler is
-    to have: 1 once it is used, 0 after `idle_s` seconds."""
+    """Tracks when namespaces last used their samplers, and calls `scale` with a namespace and the number of replicas: 1
+    when its sampler is used, 0 after `idle_s` seconds."""
 
     def __init__(self, scale: Callable[[str, int], None], namespaces: Iterable[str], idle_s: float) -> None:
         self._scale, self._idle_s = scale, idle_s
-        self._uses = {namespace: _Use() for namespace in namespaces}  # a gateway before this one may have started them
+        self._uses = {namespace: _Use() for namespace in namespaces}  # an earlier gateway process may have started them
         threading.Thread(target=self._watch, name="sampler", daemon=True).start()
 
     def start(self, namespace: str) -> None:
-        """Note that the sampler of a namespace is used, and start it unless it runs. Raises as `scale`, and for
-        `LOOK_S` what it raised before."""
+        """Record that the sampler of a namespace is used, and start it unless it runs. Raises as `scale`; for `LOOK_S`
+        seconds after a failure, the same error is raised without another attempt."""
         use = self._uses.setdefault(namespace, _Use())
         with use.lock:
             use.used, use.up = (now := time.monotonic()), True
@@ -97,7 +97,7 @@ class SamplerUse:
                 raise use.failure
 
     def renew(self, namespace: str) -> None:
-        """Note that somebody waits for what the sampler of a namespace makes."""
+        """Record that a request still waits for the sampler of a namespace."""
         self._uses.setdefault(namespace, _Use()).used = time.monotonic()
 
     def _watch(self) -> None:

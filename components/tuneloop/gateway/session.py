@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 SCHEME = "tinker://"
 DRAINED = "drained"
 SNAPSHOTS = 2
-"""So many versions without a name stay for their sampling sessions, in memory or the store."""
+"""The number of unnamed versions that are kept for sampling sessions, in memory or the store."""
 UNNAMED = "snapshots"
-NOT_DONE = "not done: its session ends; continue what it saved"
+NOT_DONE = "not done: its session is ending; continue from its checkpoints"
 log = logging.getLogger("tuneloop.session")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Session:
-    """The models and sampling sessions of one session. Requests are taken from any thread, and done by the one that
-    calls `do`. Its checkpoints lie below the URL `artifacts`, those of the namespace's other sessions beside it;
-    `ranks` opens the device when it is first needed. `sampler` is the URL of the server to sample from; where it is
-    empty, this process samples."""
+    """The models and sampling sessions of one session. Requests are accepted from any thread, and executed by the one
+    that calls `do`. Its checkpoints are below the URL `artifacts`, those of the namespace's other sessions beside it;
+    `ranks` opens the device when it is first needed. `sampler` is the URL of the server to sample from; if it is empty,
+    this process samples."""
 
     def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = "") -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
@@ -78,7 +78,7 @@ class Session:
         return self._submit(model, 0, request, work)
 
     def load_weights(self, request: messages.LoadWeights) -> str:
-        """Queue a request to go on from a checkpoint, or for a new model made from one."""
+        """Queue a request to continue a model from a checkpoint, or to create a new one from it."""
         if request.model_id is None and request.model_seq_id is None:
             raise UserError("model_id", None, "is required, or model_seq_id of a new model")
         model = request.model_id or f"{self.id}:train:{request.model_seq_id}"
@@ -98,7 +98,7 @@ class Session:
         return self._submit(model, request.seq_id if request.model_id else 0, request, work)
 
     def forward_backward(self, body: bytes, request: wire.ForwardBackward) -> str:
-        """Queue a request for gradients; `body` tells it from others."""
+        """Queue a request for gradients; `body` identifies it."""
 
         def work() -> messages.Losses:
             model = self._model(request.model_id)
@@ -109,7 +109,7 @@ class Session:
         return self._submit(request.model_id, request.seq_id, body, work)
 
     def refuse(self, body: bytes, model: str, number: int, error: Exception) -> str:
-        """Queue a request that cannot be done: without its number those after it would wait for ever."""
+        """Queue a failed request: without its number, later requests would wait for ever."""
 
         def work() -> Any:
             raise error
@@ -145,7 +145,7 @@ class Session:
         return self._submit(request.model_id, request.seq_id, request, work)
 
     def save_weights_for_sampler(self, request: messages.SaveWeights) -> str:
-        """Queue a request for weights to sample from: a named checkpoint, else a snapshot, of which the newest stay."""
+        """Queue a request for weights to sample from: a named checkpoint, or a snapshot; only the newest are kept."""
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
         if request.kind != "snapshot":
@@ -155,7 +155,7 @@ class Session:
         def work() -> dict[str, Any]:
             sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
             model, name = self._model(request.model_id), request.model_id.rpartition(":")[2]
-            if self.shared:  # which reads weights from the store
+            if self.shared:  # the shared sampler reads weights from the store
                 url = f"{self.artifacts}/train-{name}/{UNNAMED}/{os.urandom(8).hex()}"
                 self.samplers[sampling] = Snapshot(model.save(url, with_state=False, session=self.id), model.version)
             else:
@@ -180,16 +180,16 @@ class Session:
         return sampling
 
     def sample(self, request: messages.Sample) -> str:
-        """Queue a request for completions. Those at once that differ in their prompts alone are done together."""
+        """Queue a request for completions. Waiting requests that differ only in their prompts are executed together."""
         for name, value in (request.model_extra or {}).items():
             if value and name not in ("base_model", "model_path"):
                 raise UserError(name, value, "is not known here; leave it out")
         params = request.sampling_params
         if params.top_k != -1 or params.top_p != 1:
             value = {"top_k": params.top_k, "top_p": params.top_p}
-            raise UserError("sampling_params", value, "the distribution is never cut here: top_k -1, top_p 1")
+            raise UserError("sampling_params", value, "top_k and top_p are not supported here: set top_k -1, top_p 1")
         if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
-            raise UserError("sampling_params.stop", params.stop, "give token ids; text is not known here")
+            raise UserError("sampling_params.stop", params.stop, "must be token ids; text is not supported here")
         if not (ids := request.prompt.read_tokens()):
             raise UserError("prompt", [], "is empty")
         alike = (request.sampling_session_id, params.max_tokens, params.temperature, dump_canonical_json(params.stop))
@@ -198,7 +198,7 @@ class Session:
         return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
 
     def info(self, model: str) -> dict[str, Any]:
-        """Return what ``get_info`` says of a model."""
+        """Return the answer of ``get_info`` for a model."""
         resident = self._model(model)
         base = resident.trainer.base
         local, facts, name = local_path(base.url), base.manifest.facts, self.names[model]
@@ -215,17 +215,17 @@ class Session:
         }
 
     def sampler(self, sampling: str) -> dict[str, Any]:
-        """Return what is known of a sampling session."""
+        """Return the description of a sampling session."""
         snapshot = self._snapshot(sampling)
         return {"sampler_id": sampling, "base_model": snapshot.base.ref, "weight_version": snapshot.version}
 
     def do(self, entries: Sequence[Entry]) -> None:
-        """Do what `Ledger.take` gave. One that fails spoils it for no other."""
+        """Execute the requests that `Ledger.take` returned. A failure of one does not affect the others."""
         try:
             results = entries[0].work(list(entries))
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would keep tensors for as long as the result is kept
-            if len(entries) == 1 or isinstance(error, Retryable):  # each by itself would wait as long
+            traceback.clear_frames(error.__traceback__)  # they would keep tensors as long as the result
+            if len(entries) == 1 or isinstance(error, Retryable):  # each one alone would wait as long
                 for entry in entries:
                     self.ledger.finish(entry, error=error)
                 return
@@ -236,8 +236,8 @@ class Session:
                 self.ledger.finish(entry, result)
 
     def save_models(self) -> Future[Any]:
-        """Queue before all else that models which took steps are saved; what is still queued then is refused, and
-        snapshots without a name are dropped."""
+        """Queue, before all other requests, that models which took steps are saved; later requests are then refused,
+        and unnamed snapshots are dropped."""
 
         def work(entries: list[Entry]) -> list[None]:
             for name, model in self.models.items():
@@ -260,7 +260,7 @@ class Session:
             raise Refused(404, NOT_DONE)
 
     def _drop_snapshots(self, kept: int) -> None:
-        """Drop weights without a name but the `kept` newest."""
+        """Drop unnamed weights except for the `kept` newest."""
         while len(self._unnamed) > kept:
             sampling = self._unnamed.pop(0)
             old, self.samplers[sampling] = self.samplers[sampling], None
@@ -271,18 +271,18 @@ class Session:
                     log.warning("%s stays in the store: %s", old.base.url, error)
 
     def _save_drained(self, name: str, model: Resident) -> None:
-        """Save a model whose steps are not saved yet as ``weights/drained``, or the first free of ``drained-2``, …"""
+        """Save a model with unsaved steps as ``weights/drained``, or as the first free name of ``drained-2``, …"""
         if model.version == model.saved:
             log.info("%s took no step since it was opened or saved: nothing to save", name)
             return
         names = itertools.chain([DRAINED], (f"{DRAINED}-{number}" for number in itertools.count(2)))
         paths = (f"{SCHEME}{name}/weights/{each}" for each in names)
         path = next(path for path in paths if find_manifest(self._url(path)) is None)
-        model.gradients = False  # no step has used them: they are to be computed again
+        model.gradients = False  # no step has used them: the client has to compute them again
         log.info("saved %s (%s)", path, model.save(self._url(path), session=self.id).url)
 
     def sleep(self) -> None:
-        """Leave the device: what is trained moves to the host's memory, what is sampled from is dropped."""
+        """Leave the device: models in training move to the host's memory, the sampler's model is dropped."""
         self._asleep = list(self.models.values())
         for resident in self._asleep:
             resident.trainer.sleep()
@@ -308,7 +308,7 @@ class Session:
                 raise UserError("prompt", span, f"the model has {vocabulary} tokens and a context of {context}")
         length = min([params.max_tokens or context, *(context - len(ids) for _, ids in wanted)])
         if len(wanted) > 1 and length < (params.max_tokens or 0):
-            raise UserError("prompt", length, "one of several has less room; they are done one by one")
+            raise UserError("prompt", length, "one of several prompts does not fit; they are executed one by one")
         sampling = Sampling(params.temperature, length, stops if params.stop is None else tuple(map(int, params.stop)))
         requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
         at_most = length * sum(asked.num_samples for asked, _ in wanted)
@@ -335,7 +335,7 @@ class Session:
 
     @contextlib.contextmanager
     def _changing(self, model: str) -> Iterator[Resident]:
-        """Yield a model; drop it where the change fails half-way, as it is then neither old nor new."""
+        """Yield a model; drop it if the change fails half-way, as it is then neither old nor new."""
         resident = self._model(model)
         try:
             yield resident
@@ -347,7 +347,7 @@ class Session:
         if sampling not in self.samplers:
             raise Refused(404, f"{sampling} is not known here")
         if (snapshot := self.samplers[sampling]) is None:
-            remedy = f"its weights made room for newer ones ({SNAPSHOTS} stay); sample from those, or save under a name"
+            remedy = f"its weights were dropped for newer ones ({SNAPSHOTS} are kept); use those, or save with a name"
             raise UserError("sampling_session_id", sampling, remedy)
         return snapshot
 
@@ -361,7 +361,7 @@ class Session:
         return Artifact(named)
 
     def _url(self, path: str) -> str:
-        """Return where ``tinker://<model>/<kind>/<name>`` lies: with its session, which is one of this namespace."""
+        """Return the URL of ``tinker://<model>/<kind>/<name>``, which must be of a session in this namespace."""
         model, _, rest = path.removeprefix(SCHEME).partition("/")
         session, _, kind = model.partition(":")
         namespace, _, name = session.partition(".")
@@ -373,7 +373,7 @@ class Session:
 
 @functools.lru_cache(8)
 def _read_limits(directory: Path) -> tuple[int, int, tuple[int, ...]]:
-    """Read a model's context, the size of its vocabulary, and what ends a completion where nobody says otherwise."""
+    """Read a model's context, the size of its vocabulary, and its default stop tokens."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(directory).get_text_config()
@@ -382,7 +382,7 @@ def _read_limits(directory: Path) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _seeds(request: messages.Sample, number: int) -> list[int]:
-    """Derive a seed for each completion: of the seed that was given, else of the request."""
+    """Derive a seed for each completion, from the given seed, or else from the request."""
     given = request.sampling_params.seed
     stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)
     return [derive_seed(given or 0, "sample", *stream, i) for i in range(request.num_samples)]

@@ -1,5 +1,5 @@
-"""Tinker's protobuf messages, as far as they are served: token ids in, tensors in and out, as little-endian bytes of a
-dtype and a shape. `SCHEMA` has the field numbers of ``tinker_public.proto`` in the client library, release 0.38."""
+"""The part of Tinker's protobuf messages that is served: token ids in, tensors in and out, as little-endian bytes with
+dtype and shape. `SCHEMA` has the field numbers of ``tinker_public.proto`` in the client library, release 0.38."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence and what a loss needs of each position."""
+    """One sequence, and the inputs of a loss for each position."""
 
     tokens: list[int]
     inputs: dict[str, np.ndarray]
@@ -27,7 +27,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """What `forward_backward` is asked for, in either encoding."""
+    """A request of `forward_backward`, from either encoding."""
 
     model_id: str
     seq_id: int | None
@@ -38,7 +38,7 @@ class ForwardBackward:
 
 
 def read_address(body: bytes) -> tuple[str, int | None]:
-    """Read which model a ``ForwardBackwardRequest`` is for, its number among the model's, and nothing else of it."""
+    """Read only the model of a ``ForwardBackwardRequest``, and its number among the model's requests."""
     named = _parse(body, "Named")
     return named.model_id, named.seq_id or None
 
@@ -68,7 +68,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
 
 
 def write_samples(sequences: Sequence[Mapping[str, Any]], prompt_logprobs: Sequence[float] | None) -> bytes:
-    """Encode a ``SampleResponse`` from what its JSON form says."""
+    """Encode a ``SampleResponse`` from its JSON form."""
     message = _messages()["SampleResponse"]()
     for sequence in sequences:
         message.sequences.add(
@@ -114,7 +114,7 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
 
 @functools.cache
 def _messages() -> dict[str, Any]:
-    """Make a class for each message of `SCHEMA`, in a pool of their own: the client library may be here, too."""
+    """Create a class for each message of `SCHEMA`, in a separate pool, as the client library may be loaded, too."""
     from google.protobuf import descriptor_pb2, message_factory, text_format
 
     file = text_format.Parse(SCHEMA.read_text(), descriptor_pb2.FileDescriptorProto())

@@ -4,9 +4,9 @@
 
 It answers the gateway, which knows the key (header ``X-Session-Key``). Tinker's client library calls ``/api/v1/…``: a
 ``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result. With ``--turns`` it
-computes only while it has the turn of its group (`tuneloop.sharing.turns`), for as long as requests follow one another.
-At SIGTERM, and after ``--idle`` seconds without a request, it does what it has accepted, and saves the models
-(`Worker.drain`). Exit codes: 0 after that; 1 where the models on the device are lost; 75 where it lost its turn."""
+computes only while it holds its group's lease (`tuneloop.sharing.turns`), as long as requests follow one another.
+At SIGTERM, and after ``--idle`` seconds without a request, it executes its accepted requests, and saves the models
+(`Worker.drain`). Exit codes: 0 after that; 1 if the models on the device are lost; 75 if it lost its lease."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 
 from tuneloop.core import fencing
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
 from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
@@ -49,22 +49,22 @@ if TYPE_CHECKING:
 KEY = "TUNELOOP_SESSION_KEY"
 HEADER = "X-Session-Key"
 SESSION = "X-Session"
-"""Whose worker answers; in every answer."""
+"""Header of every answer: the session whose worker answers."""
 TOKENS = "X-Tokens"
-"""Of a request: the tokens that the session may use today; of an answer: those that it has used."""
+"""Header of a request: the tokens that the session may use today; of an answer: the tokens that it has used."""
 VERSION = "X-Weight-Version"
 HEALTH = "/health"
 POLL = 30.0
 """Seconds that `retrieve_future` waits; the client library waits 45."""
 LINGER = 0.5
-"""Seconds without a request after which a turn ends."""
+"""Seconds without a request after which the lease is released."""
 SHARE = 10.0
-"""Seconds after which it ends however many follow, where somebody waits for it."""
+"""Seconds after which the lease is released despite further requests, if another run waits for it."""
 
 FETCH_S = 15.0
-"""Seconds that results are waited for to be fetched at the end; a client that lives polls all the time."""
+"""Seconds to wait at the end until results are fetched; a live client polls all the time."""
 MARGIN_S = 5.0
-"""Of the grace that is kept for the end itself."""
+"""Seconds of the grace period that are kept for the exit itself."""
 
 log = logging.getLogger("tuneloop.session")
 
@@ -107,7 +107,7 @@ class Worker:
         return {"status": "ok"}
 
     async def heartbeat(self) -> dict[str, str]:
-        """Take note that the client lives."""
+        """Record that the client is alive."""
         return {"type": "session_heartbeat"}
 
     async def forward_backward(self, request: Request) -> dict[str, str]:
@@ -123,21 +123,21 @@ class Worker:
         return {"request_id": ids[0], "model_id": ids[0].rpartition(":")[0]}
 
     def create_sampling(self, body: messages.CreateSampling) -> dict[str, str]:
-        """Open a sampling session of a checkpoint, which is found first."""
+        """Open a sampling session of a checkpoint, which is looked up first."""
         return {"type": "create_sampling_session", "sampling_session_id": self.session.create_sampling(body)}
 
     async def retrieve(self, request: Request, request_id: Annotated[str, Body(embed=True)] = "") -> Response:
-        """Answer with a result, or with 408 while there is none."""
+        """Answer with the result, or with 408 if there is none yet."""
         try:
             future: Future[Any] = self.session.ledger.future(request_id)
         except Refused as gone:
             raise Refused(410, str(gone)) from gone
         settled = asyncio.wrap_future(future)
-        settled.add_done_callback(lambda done: done.exception())  # else asyncio warns that nobody looked at it
+        settled.add_done_callback(lambda done: done.exception())  # else asyncio warns that it was never retrieved
         await asyncio.wait([settled], timeout=POLL)
         if not future.done():
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
-        self.session.ledger.future(request_id)  # given out now
+        self.session.ledger.future(request_id)  # the result is fetched now
         if error := future.exception():
             mine = not isinstance(error, UserError | Refused)
             if mine:
@@ -151,12 +151,12 @@ class Worker:
         return self.session.info(model_id)
 
     def drain(self, grace_s: float) -> None:
-        """Take nothing new, do what was accepted in half of `grace_s`, save the models in the rest, and wait until
-        results are fetched. A request that waits for an earlier one is not awaited."""
+        """Accept no new requests, execute the accepted ones in half of `grace_s`, save the models in the rest, and wait
+        until results are fetched. A request that waits for an earlier one is dropped."""
         ledger, begun, usable_s = self.session.ledger, time.monotonic(), grace_s - MARGIN_S
         half, deadline = begun + usable_s / 2, begun + usable_s
         ledger.close()
-        log.info("is to end: takes nothing new, and has %d requests to do", ledger.count_open()[0])
+        log.info("is ending: accepts no new requests, and has %d left to execute", ledger.count_open()[0])
         while ledger.count_open()[0] and time.monotonic() < half and self.thread.is_alive():
             time.sleep(0.05)
         try:
@@ -184,7 +184,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _numbered(self, body: bytes, proto: bool = False) -> Iterator[list[str]]:
-        """Gather a request's id. One to a model that is refused within has one, too, and the refusal as its result."""
+        """Collect a request's id. A request to a model that fails inside gets an id, too, whose result is the error."""
         ids: list[str] = []
         try:
             yield ids
@@ -194,11 +194,11 @@ class Worker:
             model, number = wire.read_address(body) if proto else _address(body)
             if not model or number is None:
                 raise
-            refusal = from_validation(error) if isinstance(error, ValidationError) else error
+            refusal = convert_validation_error(error) if isinstance(error, ValidationError) else error
             ids.append(self.session.refuse(body, model, number, refusal))
 
     def _guarded(self, app: Any) -> Any:
-        """Return `app` for who knows the key; all answers, be they errors, have the headers `SESSION` and `TOKENS`."""
+        """Return `app` behind the key; all answers, also errors, have the headers `SESSION` and `TOKENS`."""
 
         async def guarded(scope: Any, receive: Any, send: Any) -> None:
             async def marked(message: Any) -> None:
@@ -214,7 +214,7 @@ class Worker:
                     return await refusal(scope, receive, marked)
                 scope.setdefault("state", {})["caller"] = self.session.id  # for `TimedProtocol`
                 self.session.token_limit = float(headers.get(TOKENS, "inf"))
-                if not scope["path"].endswith("/session_heartbeat"):  # which comes as long as a notebook is open
+                if not scope["path"].endswith("/session_heartbeat"):  # sent as long as a notebook is open
                     self.heard = time.monotonic()
             await app(scope, receive, marked)
 
@@ -239,13 +239,13 @@ class Worker:
                                 break
                             look = time.monotonic() + SHARE
                         entries = ledger.take(LINGER)
-            except Retryable as lost:  # before it was begun
-                log.warning("%s; asks for the turn again", lost)
+            except Retryable as lost:  # the requests were not begun
+                log.warning("%s; requests the lease again", lost)
                 ledger.put_first(entries)
-            except UserError as error:  # of the turns: another policy than the group's
+            except UserError as error:  # the lease is refused: the group has another policy
                 for entry in entries:
                     ledger.finish(entry, error=error)
-            except Exception as error:  # of going to sleep or waking up: what is on the device now, nobody knows
+            except Exception as error:  # sleep or wake failed: the state of the device is unknown
                 log.exception("the session is lost")
                 for entry in entries:
                     if not entry.future.done():
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = _parse(sys.argv[1:] if argv is None else argv)
     if not (key := os.environ.get(KEY, "")):
-        raise UserError(KEY, None, "is required: whoever starts the worker chooses it")
+        raise UserError(KEY, None, "is required: set it to a secret, which callers must send")
     turns = None
     if options.turns:
         os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(lease: "Held") -> contextlib.AbstractContextManager[None]:
-    """End this process as soon as the turn is lost: the device may be somebody else's in a moment."""
+    """End this process as soon as the lease is lost: another run may get the device at any moment."""
 
     def guard() -> None:
         try:
@@ -305,7 +305,7 @@ def _ranks(device: str) -> Any:
 
 
 def _serve(worker: Worker, options: argparse.Namespace) -> int:
-    """Serve until it is told to end, nobody asks any more, or it fails; return the exit code."""
+    """Serve until it is told to end, is idle, or fails; return the exit code."""
     import uvicorn
 
     listener = socket.socket(fileno=options.fd) if options.fd is not None else bind_address(options.host, options.port)
@@ -314,9 +314,9 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     def watch() -> None:
         while time.monotonic() - worker.heard < options.idle and not worker.stopping.wait(min(1.0, options.idle / 4)):
             if options.parent and os.getppid() != options.parent:
-                os._exit(0)  # a gateway that was killed leaves none of its children behind
+                os._exit(0)  # the gateway was killed: do not outlive it
         if not worker.stopping.is_set():
-            log.info("nobody asked for anything in %g s: ending", options.idle)
+            log.info("no request in %g s: ending", options.idle)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         server.should_exit = True
@@ -331,7 +331,7 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
 
 
 def _address(body: bytes) -> tuple[str, int | None]:
-    """Read model and number of a request in JSON, as far as it says."""
+    """Read model and number of a request in JSON, if it has them."""
     with contextlib.suppress(ValueError):
         value = json.loads(body)
         if isinstance(value, dict) and isinstance(value.get("seq_id"), int) and 0 <= value["seq_id"] < 2**31:
@@ -351,21 +351,21 @@ def _result(result: Any, proto: bool) -> Response:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m tuneloop.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
-    parser.add_argument("--artifacts", required=True, metavar="URL", help="the session's name space of artifacts")
+    parser.add_argument("--artifacts", required=True, metavar="URL", help="the folder of the session's artifacts")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument(
-        "--sampler", default="", metavar="URL", help="of the server to sample from (default: the worker samples itself)"
+        "--sampler", default="", metavar="URL", help="the server to sample from (default: the worker samples itself)"
     )
-    parser.add_argument("--idle", type=float, default=3600.0, help="seconds without a request; then it ends")
-    text = "seconds that what was accepted has after SIGTERM; after SIGINT it ends at once"
+    parser.add_argument("--idle", type=float, default=3600.0, help="seconds without a request until it ends")
+    text = "seconds for accepted requests after SIGTERM; after SIGINT it ends at once"
     parser.add_argument("--grace", type=float, default=120.0, help=text)
     parser.add_argument("--turns", metavar="URL", help="lease://namespace/group, or a place in the store")
     parser.add_argument("--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's turns")
     parser.add_argument("--patience", type=float, default=30.0, help="of the group's turns, in seconds")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")
-    parser.add_argument("--fd", type=int, help="a listening socket that it was given, in place of a port")
-    parser.add_argument("--parent", type=int, metavar="PID", help="end as soon as this is not its parent any more")
+    parser.add_argument("--fd", type=int, help="an inherited listening socket, in place of a port")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end as soon as this process is no longer its parent")
     return parser.parse_args(argv)
 
 

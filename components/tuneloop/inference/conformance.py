@@ -21,7 +21,7 @@ from tuneloop.inference.engines.endpoint import check_url
 from tuneloop.inference.generate import read_canary
 
 FAR = 1_000_000
-"""A version that nobody has reached."""
+"""Added to the served version, this gives one that no run has reached."""
 
 
 class Failed(AssertionError):
@@ -43,7 +43,7 @@ class Probe:
     timeout_s: float = 60.0
 
     def prompt(self, seed: int, length: int = 12) -> list[int]:
-        """Draw random ids, which no tokenizer would make of a text."""
+        """Draw random ids, a sequence that no tokenizer would make from text."""
         return random.Random(seed).choices(range(3, self.vocabulary), k=length)
 
     def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -142,14 +142,14 @@ def check_stops(probe: Probe) -> None:
 
 
 def check_seeds(probe: Probe) -> None:
-    """the same seed gives the same tokens, another seed others"""
+    """the same seed gives the same tokens, another seed gives other tokens"""
     (first,) = probe.generate([probe.prompt(4)], range(8))
     (again,) = probe.generate([probe.prompt(4)], range(8))
     _expect([s["ids"] for s in first] == [s["ids"] for s in again], "gives other tokens for the same seeds")
     _expect(len({tuple(s["ids"]) for s in first}) > 1, "gives the same tokens for eight seeds at temperature 1")
 
 
-def check_apart(probe: Probe) -> None:
+def check_concurrent(probe: Probe) -> None:
     """requests at the same time get their own answers"""
     prompts = [probe.prompt(10 + i, 6 + i) for i in range(6)]
     alone = [probe.one(p, temperature=0.0) for p in prompts]
@@ -159,17 +159,17 @@ def check_apart(probe: Probe) -> None:
     for how, answers in (("in one request", together), ("at the same time", parallel)):
         for own, other in zip(alone, answers):
             near = abs(own["logprobs"][0] - other["logprobs"][0]) <= probe.tolerance
-            _expect(near, f"answers otherwise where several are asked {how}")
+            _expect(near, f"gives another answer when there are several {how}")
 
 
-def check_as_given(probe: Probe) -> None:
+def check_prompt_ids(probe: Probe) -> None:
     """prompt ids are taken as they are: a prompt's continuation is that of its own tokens"""
     for seed in range(20, 24):
         prompt = probe.prompt(seed)
         whole = probe.one(prompt, temperature=0.0, max_tokens=6)
         rest = probe.one(prompt + whole["ids"][:3], temperature=0.0, max_tokens=3)
         difference = max(abs(a - b) for a, b in zip(whole["logprobs"][3:], rest["logprobs"]))
-        _expect(difference <= probe.tolerance, f"goes on otherwise from its own tokens (by {difference:.3f} nats)")
+        _expect(difference <= probe.tolerance, f"continues its own tokens differently (by {difference:.3f} nats)")
         probe.scores(prompt)
 
 
@@ -184,7 +184,7 @@ def check_scored(probe: Probe) -> None:
     _expect(worst <= probe.tolerance, f"samples with other log-probabilities than it scores (by {worst:.3f} nats)")
 
 
-def check_heat(probe: Probe) -> None:
+def check_temperature(probe: Probe) -> None:
     """log-probabilities are of the sampled distribution: differences between tokens double at half the temperature"""
     prompt = probe.prompt(5)
     warm, cool = (
@@ -196,13 +196,13 @@ def check_heat(probe: Probe) -> None:
         raise Skipped("the same tokens were not seen at both temperatures; the model is too flat or too sure")
     low, high = common[0], common[-1]
     ratio = (cool[high] - cool[low]) / (warm[high] - warm[low])
-    _expect(abs(ratio - 2) < 0.2, f"the difference grows {ratio:.2f} times; the temperature is not applied, or twice")
+    _expect(abs(ratio - 2) < 0.2, f"the difference grows {ratio:.2f} times; the temperature is applied never, or twice")
     mass = sum(math.exp(p) for p in cool.values())
     _expect(mass <= 1 + probe.tolerance, f"the tokens seen at temperature 0.5 have probability {mass:.2f} together")
 
 
 def check_versions(probe: Probe) -> None:
-    """every completion says one version from start to end, or one for each token"""
+    """every completion states one version for all its tokens, or one for each token"""
     for completion in probe.generate([probe.prompt(6)], [0, 1])[0]:
         start, end = completion.get("start_version"), completion.get("end_version")
         _expect(isinstance(start, int) and isinstance(end, int) and 0 <= start <= end, f"says versions {start}, {end}")
@@ -210,8 +210,8 @@ def check_versions(probe: Probe) -> None:
         _expect(start == end or len(each) == len(completion["ids"]), "changed version and does not say at which token")
 
 
-def check_exact(probe: Probe) -> None:
-    """a demanded version is the one that answers, and 409 where it is not served"""
+def check_exact_version(probe: Probe) -> None:
+    """a demanded version answers the request, or the status is 409 while it is not served"""
     served = probe.one(probe.prompt(7))["end_version"]
     completion = probe.one(probe.prompt(7), version=served)
     start, end = completion["start_version"], completion["end_version"]
@@ -221,8 +221,8 @@ def check_exact(probe: Probe) -> None:
         _expect(status == 409, f"serves version {served}, and answers {status} where version {wrong} is demanded")
 
 
-def check_least(probe: Probe) -> None:
-    """a demanded minimum is kept to: 409 until it is served"""
+def check_min_version(probe: Probe) -> None:
+    """a demanded minimum version is respected: the status is 409 until it is served"""
     served = probe.one(probe.prompt(7))["end_version"]
     _expect(probe.one(probe.prompt(7), min_version=served)["start_version"] >= served, "answers with an older version")
     status = probe.status(make_request([probe.prompt(7)], [0], min_version=served + FAR))
@@ -230,7 +230,7 @@ def check_least(probe: Probe) -> None:
 
 
 def check_refuses(probe: Probe) -> None:
-    """ids that are not in the vocabulary are refused with 400, and do no harm"""
+    """ids outside the vocabulary are refused with 400, and do not harm other requests"""
     for ids in ([5, FAR * 1000], [5, -1], []):
         status = probe.status(make_request([ids], [0]))
         _expect(status == 400, f"answers {status} to prompt ids {ids}")
@@ -254,7 +254,7 @@ def check_streams(probe: Probe) -> None:
 
 
 def check_aborts(probe: Probe) -> None:
-    """who hangs up is dropped: what was asked does not keep others waiting"""
+    """the request of a client that hangs up is dropped, and does not delay others"""
     clock = time.perf_counter()
     probe.one(probe.prompt(40), max_tokens=4)
     usual = time.perf_counter() - clock
@@ -279,8 +279,9 @@ def check_weights(probe: Probe) -> None:
 
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (
-    *(check_form, check_lengths, check_stops, check_seeds, check_apart, check_as_given, check_scored, check_heat),
-    *(check_versions, check_exact, check_least, check_refuses, check_streams, check_aborts, check_weights),
+    *(check_form, check_lengths, check_stops, check_seeds, check_concurrent, check_prompt_ids, check_scored),
+    *(check_temperature, check_versions, check_exact_version, check_min_version, check_refuses, check_streams),
+    *(check_aborts, check_weights),
 )
 
 
@@ -296,6 +297,6 @@ def run_checks(probe: Probe) -> Iterator[tuple[str, str, str]]:
             result, why = "failed", f"{what}: {failed}"
         except Skipped as skipped:
             result, why = "skipped", f"{what}: {skipped}"
-        except (KeyError, TypeError, IndexError, AttributeError) as error:  # an answer of a form that nobody expects
+        except (KeyError, TypeError, IndexError, AttributeError) as error:  # an answer of an unexpected form
             result, why = "failed", f"{what}: answers in another form ({type(error).__name__}: {error})"
         yield each.__name__.removeprefix("check_"), result, why

@@ -22,17 +22,17 @@ from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.inference.rounds import Rounds
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
-"""Of prompts, as `data_prep` writes them."""
+"""The columns of prompts that are read, as `data_prep` writes them."""
 
 SHARED_FLAGS = (
     *("max_tokens", "environment", "environment_args", "max_turns", "keep_reasoning"),
     *("seed", "canary_tolerance", "engine_args", "timeout_s"),
 )
-"""Flags of all stages that sample, behind those of their own."""
+"""Flags of all stages that sample, listed after a stage's own flags."""
 
 
 class SamplingOptions(EpisodeOptions):
-    """What a stage that samples can be told. Each adds fields of its own, and has all in their order in `flags`."""
+    """The parameters of a stage that samples. Each stage adds its own fields, and lists all in order in `flags`."""
 
     engine: str = Field("vllm", description="vllm, transformers, or a dotted path")
     endpoint: str | None = Field(
@@ -41,7 +41,7 @@ class SamplingOptions(EpisodeOptions):
         json_schema_extra=UNTRACKED,
     )
     temperature: float = Field(1.0, ge=0)
-    max_tokens: int = Field(64, ge=1, description="most tokens of a completion")
+    max_tokens: int = Field(64, ge=1, description="maximum tokens of a completion")
     seed: int = 0
     canary_tolerance: float = Field(
         0.05, gt=0, description="mean absolute log-probability difference between engine and trainer on the canary"
@@ -55,7 +55,7 @@ class SamplingOptions(EpisodeOptions):
 
 
 def input_identity(params: Any) -> dict[str, Any]:
-    """Return what tells the outputs of two calls apart: not where the fleet is, which is an address like `endpoint`."""
+    """Return the parameters that affect the output: the fleet's URL does not, being an address like `endpoint`."""
     return {"engine_args": {name: value for name, value in params.engine_args.items() if name != "fleet"}}
 
 
@@ -70,8 +70,8 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """Completions to make: one request a row of prompts, `n` seeds a request; episodes with an environment. With
-    `rounds` they grow in these, and `rows` begin with those of the groups that go on."""
+    """Completions to make: one request for each row of prompts, with `n` seeds; episodes if there is an environment.
+    With `rounds` they grow in rounds, and `rows` begin with those of unfinished groups."""
 
     rows: Sequence[Mapping[str, Any]]
     groups: Sequence[str]
@@ -101,7 +101,7 @@ def generate_completions(
     _check_room(job, requests, engine)
     with stage.timed("canary"):
         engine.call_each(prove) if isinstance(engine, Replicas) else prove(engine)
-    if isinstance(engine, Remote):  # a proof is of one process
+    if isinstance(engine, Remote):  # a proof holds for one process only
         engine.prove = prove
     sampling = Sampling(options.temperature, options.max_tokens, stop_ids(tokenizer, model))
     bar = stage.progress(len(requests), "prompts")
@@ -122,7 +122,7 @@ def generate_completions(
         else:
             completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
     stage.facts["staleness"] = measure_staleness(policy, completions, bound)
-    for name in ("pulled", "replicas", "determinism"):  # of engines that have it
+    for name in ("pulled", "replicas", "determinism"):  # only some engines have them
         if said := getattr(engine, name, None):
             stage.notes[name] = said
     if refitted := getattr(engine, "refitted", None):
@@ -150,8 +150,8 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
 def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
     """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried. Return
     ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and the
-    result of `tell_versions_apart`, if the canary has the version before: with a separation below `SEPARATED`, only the
-    engine's word tells `policy` from that version. Raises StaleWeights: they differ still."""
+    result of `tell_versions_apart`, if the canary has the previous version: with a separation below `SEPARATED`, only
+    the engine's echo tells the two versions apart. Raises StaleWeights if the weights still differ."""
     result = compare_with_canary(engine, policy, tolerance)
     if isinstance(result, str):
         engine.load(policy, force=True)

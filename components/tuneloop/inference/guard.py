@@ -1,4 +1,4 @@
-"""What a server asks of every request before the application sees it: a token, a body that ends, headers in time."""
+"""Checks of every request before the application sees it: its token, the size of its body, the time of its headers."""
 
 import asyncio
 import hmac
@@ -15,9 +15,9 @@ from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.inference import refusals
 
 HEADERS_S = 20.0
-"""Seconds after its opening within which a request with a token is to be there."""
+"""Seconds within which a new connection must send a request with a token."""
 STRANGERS = 1024
-"""Most open connections without a token; half the limit of descriptors where that is less."""
+"""The maximum number of open connections without a token, or half the limit of file descriptors if that is lower."""
 
 
 class TokenGuard:
@@ -55,7 +55,7 @@ class TimedProtocol(H11Protocol):
     `STRANGERS` (clients with a token send it at once). Addresses tell nothing: behind a proxy all peers have one."""
 
     strangers: ClassVar[OrderedDict["TimedProtocol", asyncio.TimerHandle]] = OrderedDict()
-    known = False  # whether the last request that was answered had one: the next may just be looked at
+    known = False  # whether the last answered request had a token: the next one may not have been checked yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,7 +73,7 @@ class TimedProtocol(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; a connection that began so as late as a 401."""
+        """Answer a request that is not HTTP; if it is the connection's first, as late as with a 401."""
 
         def answer() -> None:
             if not self.transport.is_closing():
@@ -88,4 +88,4 @@ class TimedProtocol(H11Protocol):
     def _judge(self) -> None:
         self.strangers.pop(self).cancel()
         if not self.known and (self.scope is None or "caller" not in self.scope["state"]):
-            self.transport.abort()  # to close it would be to wait until its peer has taken all that it was sent
+            self.transport.abort()  # close() would wait until the peer has read everything

@@ -32,14 +32,14 @@ ALWAYS = ("ids", "logprobs")
 OPEN = ("/health", "/metrics")
 """Paths that need no token: kubelets, Prometheus and autoscalers have none."""
 BATCH_BYTES, ORDER_BYTES, ID_BYTES = 2**22, 2**16, 8
-"""Most bytes of a body of ``/generate``, unless one prompt takes more; of any other; that a token id takes in one."""
+"""Maximum bytes of a body of ``/generate``, unless one prompt needs more; of other bodies; of a token id in a body."""
 WAIT_S = 600.0
-"""Seconds that a request waits at most while the engine sleeps, wakes up or is paused."""
+"""The maximum seconds that a request waits while the engine sleeps, wakes up or is paused."""
 Version = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class GenerateBody(BaseModel):
-    """What to generate, and which version may."""
+    """The requests to generate for, and the versions that may answer them."""
 
     requests: list[Request] = Field(min_length=1, max_length=2**16)
     sampling: Sampling = Sampling()
@@ -80,7 +80,7 @@ class HttpApi:
         return app
 
     def limit_body(self, path: str) -> int:
-        """Return the most bytes of a body: parsing one (100 ms for 4 MiB of token ids) holds up all other answers."""
+        """Return the maximum bytes of a body: parsing it (100 ms for 4 MiB of token ids) delays all other requests."""
         return ORDER_BYTES + (max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0)
 
     def served(self) -> dict[str, Any]:
@@ -112,8 +112,8 @@ class HttpApi:
         force: Annotated[bool, Body()] = False,
         keep_s: Annotated[float, Body(ge=0, le=60)] = 0.0,
     ) -> dict[str, Any]:
-        """Fetch and verify beside what is running, then apply, and let no other load take its place for `keep_s`
-        seconds or until it has generated, so that callers who load by turns all get to generate."""
+        """Fetch and verify a policy while requests run, then change to it. No other load replaces it for `keep_s`
+        seconds or until it has generated, so that clients that load different policies all get to generate."""
         if self.follower:
             digest = split_ref(ref)[1]
             if version is None or digest is None:
@@ -134,11 +134,11 @@ class HttpApi:
 
     async def generate(self, body: GenerateBody) -> StreamingResponse:
         if body.stream and body.prompt_logprobs:
-            raise UserError("stream", True, "cannot be had with prompt_logprobs; ask for one of them")
+            raise UserError("stream", True, "cannot be combined with prompt_logprobs; request one of them")
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, message: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the server ended, which is no fault of the engine
+            with contextlib.suppress(RuntimeError):  # the server has ended, and the engine is not to blame
                 here.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
@@ -163,7 +163,7 @@ class HttpApi:
         if self.follower:
             raise UserError("model_path", model_path, "this server follows --weights; publish the version there")
         path, digest = Path(model_path), weight_version.partition("@")[2]
-        around = path.is_absolute() and path.name == "model"  # the artifact is around it
+        around = path.is_absolute() and path.name == "model"  # its parent is the artifact
         url = str(path.parent.parent) if around else split_ref(model_path)[0]
         policy = await asyncio.to_thread(_fetch, f"{url}@{digest}")
         await asyncio.wrap_future(change_policy(self.loop, policy))
@@ -181,7 +181,7 @@ class HttpApi:
         return {"status": "ok", "version": f"{engine.version}@{engine.digest}" if engine.digest else ""}
 
     async def sleep(self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1) -> dict[str, str]:
-        """Give back the device's memory: 1 keeps the weights on the host, 2 drops them."""
+        """Release the device's memory: level 1 keeps the weights on the host, level 2 drops them."""
         return await self._have(self.loop.sleep, level, status="asleep")
 
     async def wake_up(self) -> dict[str, str]:
@@ -191,7 +191,7 @@ class HttpApi:
         return answer
 
     async def _have(self, work: Callable[..., None], *args: Any, status: str = "ok") -> dict[str, str]:
-        """Have the engine's thread do `work`, and answer that it is done."""
+        """Run `work` on the engine's thread, and answer once it is done."""
         await asyncio.wrap_future(self.loop.call(work, *args))
         return {"status": status}
 
@@ -202,7 +202,7 @@ class HttpApi:
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
             while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:
-                if self.loop.paused or self.loop.waking:  # else weights are being changed, which ends
+                if self.loop.paused or self.loop.waking:  # else weights are being changed, which takes a limited time
                     raise Refused(503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}")
             return answer.result()
         except Refused as refused:
@@ -212,12 +212,12 @@ class HttpApi:
                     raise Refused(409, f"{refused}; it cannot be pulled: {self.follower.trouble}") from refused
             raise
         finally:
-            if not answer.done():  # nobody waits any more
+            if not answer.done():  # the client has left
                 answer.cancel()
                 admitted.add_done_callback(self._drop)
 
     def _drop(self, admitted: "Future[Ticket]") -> None:
-        """Cancel what was admitted just as its caller left."""
+        """Cancel a request that was admitted just as its client left."""
         if not admitted.cancelled() and not admitted.exception():
             self.loop.cancel(admitted.result())
 
@@ -254,12 +254,12 @@ def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]
 
 def _fetch(ref: str) -> Artifact:
     policy = Artifact(ref)
-    policy.part("model")  # fetched and proved here, on a thread that nobody waits for
+    policy.part("model")  # fetched and verified here, on a thread that blocks no other request
     return policy
 
 
 def _said(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON, without what was not asked for."""
+    """Return a completion as JSON, without fields that were not requested."""
     return {name: value for name, value in asdict(completion).items() if value not in ([], None) or name in ALWAYS}
 
 

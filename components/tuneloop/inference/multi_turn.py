@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop.core import plugins
-from tuneloop.core.component import Options, from_validation
+from tuneloop.core.component import Options, convert_validation_error
 from tuneloop.environments import Environment
 from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request, get_versions
 from tuneloop.formats.tokens import decode_ids, encode_reply
@@ -20,7 +20,7 @@ from tuneloop.inference.engines import Engine, Sampling
 
 
 def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Refuse what the environment does not take; one that is installed only where the stage runs is looked at there."""
+    """Refuse arguments that the environment does not have; one that only the stage's image has is checked there."""
     name = info.data.get("environment", "")  # empty: refused already
     if args and name is None:
         raise ValueError("goes with environment: set both, or neither")
@@ -30,7 +30,7 @@ def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 
 
 def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
-    """Find what makes the environment `name`, which takes arguments of these names, whose errors follow `prefix`."""
+    """Find the factory of the environment `name`, and check its arguments' names; `prefix` begins their errors."""
     factory = plugins.load_variant("environments", name)
     create: Callable[..., Environment] = factory if callable(factory) else factory.create_environment
     plugins.check_variant_args(name, create, args, first=1, prefix=prefix)
@@ -41,14 +41,14 @@ class EpisodeOptions(Options):
     """How episodes go."""
 
     environment: Annotated[str, plugins.validate_variant("environments")] | None = Field(
-        None, description="what answers the policy: calculator, python, or pkg.mod:attr; none: one turn"
+        None, description="replies to the policy: calculator, python, or pkg.mod:attr; none: one turn"
     )
     environment_args: Annotated[dict[str, Any], AfterValidator(_check_args)] = Field(
         {}, description="the environment's own arguments"
     )
-    max_turns: int = Field(8, ge=1, description="of the policy, with an environment")
+    max_turns: int = Field(8, ge=1, description="maximum turns of the policy in an environment")
     keep_reasoning: bool = Field(
-        False, description="go on with a chat template that would strip earlier turns' reasoning; ours keeps it"
+        False, description="accept a chat template that strips earlier turns' reasoning; tuneloop keeps it"
     )
 
     def open_environment(self, row: Mapping[str, Any]) -> Environment:
@@ -57,13 +57,13 @@ class EpisodeOptions(Options):
         try:
             environment: Environment = validate_call(create)(row, **self.environment_args)
         except ValidationError as error:
-            raise from_validation(error, "environment_args.") from None
+            raise convert_validation_error(error, "environment_args.") from None
         return environment
 
 
 @dataclass
 class _Live:
-    """An episode that goes on."""
+    """An episode that has not ended."""
 
     id: str
     prompt: list[int]
@@ -109,10 +109,10 @@ def play_episodes(
 ) -> list[list[Episode]]:
     """Play episodes, and return them in the order of `requests` (one per row of prompts in `rows`) and of their seeds.
 
-    All that are alive take their turns together, and the environment hears every turn. An episode ends when it says so;
-    with the finish reason ``length`` where a turn meets `sampling.max_tokens`, after `how.max_turns` turns, and where
-    the reply and another turn would not fit the engine's context (the reply is left out). `seed` gets an episode's name
-    and the number of a turn after the first; `done`, the number of requests whose episodes are over."""
+    All unfinished episodes take their turns together, and the environment gets every turn. An episode ends when the
+    environment says so, or with the finish reason ``length`` if a turn reaches `sampling.max_tokens`, after
+    `how.max_turns` turns, or if reply and next turn do not fit the engine's context (the reply is dropped). `seed` gets
+    an episode's name and the number of a later turn; `done` gets the number of requests whose episodes have ended."""
     everyone = [
         [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"]) for s in range(len(r.seeds))]
         for row, r in zip(rows, requests)

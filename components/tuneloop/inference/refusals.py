@@ -8,15 +8,15 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
 
 REFUSAL_S = 1.0
-"""Seconds before a request without a valid token is answered, so that each connection can try no more often."""
+"""Seconds before a request without a valid token is answered, so that a connection cannot guess tokens faster."""
 
 
 class Refused(RuntimeError):
-    """Not done: `status` as HTTP has it, and one line."""
+    """The server refuses a request, with an HTTP `status` and one line."""
 
     def __init__(self, status: int, reason: str) -> None:
         self.status = status
@@ -24,13 +24,13 @@ class Refused(RuntimeError):
 
 
 async def refuse_stranger(told: str) -> JSONResponse:
-    """Answer 401 after `REFUSAL_S`, and close the connection: what is left of the request is not read."""
+    """Answer 401 after `REFUSAL_S`, and close the connection; the rest of the request is not read."""
     await asyncio.sleep(REFUSAL_S)
     return JSONResponse({"error": told}, 401, {"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
 def create_app(mistake: int) -> FastAPI:
-    """Make an application that answers our errors: UserError with the status `mistake`, Retryable with 503."""
+    """Create an application that turns errors into answers: UserError with status `mistake`, Retryable with 503."""
     app = FastAPI(openapi_url=None, strict_content_type=False)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -39,8 +39,8 @@ def create_app(mistake: int) -> FastAPI:
                 where = found["loc"][1:]
                 found["loc"] = where if where and found["type"] != "json_invalid" else ("body",)
         if isinstance(error, ValidationError | RequestValidationError):
-            error = from_validation(error)  # type: ignore[arg-type]
-        if isinstance(error, HTTPException):  # of routes: there is none, or it has another method
+            error = convert_validation_error(error)  # type: ignore[arg-type]
+        if isinstance(error, HTTPException):  # no such route, or another method
             error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503
         told = str(error).encode(errors="replace").decode()

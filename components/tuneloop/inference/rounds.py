@@ -1,7 +1,7 @@
-"""Completions that grow in rounds, so that a batch is ready while others go on in the next iteration.
+"""Completions that grow in rounds, so that a batch is complete while longer ones continue in the next iteration.
 
 A round is one call of the engine. When to stop depends on how many groups have ended, and on no clock: the same tokens
-give the same rounds, however often a stage is begun anew."""
+give the same rounds, however often a stage is restarted."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from tuneloop.inference.engines import Engine, Sampling
 
 
 def bound_staleness(rounds: int, groups: int, wanted: int) -> int:
-    """Return how many iterations a token waits at most for the update that learns from it.
+    """Return the maximum number of iterations that a token waits for the update that trains on it.
 
-    Each iteration has a round at least, so a group has ended after `rounds` of them. Its first takes `wanted` groups
-    away: of those begun no later, `groups - wanted` are left, which once they have ended are the first to leave."""
+    Each iteration has at least one round, so a group has ended after `rounds` iterations. The first of these takes
+    `wanted` groups out, which leaves `groups - wanted` that are no newer; these are taken out first once they end."""
     batches = -(-groups // wanted)
     return max(rounds, 2) + batches - 3 if batches > 1 else 0
 
@@ -29,8 +29,8 @@ def has_ended(said: Completion, max_tokens: int) -> bool:
 
 @dataclass(frozen=True)
 class Rounds:
-    """All completions grow by at most `size` tokens a round, until `wanted` groups have ended. `begun`: groups by name
-    that go on; `oldest`: versions that their tokens may be older than the policy."""
+    """All completions grow by at most `size` tokens in a round, until `wanted` groups have ended. `begun`: unfinished
+    groups of earlier iterations, by name; `oldest`: how many versions older than the policy their tokens may be."""
 
     size: int
     wanted: int
@@ -39,7 +39,7 @@ class Rounds:
 
     @property
     def begun_tokens(self) -> int:
-        """Tokens of the groups that go on, which earlier iterations sampled."""
+        """The number of tokens that earlier iterations sampled for unfinished groups."""
         return sum(len(said.ids) for each in self.begun.values() for said in each.completions)
 
     def grow_completions(
@@ -51,8 +51,8 @@ class Rounds:
         check: Callable[[Sequence[Sequence[Completion]]], object],
         done: Callable[[int], None],
     ) -> list[list[Completion]]:
-        """Return the completions of all `requests`, ended or not. `seed` gets the name of a completion that goes on and
-        its length; `check` what a round made; `done` the number of groups that have ended."""
+        """Return the completions of all `requests`, ended or not. `seed` gets the name and the length of a completion
+        that continues; `check` gets all completions after a round; `done` gets the number of groups that have ended."""
         nothing = Completion([], [], "length", 0, 0)
         groups = [
             [*self.begun[each.id].completions] if each.id in self.begun else [nothing] * len(each.seeds)
@@ -71,7 +71,7 @@ class Rounds:
                 said = groups[group][sample]
                 if not new.ids:
                     raise UserError("engine", engine.name, "gave no token to a completion; each takes one at least")
-                # An engine may call it length where both are so: nothing is sampled behind a stop token.
+                # An engine may say length although the last token is a stop token: nothing is sampled after that.
                 reason: FinishReason = "stop" if new.ids[-1] in sampling.stop_token_ids else new.finish_reason
                 versions = get_versions(said) + get_versions(new)
                 whole = said.ids + new.ids, said.logprobs + new.logprobs, reason
@@ -90,8 +90,8 @@ class Rounds:
 def _list_live(
     requests: Sequence[Request], groups: Sequence[Sequence[Completion]], most: int, seed: Callable[[str, int], int]
 ) -> tuple[list[Request], list[tuple[int, int]]]:
-    """List what to ask for: a new group as one request, each completion that goes on as one of its own; and to which
-    group and completion each answer belongs."""
+    """List the requests of a round, one for a new group and one for each completion that continues; and the group and
+    completion to which each answer belongs."""
     asked: list[Request] = []
     places: list[tuple[int, int]] = []
     for place, (request, group) in enumerate(zip(requests, groups)):

@@ -1,7 +1,7 @@
-"""Run programs of a policy for callers elsewhere (``cluster.sandbox``): python -m tuneloop.inference.sandbox_server
+"""Run programs of a policy for remote clients (``cluster.sandbox``): python -m tuneloop.inference.sandbox_server
 
-``POST /run`` takes a `Program`, shuts it in as `tuneloop.rewards.sandbox` does, and answers with its ending and with
-what this server proves to be, as ``GET /health``; one that asks for more is refused, and not run.
+``POST /run`` takes a `Program`, runs it confined as `tuneloop.rewards.sandbox` does, and answers with its ending and
+the isolation that this server proves, as ``GET /health`` does; a program that requires more is refused, and not run.
 Exit codes: 0 after SIGTERM, when all that was accepted is answered; 2 a mistake, or programs cannot be shut in.
 """
 
@@ -31,7 +31,7 @@ Isolation = Literal["process", "gvisor"]
 MAX_BYTES, GRACE_S = 2**24, 60
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # of JSON; the rest where it does not end
 WAITING = 4
-"""Programs that may wait, for each that runs; then callers are told to ask again."""
+"""The number of programs that may wait for each that runs; further clients are told to retry."""
 
 
 class Program(BaseModel, extra="forbid"):
@@ -55,7 +55,7 @@ def build_app(programs: int, isolation: Isolation) -> Any:
     @app.post("/run")
     async def run_in_turn(request: Request) -> dict[str, Any]:
         nonlocal left
-        try:  # what is long by more than texts is not parsed: it takes seconds, and no thread lets others run meanwhile
+        try:  # refuse a body that is long without its texts: parsing it takes seconds, and blocks all threads
             value = json.loads(sent) if len(STRING.sub(b"", sent := await request.body(), 64)) < 512 else None
         except ValueError:
             value = None
@@ -63,10 +63,10 @@ def build_app(programs: int, isolation: Isolation) -> Any:
             raise UserError("body", sent, "must be a JSON object of a program's texts and numbers")
         body = Program.model_validate(value)
         if body.isolation not in ("process", isolation):
-            remedy = f"this server proves to be no more than {isolation}; it runs nothing that asks for more"
+            remedy = f"this server proves only the isolation {isolation}; it runs no program that requires more"
             raise UserError("isolation", body.isolation, remedy)
         if not left:
-            raise Refused(503, "as many programs wait as may; ask again")
+            raise Refused(503, "the queue of programs is full; try again")
         given = body.program, body.stdin, body.call, Limits(body.seconds, body.memory, body.output)
         left -= 1
         try:
@@ -83,7 +83,7 @@ def build_app(programs: int, isolation: Isolation) -> Any:
 
 
 def read_kernel_log() -> bytes:
-    """Read what the kernel says of itself (syslog(2)); nothing where that is not for everybody."""
+    """Read the kernel's log (syslog(2)); empty if this user may not."""
     log = ctypes.create_string_buffer(1 << 17)
     return log.raw[: max(ctypes.CDLL(None).klogctl(3, log, len(log)), 0)]
 

@@ -45,10 +45,10 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.kube.resize import PodResizer
 
 UVICORN: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
-UVICORN |= {"log_level": "error", "access_log": False}  # a stranger's request fills no log
-UVICORN |= {"timeout_keep_alive": 75}  # longer than clients keep one, which may just be sending a request over it
+UVICORN |= {"log_level": "error", "access_log": False}  # requests without a token must not fill the log
+UVICORN |= {"timeout_keep_alive": 75}  # longer than clients keep a connection, so that none closes under a request
 GRACE_S = 20
-"""Seconds for running answers after SIGTERM, of a pod's 30; then they are cut off, and clients ask another server."""
+"""Seconds, of a pod's 30, for running answers after SIGTERM; then they are cut off, and clients retry elsewhere."""
 
 
 @report_errors
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT before the server serves: it ends a wait for a version, and no library catches it."""
+    """SIGTERM or SIGINT arrived before the server was ready; libraries do not catch this, so the wait ends."""
 
 
 def _stop(*_: Any) -> None:
@@ -99,7 +99,7 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         follower.start()
         if not loop.engine.digest:
             print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
-        while loop.trouble:  # a server that only follows cannot start before something is published
+        while loop.trouble:  # a server that only follows has to wait for the first published version
             if loop.broken:
                 raise Retryable(loop.trouble)
             time.sleep(0.05)
@@ -108,11 +108,11 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     app = HttpApi(loop, follower, Store(options.attempts) if options.attempts else None).app()
     host, port = listener.getsockname()[:2]
     if not (read_tokens() or host.startswith("127.")):
-        print_diagnostic(f"serve: note: asks nobody for a token, as {VARIABLE} names no file that is there", 0)
+        print_diagnostic(f"serve: note: no token is required, as {VARIABLE} names no existing file", 0)
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **UVICORN))
-    loop.failed = lambda: setattr(server, "should_exit", True)  # whoever started this process starts another one
+    loop.failed = lambda: setattr(server, "should_exit", True)  # the parent process starts it again
     serve_until_signalled(server, listener)
     if follower:
         follower.stop()
@@ -123,8 +123,8 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
 
 
 def _open_policy(ref: str) -> Artifact:
-    """Open the checkpoint to boot with; where old ones were deleted, the nearest before it that has its model: any will
-    do, as a client has the server load the version that it samples from."""
+    """Open the checkpoint to boot with; if it was deleted, the nearest earlier one that has its model. Any will do, as
+    a client loads the version that it samples from."""
     asked = policy = Artifact(ref)
     while before := policy.manifest.inputs.get("policy"):
         root = policy.manifest.root
@@ -141,7 +141,7 @@ def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))  # a container's is often 1,024
-    cut_off = logging.getLogger("uvicorn.error")  # of which it says nothing
+    cut_off = logging.getLogger("uvicorn.error")  # requests that are cut off need no traceback
     cut_off.addFilter(lambda said: not (said.exc_info and isinstance(said.exc_info[1], asyncio.CancelledError)))
     draining = threading.Event()
 
@@ -158,7 +158,7 @@ def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[
             draining.set()
             threading.Thread(target=drain_and_end, name="drain", daemon=True).start()
 
-    server.handle_exit = stop  # it puts itself in charge while it runs; a signal that comes before counts as well
+    server.handle_exit = stop  # uvicorn calls it while it runs; an earlier signal counts, too
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)
     server.run(sockets=[listener])
@@ -185,17 +185,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
     text = "the model that the versions start on, where version 0 stores none (default: none)"
     parser.add_argument("--base", type=Path, metavar="DIR", help=text)
-    text = "seconds between looks at the pointer; who asks for a version makes it look at once (default: 1)"
+    text = "seconds between reads of the pointer; a request for a new version reads it at once (default: 1)"
     parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
     text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
     parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
     text = f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the token"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
-    text = "URL of a record of the starts before this one; after too many without an answer it ends (default: none)"
+    text = "URL of the record of earlier starts; the server ends after too many without an answer (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
     json_object = TypeAdapter(dict[str, Any]).validate_json
-    text = "what its pod requests while it sleeps, a JSON object; outside of a pod it does nothing (default: the same)"
+    text = "what its pod requests while it sleeps, a JSON object; no effect outside a pod (default: no change)"
     parser.add_argument("--asleep", type=json_object, default={}, help=text)
     parser.add_argument("--engine-args", type=json_object, default={}, help="vLLM's EngineArgs, a JSON object")
     return parser.parse_args(argv)

@@ -15,17 +15,17 @@ KEPT = (
     *("display_name", "description", "experiment_id", "pipeline_spec", "pipeline_version_reference"),
     *("runtime_config", "service_account"),
 )
-"""Fields of a run's message that another run like it is started with; the others tell how the run went."""
+"""Fields of a run's message that are copied to start another run like it; the others describe its progress."""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 """Token file that PodDefaults mount into the pods of a backend with several users."""
 
 
 class NotThere(UserError):
-    """The API does not have what was asked for."""
+    """The requested object does not exist in the API."""
 
 
 class RunApi:
-    """Reads and starts runs. Methods raise `Retryable` where the API does not answer, `UserError` where it refuses."""
+    """Reads and starts runs. Methods raise `Retryable` if the API does not answer, `UserError` if it refuses."""
 
     def __init__(self, address: str) -> None:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
@@ -56,8 +56,8 @@ class RunApi:
         return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
 
     def start_next_run(self, run_id: str) -> str:
-        """Start a run like `run_id`, which goes on after the committed iterations, and return its id; that of a newer
-        run if a retried task finds one. Raises Interrupted where `run_id` is being stopped."""
+        """Start a run like `run_id`, which continues after the committed iterations, and return its id; if a retried
+        task finds a newer run, return that run's id. Raises Interrupted if `run_id` is being stopped."""
         own = self.read_run(run_id)
         if newer := self.find_newer_run(own):
             return newer
@@ -72,9 +72,9 @@ def match_name(name: str, *, part: bool = False) -> str:
 
 
 def refuse_stopped_run(run: Mapping[str, Any]) -> None:
-    """Raise Interrupted if somebody is stopping a run: nothing follows it."""
+    """Raise Interrupted if a run is being stopped, so that no run follows it."""
     if run.get("state") in ("CANCELING", "CANCELED"):
-        raise Interrupted(f"run {run['run_id']} is being stopped: it does not go on")
+        raise Interrupted(f"run {run['run_id']} is being stopped: no run continues it")
 
 
 def _call(method: str, url: str, body: Any = None) -> dict[str, Any]:

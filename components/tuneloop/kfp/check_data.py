@@ -1,7 +1,7 @@
-"""A tick of a schedule, as a task: ``python -m tuneloop.kfp.check_data --executor-input …``
+"""The task of a schedule's recurring run: ``python -m tuneloop.kfp.check_data --executor-input …``
 
-It makes the prompts anew and starts the run named after their digest, by the rule of `tuneloop.cluster.schedule`: a run
-that has succeeded is not repeated, one that failed is resumed, and none starts while another is under way."""
+It makes the prompts again and starts the run named after their digest, by the rule of `tuneloop.cluster.schedule`: a
+successful run is not repeated, a failed one is resumed, and none starts while another is active."""
 
 import re
 import sys
@@ -21,9 +21,9 @@ from tuneloop.stages.data_prep import data_prep
 
 
 def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]) -> str:
-    """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule is under way; return
-    a line that says which. `own` is the tick's own run; `wanted` has ``schedule``, ``store``, ``pipeline_id`` and
-    ``pipeline_version_id``. Raises Interrupted where `own` is being stopped."""
+    """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule is active; return a
+    line that says which. `own` is the recurring run itself; `wanted` has ``schedule``, ``store``, ``pipeline_id`` and
+    ``pipeline_version_id``. Raises Interrupted if `own` is being stopped."""
     schedule = wanted["schedule"]
     name = f"{schedule}-{digest.partition(':')[2][:DIGITS]}"
     pattern = re.compile(rf"{re.escape(schedule)}-[0-9a-f]{{{DIGITS}}}")

@@ -23,10 +23,10 @@ FOUND = "address taken from the kubeconfig"
 ADDRESS = "--endpoint or KF_PIPELINES_ENDPOINT names the API's address"
 TIMEOUT_S = 30  # as Argo's; the client library itself would wait for ever
 INNER = re.compile(r"executor|root|entrypoint|.+-driver|.+\.onExit")
-"""Nodes that KFP adds to each task: of no interest to people."""
+"""Nodes that KFP adds to each task; they are not shown to people."""
 ATTEMPT = re.compile(r"\((\d+)\)$")
-"""The number of an attempt, which ends the name of each child of a node that is retried. KFP 2.17's manifests retry
-every template, so that each node has another of its name above it."""
+"""The number of an attempt at the end of the name of a retried node's child. KFP 2.17's manifests retry every template,
+so that each node has a parent of the same name."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class TaskStatus:
 
 
 def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str = ADDRESS) -> Any:
-    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError where
-    kfp is not installed, or nothing answers there."""
+    """Connect to the API at `endpoint` (default: ``KF_PIPELINES_ENDPOINT``, else by kubeconfig). Raises UserError if
+    kfp is not installed, or the endpoint does not answer."""
     check_kfp_is_installed()
     from kfp import Client
     from kfp_server_api import ApiException
     from urllib3 import Retry, exceptions
 
-    class Once(Client):  # type: ignore[misc]  # of no type there
-        """Asks first how the backend is, but once, not five times, each with a traceback; and gives up in time."""
+    class Once(Client):  # type: ignore[misc]  # the library has no types
+        """Checks the backend's health once, where kfp would five times with tracebacks, and with a timeout."""
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
             api = self._healthz_api.api_client.rest_client
@@ -59,7 +59,7 @@ def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str 
     with warnings.catch_warnings(), translate_api_errors(endpoint, field):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            with redirect_stdout(io.StringIO()):  # it says "Failed to load kube config.", also where it needs none
+            with redirect_stdout(io.StringIO()):  # it prints "Failed to load kube config." even if it needs none
                 client = Once(host=endpoint)
             client.get_kfp_healthz()
         except ApiException as error:
@@ -73,7 +73,7 @@ def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str 
 
 
 def check_kfp_is_installed() -> None:
-    """Refuse to go on without kfp. Raises UserError where kfp is not installed."""
+    """Raise UserError if kfp is not installed."""
     if find_spec("kfp") is None:
         raise UserError("kfp", None, "needs Kubeflow Pipelines' SDK: pip install 'tuneloop[kfp]'")
 
@@ -132,8 +132,8 @@ def submit_run(
     cache: bool = True,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Start a run, or resume the one of that name, and return its id. Raises UserError where a run of that name is
-    under way. With `cache` KFP skips tasks that it has seen; what is committed is skipped in any case."""
+    """Start a run, or resume the one of that name, and return its id. Raises UserError if a run of that name is active.
+    With `cache` KFP skips tasks that it has run before; committed stages are skipped in any case."""
     if active := [each for each in _named(client, run) if each.state not in DONE]:
         remedy = f"is under way as {active[0].run_id}; `tuneloop kfp stop {run}` it, or choose another name"
         raise UserError("run", run, remedy)
@@ -158,7 +158,7 @@ def find_run(client: Any, run: str) -> Any:
 
 
 def stop_run(client: Any, run: str) -> bool:
-    """Stop the run of that name, and return whether it was under way."""
+    """Stop the run of that name, and return whether it was active."""
     found = find_run(client, run)
     if found.state in DONE:
         return False
@@ -176,10 +176,10 @@ def list_tasks(run: Any) -> list[TaskStatus]:
         match = ATTEMPT.search(each.display_name or "")
         return int(match[1]) if match else math.inf
 
-    for each in sorted(details, key=attempt_of):  # that of all attempts is the last
+    for each in sorted(details, key=attempt_of):  # the node above all attempts comes last
         name = ATTEMPT.sub("", each.display_name or "root")
         pods = [child.pod_name or "" for child in each.child_tasks or ()]
-        # KFP makes nodes, too; the one of the whole workflow has its name, with which its pods' names begin.
+        # KFP adds nodes; that of the whole workflow has the workflow's name, with which its pods' names begin.
         if name in names or not (INNER.fullmatch(name) or any(pod.startswith(f"{name}-") for pod in pods)):
             nodes[name] = each
     started = sorted(nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time)))
@@ -193,19 +193,19 @@ def list_tasks(run: Any) -> list[TaskStatus]:
 
 
 def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (task, line) of what the stages wrote, task by task, without pods whose log is gone."""
+    """Yield (task, line) of the stages' logs, task by task, without pods whose log is gone."""
     found = find_run(client, run)
     names = _names(found)
     for node, pod in _pods(client, found.run_id):
         name = names.get(node, node)
         if task in (None, name):
             text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log") or ""
-            if not text.startswith('{"error_message"'):  # said with status 200, where neither pod nor archive has it
+            if not text.startswith('{"error_message"'):  # an error with status 200: neither pod nor archive has the log
                 yield from ((name, line) for line in text.splitlines())
 
 
 def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
-    """List (task, pod) by start, from API v1: it alone gives the Argo workflow, which says which pod a task had."""
+    """List (task, pod) by start, from API v1: only that returns the Argo workflow, which has the pods of tasks."""
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
     manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
     workflow = json.loads(manifest)
@@ -230,7 +230,7 @@ def _get(client: Any, path: str) -> str | None:
                 path, "GET", _preload_content=False, _return_http_data_only=True, auth_settings=["Bearer"]
             )
         except ApiException as error:
-            if error.status in (400, 404, 500):  # how the API says that a pod is gone
+            if error.status in (400, 404, 500):  # the API's statuses for a deleted pod
                 return None
             raise
         return str(reply.data.decode(errors="replace"))
@@ -244,7 +244,7 @@ def _named(client: Any, run: str) -> list[Any]:
 
 
 def _names(run: Any) -> dict[str, str]:
-    """Return a task's name in the compiled graph, by which states and logs know it → its name in the pipeline."""
+    """Return task name in the compiled graph, which states and logs use → its name in the pipeline."""
     given = run.pipeline_spec or {}
     spec = given.get("pipeline_spec", given)
     graphs = [spec.get("root", {}), *spec.get("components", {}).values()]
@@ -254,7 +254,7 @@ def _names(run: Any) -> dict[str, str]:
 
 @contextmanager
 def compiled_package(built: Any, *, manifest: bool = False) -> Iterator[str]:
-    """Yield the path of a pipeline's compiled file, which goes with the block."""
+    """Yield the path of a pipeline's compiled file, which is deleted after the block."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / f"{built.name}.yaml"
         compile_to(built, path, manifest=manifest)

@@ -1,5 +1,5 @@
-"""Check before a run what a Kubeflow Pipelines backend lacks for tuneloop's pipelines. The checks change nothing; those
-shared with Argo are in `tuneloop.cluster.doctor`."""
+"""Check, before a run, that a Kubeflow Pipelines backend has what tuneloop's pipelines need. The checks change nothing;
+those shared with Argo are in `tuneloop.cluster.doctor`."""
 
 import json
 import shlex
@@ -22,13 +22,13 @@ from tuneloop.kube.connection import Connection
 
 API_SERVER = "ml-pipeline"
 SIZE_LIMIT = 0.7 * 2**20
-"""Bytes: Argo's workflow object has at most 1 MiB, and KFP offloads none of it."""
+"""Safe size of a workflow object, in bytes: its limit is 1 MiB, and KFP stores no part of it elsewhere."""
 NODE_BYTES = 9_500
-"""Of a task in the status, compressed by Argo: 152 kB were 16 tasks of a loop written out, on KFP's own manifests."""
+"""Bytes of a task in the status that Argo compresses: 16 tasks of an unrolled loop took 152 kB on KFP's manifests."""
 SHOWN_TASKS = 12
-"""Of a run whose status Argo does not compress: a task takes 79 kB of its 1 MiB, and KFP reads no compressed one."""
+"""Tasks of a run whose status is not compressed: each takes 79 kB of 1 MiB, and KFP cannot read a compressed one."""
 EXECUTOR = {"runAsNonRoot": True, "runAsUser": 65532}
-"""What KFP's own manifests have in the executor's security context."""
+"""The executor's security context in KFP's own manifests."""
 RELEASE = version("kfp")
 """Release of the SDK, which compiles the pipelines."""
 SOURCE = "github.com/kubeflow/pipelines/manifests/kustomize"
@@ -41,8 +41,8 @@ INSTALL = (
 def check_kfp(
     cluster: Connection, built: Any = None, settings: Any = None, *, endpoint: str | None = None
 ) -> list[Check]:
-    """Check whether a backend has what all pipelines need and, where given, the pipeline `built` from the configuration
-    `settings`. Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
+    """Check that a backend has what all pipelines need and, if given, the pipeline `built` from the configuration
+    `settings`. Raises UserError if the cluster does not answer, Retryable if the API server has a problem."""
     documents: list[dict[str, Any]] = []
     if built:
         with compiled_package(built) as package:  # its specification, and its platform's if it has one
@@ -130,7 +130,7 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
 
 
 def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
-    """Check the LocalQueues that accelerator tasks wait in, and the ClusterQueues behind them."""
+    """Check the LocalQueues in which accelerator tasks wait, and their ClusterQueues."""
     names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
     if not names:
         return
@@ -160,12 +160,12 @@ def predict_workflow_size(spec: Mapping[str, Any]) -> int:
 
 def check_size(size: int, tasks: int) -> Check:
     """Check the predicted size of a workflow object, and whether KFP can show its tasks."""
-    said = f"{size / 1000:.0f} kB predicted; at most {SIZE_LIMIT / 1000:.0f} kB, 70 % of what Argo takes, are safe"
+    said = f"{size / 1000:.0f} kB predicted; up to {SIZE_LIMIT / 1000:.0f} kB, 70 % of Argo's limit, are safe"
     remedy = "tuneloop doctor … --to kfp --set kfp.unroll=0"
     if size >= SIZE_LIMIT:
         return Check("workflow size", REFUSED, said, remedy)
     if tasks > SHOWN_TASKS:
-        said = f"{tasks} tasks: Argo compresses the status of more than {SHOWN_TASKS}, and KFP shows no more of them"
+        said = f"{tasks} tasks: Argo compresses the status of more than {SHOWN_TASKS}, and KFP cannot show it then"
         return Check("workflow size", WARNING, said, remedy)
     return Check("workflow size", OK, said)
 

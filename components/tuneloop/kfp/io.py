@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 SAME = "same_artifact"
-"""Parameter: input → the other input that is the same artifact. KFP's metadata store has one event for an artifact in a
-task (its table Event is UNIQUE in artifact, execution and type), and its driver fails at the second."""
+"""Parameter: input → the other input that is the same artifact. KFP's metadata store allows one event for an artifact
+in a task (its table Event is UNIQUE in artifact, execution and type), and its driver fails at the second."""
 LOGS = "executor-logs"
 """Output artifact that KFP's driver adds to each task: its launcher writes it, while the task runs."""
 SCHEMES = {"s3://": "/s3/", "gs://": "/gcs/", "minio://": "/minio/"}
@@ -45,7 +45,7 @@ class Task:
         )
 
     def describe(self, name: str, metadata: Mapping[str, Any]) -> None:
-        """Set the metadata of an output artifact: what consumers and the UI read without opening it."""
+        """Set the metadata of an output artifact, which consumers and the UI read without opening the artifact."""
         self.outputs[name]["metadata"] = {**self.outputs[name].get("metadata", {}), **metadata}
 
     def write(self, name: str, text: str) -> None:
@@ -55,7 +55,7 @@ class Task:
         path.write_text(text)
 
     def finish(self) -> None:
-        """Write the executor output, and a file for each output that has none: without it, no cache holds the task."""
+        """Write the executor output, and an empty file for each missing output: otherwise the task is not cached."""
         for name, artifact in self.outputs.items():
             if not get_local_path(artifact).exists():
                 self.write(name, json.dumps(artifact.get("metadata", {})))

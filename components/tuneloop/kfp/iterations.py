@@ -1,7 +1,7 @@
 """The iterations of a loop in one task: ``python -m tuneloop.kfp.iterations --loop JSON … --executor-input …``
 
 `tuneloop.local.iterations` runs them, beside the rollout server if the engine has one. The task starts after the last
-committed iteration and ends after a multiple of ``--per-task``; if more are to follow, it starts the next run of KFP.
+committed iteration and ends after a multiple of ``--per-task``; if more iterations follow, it starts KFP's next run.
 It reports the last iteration to KFP, and the curves of the whole run."""
 
 import argparse
@@ -36,16 +36,16 @@ from tuneloop.workflow.loop import output_of, step_of
 from tuneloop.workflow.pod_loop import PodLoop
 
 CURVE_POINTS = 500
-"""The most iterations that are drawn, evenly spread."""
+"""The maximum number of iterations in a curve, evenly spread."""
 BOOT_S = 600.0
-"""Seconds in which a server is to be ready."""
+"""Seconds within which a server must be ready."""
 GRACE_S = 30.0
 """Seconds that a server has to end."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a loop has come: `last` is the last committed iteration (0: none); `ended` says that none follows it, as
+    """The progress of a loop: `last` is the last committed iteration (0: none); `ended` says that none follows it, as
     it is the last or reaches the target reward; `carried` maps the next iteration's values to their handles."""
 
     last: int
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the iterations of an executor input; return the exit code, that of the stage that failed if one did."""
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
     parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
-    parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
-    parser.add_argument("--per-task", required=True, type=int, help="iterations after whose multiples a task ends")
-    parser.add_argument("--api", required=True, help="address of the KFP API, as pods reach it")
-    parser.add_argument("--endpoint", default="", help="of rollout servers that somebody else runs")
-    parser.add_argument("--server", type=json.loads, metavar="JSON", help="of one to run, see run_server")
+    parser.add_argument("--iterations", required=True, type=int, help="the number of the last iteration")
+    parser.add_argument("--per-task", required=True, type=int, help="a task ends after a multiple of this")
+    parser.add_argument("--api", required=True, help="address of the KFP API for pods")
+    parser.add_argument("--endpoint", default="", help="URL of rollout servers outside of this task")
+    parser.add_argument("--server", type=json.loads, metavar="JSON", help="a rollout server to run, see run_server")
     parser.add_argument("--weights", help="URL of published versions; default: below the run's")
     parser.add_argument("--executor-input", required=True)
     given = parser.parse_args(argv)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         return find_position(loop, url, start, iterations=given.iterations, target_reward=target, after=after)
 
     def run_part(pod: Iterations) -> int:
-        """Run the task's part of the loop, unless that is done: tried again, a task leaves the next part alone."""
+        """Run the task's part of the loop, unless it is done: a retried task must not run the next part."""
         nonlocal trained
         position = find_reached(task.inputs)
         whole = position.last > 0 and position.last % given.per_task == 0
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
                     raise Interrupted("iterations: stopped by a signal")
                 if not trained.ended:
                     made = api.start_next_run(run_id)
-                    print(f"after iteration {trained.last} the run goes on as {made}", file=sys.stderr)
+                    print(f"after iteration {trained.last} the run continues as {made}", file=sys.stderr)
                 task.finish()
         except StageEnded as error:
             return error.code
@@ -126,8 +126,8 @@ def get_output_name(value: str) -> str:
 @contextlib.contextmanager
 def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
     """Run the rollout server with the policy or the published versions in `values`, and yield its endpoint. `server`
-    has ``port``, ``engine_args``, ``pull`` and, if it has GPUs of its own, ``devices``. Where it does not become ready,
-    raises StageEnded (it exited), Unavailable (it takes too long) or Interrupted (`pod` was stopped meanwhile)."""
+    has ``port``, ``engine_args``, ``pull`` and, if it has its own GPUs, ``devices``. If the server does not become
+    ready, raises StageEnded (it exited), Unavailable (it took too long) or Interrupted (`pod` was stopped)."""
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
     words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
     command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
@@ -135,7 +135,7 @@ def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], p
     devices = {"CUDA_VISIBLE_DEVICES": server["devices"]} if "devices" in server else {}
     directory = tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True)
     create_token_file(Path(directory.name) / "server-token")
-    os.environ[VARIABLE] = f"{directory.name}/server-token"  # of the stages, too
+    os.environ[VARIABLE] = f"{directory.name}/server-token"  # for the stages, too
     # vLLM has workers: they end with it.
     process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **devices})
     try:
@@ -163,12 +163,12 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
         if time.monotonic() > deadline:
             raise Unavailable(f"the rollout server was not ready in {BOOT_S:g} s")
         time.sleep(1)
-    # It has said why; one that was killed is started again.
+    # The server has printed why; a killed server is started again.
     raise StageEnded(process.returncode if process.returncode > 0 else EXIT_RETRY)
 
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
-    """Tell KFP how far the loop has come."""
+    """Report the progress of the loop to KFP."""
     last, store = position.last, Store(task.parameters["url"])
     stride = -(-last // CURVE_POINTS)
     with ThreadPoolExecutor() as pool:  # the newest is always among them
@@ -200,8 +200,8 @@ def find_position(
     target_reward: float,
     after: int = 0,
 ) -> Position:
-    """Find how far a loop has come after the iteration `after`, which is committed, has not ended the loop, and carries
-    the handles `start` on. An iteration whose artifacts were deleted is run again, as are those behind it."""
+    """Find the progress of a loop after the iteration `after`, which is committed, has not ended the loop, and passes
+    the handles `start` on. An iteration whose artifacts were deleted is run again, and so are all after it."""
     store = Store(run)
 
     def read(i: int) -> tuple[dict[str, Any], float] | None:
@@ -238,7 +238,7 @@ def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | 
 
 
 def read_reward(loop: PodLoop, made: Mapping[str, Manifest | None]) -> float:
-    """Return the reward that may end the loop, of an iteration that is committed."""
+    """Return the reward of a committed iteration, which may end the loop."""
     manifest = made[step_of(loop.reward)]
     assert manifest is not None, "the iteration is committed"
     return float(manifest.results[output_of(loop.reward).replace("-", "_")])

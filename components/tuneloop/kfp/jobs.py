@@ -1,4 +1,4 @@
-"""A job of the cluster (TrainJob, JobSet, RayJob, Job) as a step of a pipeline, for trainers that are not ours.
+"""A job of the cluster (TrainJob, JobSet, RayJob, Job) as a step of a pipeline, for third-party trainers.
 
     backend = Trl(trainer="sft", nodes=2, args={"model_name_or_path": "/workspace/model", …})
     job = as_trainjob(backend, NAME, config.cluster, model=f"{format_placeholder('policy')}#model", dataset=…)
@@ -6,7 +6,7 @@
     …
     train("trl", job_name=f"{run}-trl", policy=model.outputs["checkpoint"], prompts=data.outputs["prompts"])
 
-The task's own pod only starts the job, prints what it prints, and ends with its exit code."""
+The task's own pod only starts the job, prints its logs, and ends with its exit code."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,16 +21,16 @@ from tuneloop.core.errors import UserError
 from tuneloop.kfp.template import REQUIRED, TYPES, Step, define_container_component, make_step
 from tuneloop.workflow.settings import Cluster
 
-ABOUT = {"job_name": "of the job: the same again follows the one that stands, or replaces it if it has failed"}
+ABOUT = {"job_name": "name of the job: an existing job of this name is followed, or replaced if it has failed"}
 
 
 def format_placeholder(name: str) -> str:
-    """Format what a manifest holds in place of a task's parameter or an input artifact's reference."""
+    """Format the placeholder in a manifest for a task's parameter, or for an input artifact's reference."""
     return f"@{name}@"
 
 
 NAME = format_placeholder("job_name")
-"""What a job of `launch_step` is called when it is rendered."""
+"""The name with which a job for `launch_step` must be rendered."""
 
 
 def launch_step(
@@ -55,7 +55,7 @@ def launch_step(
         "job": (dsl.OutputPath(str), REQUIRED),
     }
     command = ["python3", "-m", "tuneloop.kfp.launch"]
-    # Neither KFP nor the kubelet finds something to replace in it: no tag, no variable.
+    # Neither KFP nor the kubelet may find a tag or a variable to replace in it.
     text = json.dumps(job, separators=(",", ":")).replace("$(", "\\u0024(").replace("{{", "{\\u007b")
     extra = ["--namespace", kfp.jobs, "--manifest", text]
     kind, summary = str(job["kind"]).lower(), f"Launch a {job['kind']} and follow it."

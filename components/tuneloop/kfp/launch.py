@@ -16,7 +16,7 @@ from tuneloop.cluster.launch import main as follow
 from tuneloop.kfp.io import Task
 
 READABLE = 30
-"""Characters of the parameter that the job's name keeps: names of pods are made of it, and Kubernetes cuts at 63."""
+"""The characters of the parameter that are kept in the job's name: pods' names contain it, and have at most 63."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def job_name(text: str) -> str:
-    """Return a name that Kubernetes takes, made of the readable part of `text` and a hash of all of it."""
+    """Return a name that Kubernetes accepts, made of the readable part of `text` and a hash of the whole."""
     readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:READABLE].strip("-")
     return f"{readable or 'job'}-{xxhash.xxh3_64_hexdigest(text.encode())[:8]}"
 

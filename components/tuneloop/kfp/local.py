@@ -14,8 +14,8 @@ from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 
 def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None:
-    """Have the pipelines and components that this process calls run here, in subprocesses. `pipeline_root` is a
-    directory for handles, previews and kfp's cache; artifacts themselves lie in the store."""
+    """Make pipelines and components that this process calls run in local subprocesses. `pipeline_root` is a directory
+    for handles, previews and kfp's cache; the artifacts themselves are in the store."""
     for check in ("validate_not_container_component", "validate_image"):
         setattr(SubprocessTaskHandler, check, lambda handler, subject: None)
     runner = kfp_local.SubprocessRunner(use_venv=False)

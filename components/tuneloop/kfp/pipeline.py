@@ -1,10 +1,10 @@
 """A pipeline for Kubeflow Pipelines: a component for each of its stages, and the graph that calls them.
 
-A loop is one task, or a short one is written out, a task a stage. KFP cannot leave a loop, passes nothing from one
-round of a ParallelFor to the next, and compiles to Argo, which keeps the state of all tasks in an object of at most 1
-MiB. So one task runs the iterations, and after `per_workflow` of them another run of KFP continues: its size does not
-grow with the loop. The tasks after the loop have no condition of KFP (a DAG whose last task is skipped stays RUNNING in
-its metadata): while the loop goes on, the policy's handle tells them to do nothing."""
+A loop is one task; a short loop can be unrolled, with one task for each stage. KFP cannot leave a loop early, passes no
+values from one iteration of a ParallelFor to the next, and compiles to Argo, which keeps the state of all tasks in an
+object of at most 1 MiB. So one task runs the iterations, and after `per_workflow` of them another run of KFP continues:
+its size does not grow with the loop. The tasks after the loop have no condition of KFP (a DAG whose last task is
+skipped stays RUNNING in its metadata): until the loop has ended, the policy's handle tells them to do nothing."""
 
 import inspect
 import json
@@ -33,21 +33,21 @@ ABOUT = {
     TARGET: "the loop ends once a batch of rollouts earns this mean reward",
 }
 ABOUT_ITERATIONS = {
-    "url": "of the run: what the iterations make is committed below it",
-    "run_id": "KFP's own, of the run that this task belongs to",
+    "url": "URL of the run, below which the iterations commit their artifacts",
+    "run_id": "KFP's own id of the run that this task belongs to",
     "seed": ABOUT["seed"],
     TARGET: "rewards of this mean end the loop",
     SAME: "input → the other input that is the same artifact",
 }
 Steps = Mapping[str, Any]
-"""Name of a stage → the function that makes its task."""
+"""Name of a stage → the function that creates its task."""
 
 
 def build_pipeline(
     name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
 ) -> Any:
-    """Return a pipeline as KFP's compiler takes it; its description is the docstring of `draw`. Raises UserError at a
-    setting that Kubeflow Pipelines do not support, and at a step of the loop that is not among the stages."""
+    """Return a pipeline for KFP's compiler; its description is the docstring of `draw`. Raises UserError for a setting
+    that Kubeflow Pipelines do not support, and for a step of the loop that is not among the stages."""
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
@@ -64,12 +64,12 @@ def build_pipeline(
     built.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(k, kind, annotation=each, default=value) for k, (each, value) in parameters.items()]
     )
-    # kfp takes a file whose pipeline has a component's name for that component.
+    # kfp would read a file whose pipeline has a component's name as that component.
     return dsl.pipeline(name=f"{name}-pipeline" if name in steps else name)(built)
 
 
 def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
-    """Return each stage as a function that makes its task, by name."""
+    """Return name → the function that creates a stage's task."""
     cluster, kfp, engine = config.cluster, config.kfp, dict[str, Any]()
     if loop:
         loop.check_specs(specs)
@@ -96,7 +96,7 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
 
 
 def _register_exports(steps: dict[str, Any], pipeline: str, specs: Sequence[StageSpec], config: Any) -> None:
-    """Have a registration follow each task whose stage exports a model."""
+    """Add a registration after each task whose stage exports a model."""
     kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
     about = {"registry": "address of the registry", "model_name": "of the registered model"}
     said = "Register the exported model."
@@ -175,7 +175,7 @@ class LoopTasks:
             self.call(step, step.name, self.url, values)
 
     def write_out(self) -> dict[str, Any]:
-        """Write every iteration out; return what the last one hands on."""
+        """Unroll the loop, with tasks for every iteration; return the values that the last one passes on."""
         carried: dict[str, Any] = {}
         every = self.config.loop.evaluate_every
         for i in range(1, self.config.loop.iterations + 1):
@@ -187,7 +187,7 @@ class LoopTasks:
         return carried
 
     def iterate(self, values: Mapping[str, Any], url: str) -> dict[str, Any]:
-        """Make the tasks of one iteration; return what it hands on."""
+        """Create the tasks of one iteration; return the values that it passes on."""
         known = dict(values)
         for step in self.loop.steps:
             ends_loop = step_of(self.loop.reward) in map(step_of, step.wires.values())
@@ -196,7 +196,7 @@ class LoopTasks:
         return {name: known[wire] for name, wire in self.loop.carry.items()}
 
     def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
-        """Make the task of a step, which commits to `name` below `url`; `endpoint` is a constant of KFP's stages."""
+        """Create the task of a step, which commits to `name` below `url`; `endpoint` is a constant of KFP's stages."""
         wired = {k: values[wire] for k, wire in step.wires.items() if wire != "endpoint"}
         shared = {k: value for k, value in self.shared.items() if k in step.component.Params.model_fields}
         return self.steps[step.name](name, url=f"{url}/{name}", **wired, **shared, **more)
@@ -213,7 +213,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     roles, served = list_roles(loop, specs, settings.evaluate_every), engine.name == "vllm"
     server: dict[str, Any] = {"port": engine.port, "engine_args": engine.options, "pull": engine.pull}
     role, cluster = config.cluster.merge_roles(roles, served)
-    if served and (own := config.cluster.sampler.gpus):  # the last of the pod's; ranks take the first
+    if served and (own := config.cluster.sampler.gpus):  # the pod's last GPUs; ranks use the first
         total = cluster.count_gpus(role)
         server["devices"] = ",".join(map(str, range(total - own, total)))
     flags = [
@@ -238,7 +238,7 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     command, about = ["python3", "-m", "tuneloop.kfp.iterations"], "Iterations of the loop."
     made = template.define_container_component("iterations", about, signature, ABOUT_ITERATIONS, image, command, flags)
 
-    def make(**arguments: Any) -> dsl.PipelineTask:  # it goes on from what the run has committed by now
+    def make(**arguments: Any) -> dsl.PipelineTask:  # it continues after the committed iterations
         return made(**template.pass_artifacts_once(arguments, types)).set_caching_options(False)
 
     return template.make_step(make, image, cluster, config.kfp, role)

@@ -1,4 +1,4 @@
-"""How a run on Kubeflow Pipelines stands, for `tuneloop.ui.describe.describe_state`."""
+"""Describe the progress of a run on Kubeflow Pipelines, for `tuneloop.ui.describe.describe_state`."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ PHASES = {
 
 
 def describe_progress(client: Any, run: Run) -> dict[str, Any]:
-    """Describe how a run stands there: its phase, and the stages that it has committed or that are tasks there. Raises
-    UserError where there is none of that name, Retryable where the API does not answer."""
+    """Describe a run's progress: its phase, and the stages that it has committed or that are tasks of KFP. Raises
+    UserError if there is no run of that name, Retryable if the API does not answer."""
     found, stages = find_run(client, run.name), {stage.stage: stage for stage in list_stages(run)}
     for task in list_tasks(found):
         phase = PHASES.get(task.state, "Pending")

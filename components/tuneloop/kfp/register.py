@@ -21,7 +21,7 @@ DIGITS = 12
 
 
 def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:
-    """Register a model, unless it is there already, and return the name of its version."""
+    """Register a model, unless it is registered already, and return the name of its version."""
     made_of = {f"made_of.{key}": ref for key, ref in handle.get("inputs", {}).items()}
     properties = {"digest": str(handle["digest"]), **{key: str(value) for key, value in made_of.items()}}
     version = f"{name}-{handle['digest'].partition(':')[2][:DIGITS]}"

@@ -9,7 +9,7 @@ from tuneloop.ui.report import render_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report of what the run has committed, also if it failed."""
+    """Write the report of a run's committed artifacts, even if the run failed."""
     task = Task.read(argv[1])
     run = Run(task.parameters["run"], task.parameters["store"])
     task.write("report", render_page(run))

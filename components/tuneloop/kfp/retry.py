@@ -1,6 +1,6 @@
-"""Retry a stage in its own process: KFP's launcher turns every exit code into 1, so KFP cannot tell what may pass (75)
-from the user's mistake (2). A stage that ends with 75 by itself is run again within the same budget as on Argo
-(`tuneloop.core.attempts`); one that was asked to end is not."""
+"""Retry a stage in its own process: KFP's launcher turns every exit code into 1, so KFP cannot tell a temporary failure
+(75) from the user's mistake (2). A stage that ends with 75 by itself is run again within the same budget as on Argo
+(`tuneloop.core.attempts`); one that was told to end is not."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def retry_in_process(
             end = classify_end("Failed", code, line)
             if code != EXIT_RETRY or end is INTERRUPTION or stopped.is_set():
                 break
-            with contextlib.suppress(Retryable):  # the store may be what is away
+            with contextlib.suppress(Retryable):  # perhaps the store is the unavailable service
                 if (now := read_progress()) != progress:
                     without_progress, progress = 0, now
             without_progress += end.counts
@@ -53,13 +53,13 @@ def retry_in_process(
         write_termination_message(line)
     if code and url:
         failure = {"message": line or f"exit code {code}", "time": time.time()}
-        with contextlib.suppress(UserError, Retryable):  # for the report, KFP does not tell it; the store may be away
+        with contextlib.suppress(UserError, Retryable):  # for the report, as KFP does not tell; the store may be down
             Store(url).put(FAILURE, dump_checked_json(failure, FAILURE))
     return code
 
 
 def _run_and_read_line(run: Callable[[], int]) -> tuple[int, str]:
-    """Return what `run` returns, and the line that says why it ended."""
+    """Return the exit code of `run`, and the line that says why it ended."""
     before = os.environ.get(TERMINATION_LOG)
     with tempfile.NamedTemporaryFile() as file:
         os.environ[TERMINATION_LOG] = file.name

@@ -1,6 +1,6 @@
-"""Run a pipeline again when its data has changed: `create_schedule` uploads it and creates a recurring run of another
-one, whose task makes the prompts anew and starts the first if they are new (`tuneloop.kfp.check_data`). The tick's time
-cannot name a run: KFP leaves ``[[ScheduledTime]]`` in parameters as it is (kubeflow/pipelines#12494)."""
+"""Run a pipeline again when its data has changed: `create_schedule` uploads it, and creates a recurring run of another
+pipeline, whose task makes the prompts again and starts the first one if they are new (`tuneloop.kfp.check_data`). The
+scheduled time cannot name a run: KFP leaves ``[[ScheduledTime]]`` in parameters as it is (kubeflow/pipelines#12494)."""
 
 import contextlib
 import os
@@ -42,9 +42,9 @@ def create_schedule(
     root: str | None = None,
     experiment: str = EXPERIMENT,
 ) -> str:
-    """Look for new data at each tick of `cron` (five fields), one look at a time and none for ticks that were missed;
-    the runs are called ``<name>-<first 8 digits of the prompts' digest>``. Raises UserError at other than five fields,
-    a name that a run cannot have, a schedule of that name, and a pipeline without the stage `data_prep`."""
+    """Check for new data at the times of `cron` (five fields), one check at a time and none for times that were missed;
+    runs are named ``<name>-<first 8 digits of the prompts' digest>``. Raises UserError for another number of fields, an
+    invalid name, a name that another schedule has, and a pipeline without the stage `data_prep`."""
     check_schedule_name(name)
     fields = convert_cron(cron)
     with translate_api_errors(name):
@@ -87,12 +87,12 @@ def convert_cron(cron: str) -> str:
 
 
 def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
-    """Return the pipeline of a tick."""
+    """Return the pipeline of the recurring run."""
     kinds = {**{name: dict if name == "data" else str for name in ABOUT}, "done": dsl.OutputPath(str)}
     summary = "Start a run where the data is new."
     step = define_uncached_step("check_data", summary, kinds, ABOUT, config.cluster, config.kfp)
 
-    def check_data():  # type: ignore[no-untyped-def]  # kfp takes an annotation for an output
+    def check_data():  # type: ignore[no-untyped-def]  # kfp would read an annotation as an output
         """Look for new data, and start the pipeline if there is any."""
         step("check-data", run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER, api=config.kfp.api, **given)
 
@@ -108,7 +108,7 @@ def find_data_parameters(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     tasks = [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
     task = next((each for each in tasks if each["componentRef"]["name"] in components), None)
     if task is None:
-        raise UserError("pipeline", name, "has no stage data_prep, whose prompts say whether there is new data")
+        raise UserError("pipeline", name, "has no stage data_prep, whose prompts show whether there is new data")
     defaults = {k: v.get("defaultValue") for k, v in spec["root"]["inputDefinitions"]["parameters"].items()}
     found = {}
     for key, source in task["inputs"]["parameters"].items():

@@ -1,14 +1,14 @@
 """Run a stage as a task of KFP: ``python -m tuneloop.kfp.stage tuneloop.stages.sft:sft --executor-input …``
 
 The stage's program runs with the flags of the executor input and ends with its own exit code; a stage of several nodes
-is a JobSet, which this program launches and follows. Then KFP is told what was committed: a *handle* (reference,
-digest, version and results, as the metadata of an artifact that holds the manifest), scalars, a preview, curves. The
-weights stay in the store.
+is a JobSet, which this program launches and follows. Then the committed artifact is reported to KFP: a *handle*
+(reference, digest, version and results, as the metadata of an artifact that holds the manifest), scalars, a preview,
+curves. The weights stay in the store.
 
-**The end of a loop.** KFP cannot leave a loop, so the stages of written-out iterations after its end run as empty
+**The end of a loop.** KFP cannot leave a loop early, so the stages of unrolled iterations after its end run as empty
 tasks. The `policy_update` of the iteration whose rewards reach ``target_reward`` marks its handle
-``target_reached_at``; a later iteration's stage with such an input does nothing and passes nothing on, except the
-policy. So do the stages after a loop that goes on in another run, by the mark ``continued_after``."""
+``target_reached_at``; a later stage with such an input does nothing, and passes only the policy on. The same applies to
+the stages after a loop that another run continues, by the mark ``continued_after``."""
 
 import argparse
 import json
@@ -34,9 +34,9 @@ from tuneloop.kfp.retry import retry_in_process
 from tuneloop.workflow.settings import Cluster
 
 URL, TARGET = "url", "target_reward"
-"""Parameters of the adapter's own: where the output is committed; the mean reward that ends a loop."""
+"""Parameters of the adapter itself: where the output is committed; the mean reward that ends a loop."""
 REACHED, CONTINUED = "target_reached_at", "continued_after"
-"""Marks of a handle, each with an iteration: it ended the loop; after it the loop continues in another run."""
+"""Marks of a handle that name an iteration: the one that ended the loop; the one after which another run continues."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def launch_jobset(
     stage: Component, task: Task, *, nodes: int, processes: int, cluster: dict[str, Any], namespace: str
 ) -> int:
     """Run the stage as a JobSet, unless its output is committed; return the exit code. The JobSet is named after the
-    output, so that a launcher that was evicted finds the one that it has started."""
+    output, so that an evicted launcher finds the JobSet that it has started."""
     if find_manifest(url := task.parameters[URL]) is not None:
         return 0
     wanted = Cluster(**cluster)
@@ -92,18 +92,18 @@ def build_stage_args(stage: Component, task: Task) -> list[str]:
 
 
 def find_reason_to_skip(task: Task) -> str:
-    """Return why this task has nothing to do, or ``""``: the loop ended before it, or has not ended in this run."""
+    """Return why this task has nothing to do (the loop has ended before it, or not yet in this run), or ``""``."""
     for handle in task.inputs.values():
         last = handle.get(REACHED)
         if last is not None and ("ref" not in handle or last < task.parameters.get("iteration", 0)):
             return f"the loop ended with iteration {last:.0f}"
         if CONTINUED in handle:
-            return f"after iteration {handle[CONTINUED]:.0f} the loop goes on in the next run"
+            return f"after iteration {handle[CONTINUED]:.0f} the loop continues in the next run"
     return ""
 
 
 def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
-    """Tell KFP that nothing was done: no reference goes on, but for a policy, which stays what it was."""
+    """Report to KFP that the stage was skipped: no reference is passed on except the policy's, unchanged."""
     said = f"nothing was done here: {reason}"
     print(said, file=sys.stderr)
     marks = {k: v for handle in task.inputs.values() for k, v in handle.items() if k in (REACHED, CONTINUED)}
@@ -116,7 +116,7 @@ def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
 
 
 def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
-    """Tell KFP what was committed."""
+    """Report the committed artifact to KFP."""
     url = split_ref(task.parameters[URL])[0]
     reward = task.inputs.get("rewards", {}).get("mean_reward")
     ended = reward is not None and reward >= task.parameters.get(TARGET, math.inf)
@@ -133,7 +133,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
 
 
 def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
-    """Build an artifact's handle, which one task passes to the next, without nulls: KFP's metadata take none."""
+    """Build an artifact's handle, which one task passes to the next; KFP's metadata cannot hold nulls."""
     version = {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
     return {
         "ref": f"{url}@{manifest.digest}",
@@ -155,7 +155,7 @@ def encode_parameter(value: Any) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """Turn whole floats into integers, also inside lists and maps: KFP's numbers have no integers."""
+    """Turn integral floats into integers, also inside lists and maps: all of KFP's numbers are floats."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):

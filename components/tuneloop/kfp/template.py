@@ -1,7 +1,7 @@
-"""A stage as a KFP container component, and what its pods ask for: the twin of `tuneloop.argo.template`.
+"""A stage as a KFP container component, and the resources of its pods: the counterpart of `tuneloop.argo.template`.
 
-A component takes the stage's input artifacts, the URL of its output and all its parameters; it gives a typed handle of
-what the stage committed, its results, and what the UI shows."""
+A component takes the stage's input artifacts, the URL of its output and all its parameters; it returns a typed handle
+of the committed artifact, its results, and the artifacts that the UI shows."""
 
 import inspect
 import json
@@ -32,7 +32,7 @@ Step = Callable[..., dsl.PipelineTask]
 
 
 def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp: Kfp) -> Step:
-    """Return the stage as a function that makes its task in a pipeline: ``step("sft", url=…, policy=…)``. It takes the
+    """Return the stage as a function that creates its task: ``step("sft", url=…, policy=…)``. The function takes the
     task's name in the UI, the input artifacts, ``url`` (where the output is committed) and the `dynamic` parameters;
     the other parameters are resolved here, once. A stage of several nodes is a JobSet, which the task's pod launches in
     the namespace ``kfp.jobs``. Raises UserError at a parameter that the stage refuses."""
@@ -57,8 +57,8 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
 
 
 def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of a task with each artifact once; `SAME` says which input is which other. `inputs` are the
-    input artifacts as the component lists them: of two that are the same, the first is passed."""
+    """Return the arguments of a task with each artifact once; `SAME` maps a dropped input to the input that is the same
+    artifact. `inputs` are the input artifacts in the component's order: of two equal ones, the first is passed."""
     passed: dict[str, Any] = {}
     first: dict[str, str] = {}
     same: dict[str, str] = {}
@@ -74,7 +74,7 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
 def define_uncached_step(
     name: str, summary: str, kinds: Mapping[str, Any], about: Mapping[str, str], cluster: Cluster, kfp: Kfp
 ) -> Step:
-    """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, as it reads what is there by now.
+    """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads the current state.
     `kinds` maps its inputs and outputs, none of them optional, to their types."""
     image, signature = cluster.images.format(image="base"), {name: (kind, REQUIRED) for name, kind in kinds.items()}
     made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
@@ -125,7 +125,7 @@ def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, t
 
 
 def define_inputs(types: Mapping[str, Any], required: Mapping[str, bool]) -> dict[str, tuple[Any, Any]]:
-    """Return the signature of input artifacts; of two that have a type, the second may be the same artifact."""
+    """Return the signature of input artifacts; the second of two with the same type may be the same artifact."""
     earlier: set[Any] = set()
     signature: dict[str, tuple[Any, Any]] = {}
     for name, kind in types.items():
@@ -145,7 +145,7 @@ def define_container_component(
     extra: Sequence[str] = (),
 ) -> Any:
     """Define a container component whose program gets the executor input and `extra`. `command` begins with
-    ``python3``, in whose place kfp.local puts its own interpreter."""
+    ``python3``, which kfp.local replaces by its own interpreter."""
 
     def program(*_: Any) -> dsl.ContainerSpec:
         arguments = ["--executor-input", dsl.PIPELINE_TASK_EXECUTOR_INPUT_PLACEHOLDER, *extra]
@@ -164,18 +164,18 @@ def define_container_component(
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set the resources, queue, store and rights of a task's pod. Raises UserError where it should share devices."""
+    """Set the resources, queue, store and rights of a task's pod. Raises UserError if it should share devices."""
     if cluster.share:
-        remedy = "Kubeflow Pipelines have no field for claims, and no step that gives them back: leave it out"
+        remedy = "Kubeflow Pipelines have no field for claims, and no step that releases them: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)
     own = cluster.resources(role)
     task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(own.memory_request)
-    # KFP makes Argo's maxDuration of the last: a deadline from the first attempt's start, so it must not matter.
+    # The last becomes Argo's maxDuration, a deadline from the start of the first attempt; so it must be long.
     task.set_retry(kfp.retries, backoff_duration="10s", backoff_factor=1, backoff_max_duration="8760h")
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)
-    # No variable comes from both: KFP patches its pods, and of two of one name makes one with two sources, which
+    # No variable is read from both: KFP's patch would merge two of one name into one with two sources, which
     # Kubernetes refuses.
     kubernetes.use_config_map_as_env(task, STORE, {key: key for key in PLAIN}, optional=True)
     kubernetes.use_secret_as_env(task, STORE, {key: key for key in SECRET}, optional=True)
@@ -203,7 +203,7 @@ def configure_task_pod(
 
 
 def _artifacts(component: Component) -> dict[str, Any]:
-    """Return the stage's output artifacts: the handle first, then what the UI shows."""
+    """Return the stage's output artifacts: first the handle, then those that the UI shows."""
     outputs: dict[str, Any] = {component.output: TYPES.get(component.kind, Dataset)}
     if component.kind != "metrics":
         outputs["results"] = Metrics

@@ -1,4 +1,4 @@
-"""Connect to a Kubernetes API server as kubectl would, and say in one line what went wrong between the two."""
+"""Connect to a Kubernetes API server as kubectl would, and describe failures in one line."""
 
 import base64
 import gzip
@@ -19,7 +19,7 @@ NAMESPACE = "tuneloop"
 IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
 PATIENCE = 300.0
-"""Seconds that an API server may be away while a run is followed: as long as it takes to restart one."""
+"""Seconds that an API server may be unavailable while a run is followed: as long as a restart takes."""
 T = TypeVar("T")
 
 
@@ -28,7 +28,7 @@ class Unreachable(UserError):
 
 
 class ApiRefusal(UserError):
-    """The API server refuses: its HTTP status, and its own words."""
+    """The API server refuses a request: its HTTP status and its message."""
 
     def __init__(self, context: str, status: int, message: str) -> None:
         super().__init__("cluster", context, f"refused ({status}): {message}")
@@ -37,8 +37,8 @@ class ApiRefusal(UserError):
 
 @contextmanager
 def translate_api_errors(host: str, context: str) -> Iterator[None]:
-    """Raise an error of the client library as `ApiRefusal` or `Unavailable`; a server that does not answer as
-    `Unreachable`, but as `Unavailable` in a pod, whose own server will be back."""
+    """Turn errors of the client library into `ApiRefusal` or `Unavailable`; if the server does not answer, into
+    `Unreachable`, but in a pod into `Unavailable`, as the pod's own server will return."""
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -57,8 +57,8 @@ def translate_api_errors(host: str, context: str) -> Iterator[None]:
 
 
 def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
-    """Call `look` until the API server is not in trouble, and return its result. Pauses double from `pause` to 30
-    seconds. Raises Retryable or Unreachable after `patience` seconds."""
+    """Call `look` until the API server answers without a failure, and return its result. Pauses double from `pause` to
+    30 seconds. Raises Retryable or Unreachable after `patience` seconds."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -71,7 +71,7 @@ def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, 
 
 
 def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
-    """Look every second until it is `done`; after `timeout` seconds raise Retryable, which says `what` is not."""
+    """Call `done` every second until it returns True; after `timeout` seconds raise Retryable with the text `what`."""
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:
@@ -81,7 +81,7 @@ def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
 
 @contextmanager
 def ignore_refusals(*statuses: int) -> Iterator[None]:
-    """Leave the block without an error where the API server refuses a call in it with one of these statuses."""
+    """Leave the block without an error if the API server refuses a call in it with one of these statuses."""
     try:
         yield
     except ApiRefusal as error:
@@ -98,7 +98,7 @@ def list_status_nodes(workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_api_message(error: Any) -> str:
-    """Read an API server's own words of an ApiException, of Kubernetes' client or of KFP's."""
+    """Read the API server's message in an ApiException of Kubernetes' client, or of KFP's."""
     try:
         said = json.loads(error.body)
         return " ".join(str(said.get("error_message") or said.get("message") or said["error"]).split())

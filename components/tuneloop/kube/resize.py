@@ -19,15 +19,15 @@ from tuneloop.core.http import Unanswered, is_transient, send_request
 from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
 
 ACCOUNT_FILES = "/run/tuneloop/account"
-"""Where a pod that resizes itself has its token and the certificate of its API server; on one machine there is none."""
+"""The folder with the token and API certificate of a pod that resizes itself; it does not exist on one machine."""
 CONTAINER = "main"
 PAUSE_S = 0.25
-"""Seconds until the first look at whether the kubelet has resized the pod; each pause is twice the one before, to 5."""
+"""Seconds before the first check whether the kubelet has resized the pod; pauses double up to 5 seconds."""
 
 
 class PodResizer(threading.Thread):
-    """Has this pod request what `asleep` says while its server sleeps, and what it was made with while that is awake.
-    `change_phase` returns at once. What is refused is said once, and the server goes on: its limits never change."""
+    """Makes this pod request `asleep` while its server sleeps, and its original requests while the server is awake.
+    `change_phase` returns at once. A refusal is printed, and the server continues: its limits never change."""
 
     def __init__(self, asleep: Mapping[str, str]) -> None:
         super().__init__(name="resize", daemon=True)
@@ -36,14 +36,14 @@ class PodResizer(threading.Thread):
         self._newest = False
 
     def change_phase(self, asleep: bool) -> None:
-        """Have the pod request what goes with the phase that begins, unless that was asked for last."""
+        """Request the resources of the phase that begins, unless they were requested last."""
         if asleep != self._newest:
             self._newest = asleep
             self._phases.put(asleep)
 
     def run(self) -> None:
         if not (self._files / "token").exists():
-            return self._say(f"what it requests stays the same while it sleeps: there is no token at {self._files}")
+            return self._say(f"its requests do not change while it sleeps: there is no token at {self._files}")
         awake, now = dict[str, str](), False
         while True:
             asleep = self._phases.get()
@@ -56,7 +56,7 @@ class PodResizer(threading.Thread):
                 self._resize(self._asleep if asleep else awake, "while it sleeps" if asleep else "awake")
                 now = asleep
             except ApiRefusal as refusal:
-                self._say(f"its pod keeps what it requests: {refusal}; it serves all the same")
+                self._say(f"its pod's requests do not change: {refusal}; the server continues")
 
     def _resize(self, requests: Mapping[str, str], when: str) -> None:
         begun = time.monotonic()
@@ -66,7 +66,7 @@ class PodResizer(threading.Thread):
             for each in pod["status"].get("conditions", ()):
                 if each["type"] == "PodResizePending":  # the kubelet goes on trying if it is Deferred
                     why = f"{each.get('reason')}: {each.get('message')}"
-                    return self._say(f"its pod cannot request {wanted} ({why}); it serves all the same")
+                    return self._say(f"its pod cannot request {wanted} ({why}); the server continues")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
             if not self._phases.empty():
@@ -80,7 +80,7 @@ class PodResizer(threading.Thread):
             try:
                 return self._send({"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]})
             except Unavailable as trouble:
-                self._say(f"its pod keeps what it requests for now: {trouble}; it asks again")
+                self._say(f"its pod's requests do not change for now: {trouble}; it retries")
                 time.sleep(20 * PAUSE_S)
 
     def _send(self, spec: Mapping[str, Any]) -> dict[str, Any]:

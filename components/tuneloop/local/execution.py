@@ -30,7 +30,7 @@ class Execution:
     Attributes:
         stopping: set when the run is to end; nothing starts any more.
         published: global outputs by their tags; replaced, never changed, because threads read it.
-        slots: places of the pods that may run at a time; daemons take none.
+        slots: limits the number of pods that run at a time; daemons do not count.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Execution:
         self.record(node)
 
     def settle(self, node: Node, result: Result) -> None:
-        """Record the result of a node; a daemon that is ready goes on."""
+        """Record the result of a node; a daemon that is ready keeps running."""
         node.outputs, node.exit_code = result.parameters, result.exit_code
         if node.phase in DONE:
             return
@@ -114,7 +114,7 @@ class Execution:
                 self._on_node(dataclasses.replace(node))
 
     def record_workflow(self, workflow: Workflow) -> None:
-        """Write the run as a whole to the journal, which a finished one closes."""
+        """Write the state of the whole run to the journal; close the journal if the run has finished."""
         self._journal.write(workflow)
         if workflow.finished:
             self._journal.close()
@@ -184,7 +184,7 @@ class Execution:
     # The end of the run, or of a part of it
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
-        """Stop the run at SIGTERM and SIGINT; a second SIGINT is Python's own."""
+        """Stop the run at SIGTERM and SIGINT; Python itself handles a second SIGINT."""
 
         def stop(number: int) -> None:
             self.stopped_by = number
@@ -195,7 +195,7 @@ class Execution:
         return forward_signals(stop)
 
     def pause(self, seconds: float, name: str) -> bool:
-        """Wait, and say whether the run, or what is at the node `name`, is to end; at once if that is so."""
+        """Wait for `seconds`; return True, without waiting further, once the run or the node `name` is to end."""
         deadline = time.monotonic() + seconds
         while not self.stopping.is_set() and not self.find_end_reason(name):
             left = deadline - time.monotonic()
@@ -212,7 +212,7 @@ class Execution:
             _end_apart(process, grace)
 
     def end_nodes(self, paths: Iterable[str], reason: str) -> None:
-        """End what runs at or below nodes of these names, and let nothing start there any more."""
+        """End the pods at or below nodes of these names, and let no pod start there any more."""
         with self._lock:
             self._end_reasons = self._end_reasons | dict.fromkeys(paths, reason)  # replaced: threads read it
             for node, process, grace in self._running.values():

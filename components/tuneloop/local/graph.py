@@ -24,7 +24,7 @@ UNMET = "omitted: depends condition not met"
 
 
 def run_template(execution: Execution, call: Call) -> Result:
-    """Run a template; never raise for what a workflow can do wrong."""
+    """Run a template; an error in the workflow becomes the result, and is not raised."""
     template = execution.templates.get(call.template)
     retried = template is not None and "retryStrategy" in template
     node = execution.create_node(call, "Retry" if retried else execution.attempt_type(call.template))
@@ -65,7 +65,7 @@ def _attempt(execution: Execution, template: Mapping[str, Any], node: Node, call
 
 
 def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, result: Result) -> Result:
-    """Return `result`, or ``Omitted`` where a server's end brought it about: what failed is then the server alone."""
+    """Return `result`, or ``Omitted`` if a server's end caused it, so that only the server counts as failed."""
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
         return result
@@ -75,7 +75,7 @@ def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, r
 
 
 class Graph:
-    """A DAG template at work: what its tasks share."""
+    """One execution of a DAG template: the state that its tasks share."""
 
     def __init__(self, execution: Execution, template: Mapping[str, Any], node: Node, depth: int, scope: Scope) -> None:
         self.execution, self.template, self.node, self.depth, self.scope = execution, template, node, depth, scope
@@ -91,7 +91,7 @@ class Graph:
         try:
             results = self._run_tasks()
             leaves = [name for name in self.tasks if not any(name in names for names in self.waits.values())]
-            branches = [branch_result(leaf, self.waits, results) for leaf in leaves]
+            branches = [get_branch_result(leaf, self.waits, results) for leaf in leaves]
             broken = next((result.phase for result in branches if result.broken), None)
             if broken:
                 return Result(broken, next((f"{k}: {r.message}" for k, r in results.items() if r.broken), "stopped"))
@@ -198,17 +198,17 @@ def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Sco
         result = results[name]
         flags = {flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")}
         flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
-        flags |= {"AnySucceeded": False, "AllFailed": False}  # of loops over items, which are not run here
+        flags |= {"AnySucceeded": False, "AllFailed": False}  # for loops over items, which are not supported here
         scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
     return scope
 
 
-def branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
-    """Return the result of a leaf's branch: a task that did not complete takes over from those above it."""
+def get_branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
+    """Return the result of a leaf's branch: its own, or if it did not complete, that of the tasks it depends on."""
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
         return result
-    above = [branch_result(other, waits, results) for other in waits[name]]
+    above = [get_branch_result(other, waits, results) for other in waits[name]]
     return next((each for each in above if each.broken), Result("Succeeded"))
 
 
@@ -241,7 +241,7 @@ def resolve_output(parameter: Mapping[str, Any], scope: Scope) -> str:
         if "expression" not in source:
             given = source["parameter"] if "parameter" in source else parameter["value"]
             return format_value(substitute_tags(given, scope))
-        # The controller knows inputs, tasks and global outputs in here, but no other workflow.…: tags, yes; names, no.
+        # Inside an expression the controller knows inputs, tasks and global outputs by name, other workflow.… not.
         known = {k: v for k, v in scope.items() if not k.startswith("workflow.") or k.startswith("workflow.outputs.")}
         value = expressions.evaluate_expression(substitute_tags(source["expression"], scope), known)
         if value is None:

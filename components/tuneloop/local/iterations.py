@@ -1,8 +1,8 @@
 """Run iterations of a loop in one process: ``python -m tuneloop.local.iterations --loop JSON --value policy=REF …``
 
-The stages run one after another, each with the flags that it would have in a pod of its own. It commits the same bytes
-as there: it seeds every random stream that it draws from, and torch's determinism and random state are restored after
-it. A pod that takes over goes on after the last stage that is committed. Exit codes are those of a stage."""
+The stages run one after another, each with the flags that it would have in a pod of its own. Each commits the same
+bytes as in its own pod: it seeds every random stream that it draws from, and torch's determinism and random state are
+restored after it. A new pod continues after the last committed stage. Exit codes are those of a stage."""
 
 import argparse
 import contextlib
@@ -27,9 +27,9 @@ from tuneloop.workflow.loop import output_of
 from tuneloop.workflow.pod_loop import PodLoop, StageCall, count_iterations
 
 DEFAULT_SEED = 67280421310721
-"""Of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""
+"""The seed of torch's generators in a fresh process (c10/core/GeneratorImpl.h)."""
 RECORDS = "pods.json"
-"""Below a run: what each such pod measured and decided, in turn."""
+"""The file below a run in which each of its pods records what it measured and decided."""
 LINE = (
     "pod {pod} runs {iterations} iterations: {between_s:.3g} s between pods, {start_s:.3g} s start, {each_s:.3g} s each"
 )
@@ -43,8 +43,8 @@ class StageEnded(Exception):
 
 
 class Iterations:
-    """Runs a loop from an iteration on. The pod ends after a multiple of `per_pod` iterations or, with `auto`, where
-    `PodLength` decides, if that is earlier. `stopped`: a signal asked for the end, and no further stage begins."""
+    """Runs a loop from some iteration on. The pod ends after a multiple of `per_pod` iterations or, with `auto`, after
+    the iteration that `PodLength` chooses, if earlier. `stopped`: a signal has arrived, and no further stage begins."""
 
     def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False) -> None:
         self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
@@ -53,8 +53,8 @@ class Iterations:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, values: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-        """Run the pod's iterations within `handle_signals`. `values` are what the first starts from, ``iteration`` its
-        number. Returns the exit code and, if it is 0, the last one's number, what it hands on, and its mean reward."""
+        """Run the pod's iterations within `handle_signals`. `values` are the inputs of the first one, including its
+        number ``iteration``. Returns the exit code and, if it is 0, the last one's number, outputs and mean reward."""
         outputs: dict[str, str] = {}
         code, first = 0, int(values["iteration"])
         BACKGROUND.beside = True
@@ -119,7 +119,7 @@ class Iterations:
             if self.stopped:
                 self._child.terminate()
             code = self._child.wait()
-            return 128 - code if code < 0 else code  # as a shell says of one that signal -code ended
+            return 128 - code if code < 0 else code  # as a shell reports the signal -code
 
     def handle_signals(self) -> contextlib.AbstractContextManager[None]:
         """Begin no further stage after SIGTERM or SIGINT, and send these to a stage in a process of its own; a stage of
@@ -134,13 +134,13 @@ class Iterations:
 
 
 class PodLength:
-    """Decides how many iterations a pod runs (`count_iterations`), by its first two that have work to do. `first`:
-    number of the iteration that the pod begins with.
+    """Decides how many iterations a pod runs (`count_iterations`), from the times of its first two that have work to
+    do. `first`: the number of the iteration that the pod begins with.
 
-    A new pod costs the time between pods, from the last commit before it to its first stage, and the time by which its
-    first iteration is longer than the second: libraries are imported, updates replayed. The time between pods is the
-    least that a pod of this run has measured: a wait for quota, a server or a resume makes no pod longer. Otherwise
-    runs that wait for one another would lengthen theirs in turn. Nothing that a stage computes depends on this."""
+    A new pod costs the time between pods, from the last commit before it to its first stage, and the extra time of its
+    first iteration over the second, in which libraries are imported and updates replayed. The time between pods is the
+    minimum that any pod of this run has measured, so that a wait for quota, a server or a resume does not lengthen
+    pods; otherwise runs that wait for one another would lengthen each other's. No result depends on this."""
 
     def __init__(self, run: str, first: int) -> None:
         self._store = Store(run)
@@ -195,11 +195,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m tuneloop.local.iterations", description=__doc__)
     parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
     parser.add_argument("--run", required=True, metavar="URL", help="of the run")
-    parser.add_argument("--iterations", required=True, type=int, help="the number of the last")
-    parser.add_argument("--per-pod", required=True, type=int, help="iterations after whose multiples a pod ends")
-    parser.add_argument("--auto", action="store_true", help="end before that, see PodLength")
+    parser.add_argument("--iterations", required=True, type=int, help="the number of the last iteration")
+    parser.add_argument("--per-pod", required=True, type=int, help="a pod ends after a multiple of so many iterations")
+    parser.add_argument("--auto", action="store_true", help="the pod may end earlier, see PodLength")
     parser.add_argument("--target-reward", required=True, type=float, help="mean reward that ends the loop")
-    parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE", help="of the first iteration")
+    parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE", help="first iteration's input")
     given = parser.parse_args(argv)
     last, per_pod, target = given.iterations, given.per_pod, given.target_reward
     try:

@@ -32,7 +32,7 @@ DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 BROKEN = ("Failed", "Error")
 KIND = b'{"kind": "node", '
 NODE, SUM = KIND + b'"id": "', b', "sum": "'
-"""How the line of a node begins, and what is before its digest at the end of any line."""
+"""The start of a node's line, and the text before the digest at the end of any line."""
 
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class State:
     Attributes:
         nodes: id → node of the newest session, and of workflows before it that go on, in the order they appeared.
         alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
-        parts: of a run of several workflows (`execute_parts`), where each that ended well goes on, as JSON.
+        parts: in a run of several workflows (`execute_parts`), where each that succeeded is continued, as JSON.
     """
 
     workflow: Workflow
@@ -115,7 +115,7 @@ def read_state(workdir: Path) -> State | None:
 
 @functools.lru_cache(maxsize=1)
 def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None, dict[str, Node], list[str]]:
-    """Read a journal as long as it is so large and so old; of each node's lines the newest."""
+    """Read a journal, with the newest line of each node. Size and time are the key of the cache."""
     workflow, parts, damaged = None, list[str](), 0
     lines, kept = dict[bytes, bytes](), dict[bytes, bytes]()
     with path.open("rb") as file:
@@ -155,7 +155,7 @@ def _parse(record: type[T], fields: bytes) -> T:
 
 @functools.cache
 def _report_once(line: str) -> None:
-    """Say once what is missing: it is history only."""
+    """Print a line only once: no more than history is missing."""
     print_diagnostic(line, 0)
 
 
@@ -172,7 +172,7 @@ class Journal:
         body = json.dumps({"kind": kind, **asdict(record)}, ensure_ascii=False)[:-1].encode(errors="replace")
         try:
             os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
-        except OSError as error:  # no reason to end stages
+        except OSError as error:  # this must not end stages
             _report_once(f"nodes.jsonl: {error.strerror}; what `status` says of this run is behind")
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         while not _try_lock(file, fcntl.LOCK_EX):
             if not _try_lock(file, fcntl.LOCK_SH):
                 raise UserError("run", str(workdir), "is running already; wait for it, or `tuneloop stop` it")
-            fcntl.flock(file, fcntl.LOCK_UN)  # whoever had it only looks whether an executor is running
+            fcntl.flock(file, fcntl.LOCK_UN)  # its holder only checks whether an executor is running
             time.sleep(0.01)
         yield
 
@@ -218,5 +218,5 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
-    """Say whether all above a node are broken as well: neither another attempt nor another task made up for it."""
+    """Say whether all nodes above a node failed, too: no other attempt and no other task has made up for it."""
     return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))

@@ -1,4 +1,4 @@
-"""The executor's side of the processes that run pods: the spawner, and the warm one."""
+"""The executor's side of the processes that start pods: the spawner and the warm process."""
 
 import contextlib
 import itertools
@@ -52,7 +52,7 @@ def end_process(process: Process, grace: float) -> None:
 
 class ProcessServer:
     """One of the two programs that start processes for us: `tuneloop.local.spawn` or `tuneloop.local.warm`. `failure`:
-    why there is no server (any more); None while there is."""
+    why the server could not start, or has ended; None while it runs."""
 
     def __init__(self, command: Sequence[str] | str, env: Mapping[str, str], ready: bool) -> None:
         """Start the server by `command`; a path is the socket of one that serves others too."""
@@ -87,10 +87,10 @@ class ProcessServer:
 
     def close(self) -> None:
         """End the server and everything it started."""
-        if not self.settled.is_set() and self._server:  # it is importing, and would not see the channel close
+        if not self.settled.is_set() and self._server:  # still importing, it would not notice a closed channel
             self._server.kill()
         with contextlib.suppress(OSError):
-            # It closes its side when all that it started has ended.
+            # The server closes its side once all processes that it started have ended.
             self._channel.shutdown(socket.SHUT_WR if self.settled.is_set() else socket.SHUT_RDWR)
         self._thread.join()
 
@@ -126,9 +126,9 @@ class ProcessServer:
             process.end(message["code"])
         elif "ready" in message:
             if not is_compatible(message.get("env", self.env), self.env):
-                self.failure = f"that of {WARM} was started with other variables that take effect at import"
+                self.failure = f"the process of {WARM} was started with other variables that take effect at import"
             elif "code" in message and message["code"] != [sys.executable, code_digest(), list_packages()]:
-                self.failure = f"that of {WARM} has other code, or another Python; start it again"
+                self.failure = f"the process of {WARM} has other code, or another Python; start it again"
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
@@ -138,8 +138,8 @@ class Launcher:
     """Starts pods, as forks of a warm process where that is possible, else as fresh ones.
 
     Args:
-        env: of the warm processes; `WARM` in it names one that is there already.
-        warm: what to have warm processes for.
+        env: the environment of the warm processes; `WARM` in it names one that runs already.
+        warm: the kinds of programs that get a warm process.
     """
 
     def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
@@ -193,7 +193,7 @@ def base_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return what every pod inherits: ours, `extra`, and this interpreter first on PATH.
 
     numpy's pool of threads and that of Arrow's allocator start when they are imported, and would keep the warm process
-    from forking: both are off, for every pod alike. Torch's threads are OMP_NUM_THREADS' matter; they wait without
+    from forking: both are off, for every pod alike. OMP_NUM_THREADS limits torch's threads; these wait without
     spinning, because a server and a stage share the cores (SFT beside two busy processes was seen to gain tenfold).
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -18,7 +18,7 @@ from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.manifest import parse_duration
 
 FIRST: Scope = {"lastRetry.exitCode": "0", "lastRetry.status": "", "lastRetry.duration": "0", "lastRetry.message": ""}
-"""The tags of the attempt before, as a first attempt reads them."""
+"""The tags of the previous attempt, with the values that a first attempt reads."""
 POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
 
 
@@ -64,7 +64,7 @@ class Attempts:
                 return result
 
     def try_again(self, result: Result) -> bool:
-        """Say whether there is to be another attempt after one that came to `result`; wait for its time."""
+        """Say whether another attempt follows one that ended with `result`; wait until it is due."""
         if self.execution.stopping.is_set() or self.execution.find_end_reason(self.node.name):
             return False
         started, finished = self._child.started or time.time(), self._child.finished or time.time()
@@ -90,7 +90,7 @@ class Attempts:
         """Return the message that a server died and is started again."""
         signal = name_signal(result.code)
         died = f"server died: {signal}" if signal else result.message
-        # Fewer where the strategy's limit is lower; a number above them means that it has answered in between.
+        # A number above the budget means that the server has answered in between, so that its budget began anew.
         budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
         count = f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
         log = self.execution.workdir / self._child.log
@@ -101,7 +101,7 @@ class Attempts:
 def _announce(result: Result, number: int, pause: float) -> str:
     """Return the message before another attempt: the class of the last one's end, and its last words."""
     end = classify_end(result.phase, result.code, result.message)
-    # What ends with 75 says its class itself; the number says no more.
+    # The message of exit code 75 names the class itself, so the code is left out.
     reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
     return f"{end.name}: {reason}; retrying in {pause:g} s (attempt {number + 1})"
 
@@ -137,7 +137,7 @@ class _RestartedDaemon:
             execution.set_message(node, "")
             if self._closing:  # it was asked to end while it started
                 self._daemon.close()
-        # Its graph is over, whatever became of a restart at that time: each attempt says how it ended itself.
+        # The daemon has succeeded once its graph is over; each attempt has its own result.
         self.result = Result("Succeeded") if self._closing else result
         execution.settle(node, self.result)
         self.over.set()

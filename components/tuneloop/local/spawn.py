@@ -109,7 +109,7 @@ def adopt_orphans() -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def die_with(parent: int | None) -> None:
+def die_with_parent(parent: int | None) -> None:
     """Get SIGKILL when `parent`, whose current thread made this process, ends (Linux); None: no longer."""
     if _libc:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL if parent else 0, 0, 0, 0)
@@ -133,13 +133,13 @@ def _fork(
     ours, theirs = socket.socketpair()
     try:
         pid = os.fork()
-    except OSError:  # there are too many processes, or too little memory: it is tried again
+    except OSError:  # too many processes, or too little memory: the caller retries
         return None
     if pid:
         theirs.close()
         return pid, ours
     os.setsid()
-    die_with(parent)
+    die_with_parent(parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -161,7 +161,7 @@ def _fork(
     except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
         if not str(error.filename).startswith("/proc/"):
             raise
-        os._exit(128 + signal.SIGKILL)  # whose output it was to have has ended, and this process with it
+        os._exit(128 + signal.SIGKILL)  # the process whose output it shares has ended
     return request
 
 
@@ -188,7 +188,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _quietly(call: Any, *arguments: Any) -> None:
-    """Call it, though whom the signal or message was for may have gone."""
+    """Call a function, and ignore that the receiver of its signal or message has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError):
         call(*arguments)
 

@@ -36,7 +36,7 @@ from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.core.threads import end_process
 from tuneloop.inference.engines.vllm import quiet_vllm
-from tuneloop.local.spawn import adopt_orphans, die_with, end_all, serve_requests
+from tuneloop.local.spawn import adopt_orphans, die_with_parent, end_all, serve_requests
 
 Kind = Literal["stages", "server"]
 
@@ -56,7 +56,7 @@ SERVER = (
     *("vllm.v1.engine.llm_engine", "vllm.model_executor.models.qwen3", "vllm.model_executor.models.llama"),
 )
 LIBRARIES: dict[Kind, Sequence[str]] = {"stages": STAGES, "server": SERVER}
-"""Imported before the first fork, which imports what else it needs itself."""
+"""Modules that are imported before the first fork; a fork imports all others itself."""
 
 READ_AT_IMPORT = (
     *("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "CUDA_", "LD_"),
@@ -97,19 +97,19 @@ def main() -> None:
     kind, place, *more = sys.argv[1:]
     own = place.isdigit()
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
-    # Before the imports: where a file changes meanwhile, others have other digests, and start a process of their own.
+    # Computed before the imports: if a file changes meanwhile, runs see another digest, and start their own process.
     code = [sys.executable, code_digest(), list_packages()]
     env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
-    die_with(os.getppid())  # as long as imports keep it from seeing that the channel closed
-    # Else transformers' look at the GPUs would open a CUDA context, which no fork can use.
+    die_with_parent(os.getppid())  # while it imports, it cannot see that the channel closes
+    # Else transformers would open a CUDA context when it looks for GPUs, and no fork could use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     quiet_vllm()
     try:
         with _hushed():
             for name in (*LIBRARIES[cast(Kind, kind)], *more):
                 importlib.import_module(name)
-        find_answer()  # which the forks then know, as they know the digests of the code
-        if kind == "stages":  # it has 700 regular expressions, which the first model that is opened makes
+        find_answer()  # the forks inherit the answer, and the digests of the code
+        if kind == "stages":  # it compiles 700 regular expressions when the first model is opened
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
         tasks = Path("/proc/self/task")
         names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else ["main"]
@@ -121,14 +121,14 @@ def main() -> None:
         channel.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         return
     gc.collect()
-    gc.freeze()  # children do not walk, and so do not copy, what was imported
+    gc.freeze()  # the collector of a child does not touch, and so does not copy, what was imported
     message: dict[str, object] = {"ready": True}
     if not own:
         channel = _connection(channel)
         message |= {"env": env, "code": code}
-    with contextlib.suppress(ConnectionError):  # whoever connected is gone, which the requests' end will tell
+    with contextlib.suppress(ConnectionError):  # the client has gone: serve_requests will see it
         channel.sendall(json.dumps(message).encode() + b"\n")
-    die_with(None)
+    die_with_parent(None)
     adopt_orphans()
     request = serve_requests(channel)
     if request is None:
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at `path`, for this user alone; who connects waits until the imports are done."""
+    """Listen at `path`, for this user alone; clients wait until the imports are done."""
     listener = socket.socket(socket.AF_UNIX)
     unheard = path.with_name(f"{path.name}.{os.getpid()}")
     before = os.umask(0o077)
@@ -150,7 +150,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _connection(listener: socket.socket) -> socket.socket:
-    """Fork for each who connects; returns in these forks only."""
+    """Fork for each client that connects; return in these forks only."""
     while True:
         channel, _ = listener.accept()
         if os.fork() == 0:
@@ -167,13 +167,13 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socke
     """Go on as ``python -m module arguments``, and end."""
 
     def report_code(code: int) -> None:
-        # The next stage begins then, which may need the whole of a GPU; a driver frees its memory at the very end.
+        # The next stage begins after this, and may need a whole GPU, whose memory is freed only when a process is gone.
         if not (torch := sys.modules.get("torch")) or not torch.cuda.is_initialized():
             with contextlib.suppress(OSError):
                 report.sendall(str(code & 255).encode())
 
-    os.register_at_fork(after_in_child=report.close)  # only this process tells how it ended
-    # The libraries' exit handlers clean up after the warm process, slowly: they are forgotten; a stage's own stay.
+    os.register_at_fork(after_in_child=report.close)  # only this process reports its exit code
+    # Drop the libraries' exit handlers, which clean up after the warm process, slowly; a stage may add its own.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit._clear()
@@ -183,7 +183,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socke
     os.environ.clear()
     os.environ.update(env)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # as in a fresh process; `random` sees to itself
+        numpy.random.seed()  # as in a fresh process; `random` does so by itself
     sys.path[0] = cwd
     sys.argv = list(argv[2:])
     with contextlib.suppress(OSError):  # Linux alone: what `ps -o comm` and `top` call it

@@ -1,4 +1,4 @@
-"""Programs (Python) that pass tests. Each test runs them shut in: see `sandbox`, and docs/training.md for what holds.
+"""Programs (Python) that pass tests. Each test runs the program in the sandbox: see `sandbox` and docs/training.md.
 
 ``metadata["tests"]`` lists the tests, of these forms:
 
@@ -6,8 +6,8 @@
 - ``{"call": "add(1, 2)", "returns": 3}``: an expression evaluated after the program, and its value;
 - ``"assert add(1, 2) == 3"``: the same, where one side of ``==`` is a literal.
 
-What is expected never enters the sandbox, so that a program cannot copy it; an assertion of another form would have
-to be decided inside, by whoever is judged, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
+The expected result never enters the sandbox, so that a program cannot copy it; an assertion of another form would be
+evaluated by the program under test, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
 tests together, see `sandbox`, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64)."""
 
 import ast
@@ -42,7 +42,7 @@ class Test:
             return _lines(ending.stdout) == _lines(self.expected)
         try:
             return bool(_plain(ast.literal_eval(ending.result or "")) == _plain(self.expected))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # no literal: whatever it is, not what is asked
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # no literal, so not the expected value
             return False
 
 

@@ -1,4 +1,4 @@
-"""What the environment itself said of the episode, 0 to 1: ``metadata["environment"]["reward"]``, as rollout put it."""
+"""The environment's own reward of the episode, 0 to 1, which rollout wrote to ``metadata["environment"]["reward"]``."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ NEEDS_EPISODE = True
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
-    """Return the environment's reward; None without an environment, or from one that has no opinion."""
+    """Return the environment's reward; None without an environment, or if it gave no reward."""
     reward = metadata.get("environment", {}).get("reward")
     return None if reward is None else float(reward)

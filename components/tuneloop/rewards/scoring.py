@@ -46,19 +46,19 @@ from tuneloop.workflow.settings import PROCESS
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
 REPORTED = 1000
-"""Calls in the stage's own process after which it says how many there were, and looks whether it is to stop."""
+"""Calls in the stage's own process between two reports of progress, at which the stage may also stop."""
 RAISED, RETURNED = "raised", "returned"
-"""How the reason of an ``infra_error`` begins that is the reward's own: it would come again on the same text."""
+"""The start of the reason of an ``infra_error`` that the reward itself caused: the same text would cause it again."""
 KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable", "escape")
 
 
 class Escape(Exception):
-    """A reward raises it: what the completion asked to run tried to get out, and was stopped."""
+    """Raised by a reward: the program in a completion tried to leave its sandbox, and was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one completion.
+    """The result of judging one completion.
 
     Attributes:
         outcome: ``score``, or what kept it from one: ``escape``, else the first failure among its rewards.
@@ -114,7 +114,7 @@ def find_reward(name: str) -> Reward:
     home = sys.modules.get(getattr(function, "__module__", ""))
     low, high = getattr(function, "RANGE", getattr(home, "RANGE", (0.0, 1.0)))
     episode = getattr(function, "NEEDS_EPISODE", getattr(home, "NEEDS_EPISODE", False))
-    # That it is trusted it must say itself: a wrapper of it, or another function of its module, need not be.
+    # Only the plugin's own TRUSTED counts: a wrapper of it, or another function of its module, need not be trusted.
     return Reward(function, float(low), float(high), bool(episode), bool(getattr(plugin, "TRUSTED", False)))
 
 
@@ -139,7 +139,7 @@ def may_pass(outcome: Outcome) -> bool:
     return outcome.outcome in ("timeout", "infra_error") and not any(r.startswith((RAISED, RETURNED)) for r in reasons)
 
 
-def full_marks(spec: Mapping[str, float]) -> float:
+def compute_full_marks(spec: Mapping[str, float]) -> float:
     """Compute the most that can be earned under `spec`: each reward at the end of its range that its weight favours."""
     rewards = {name: find_reward(name) for name in spec}
     return math.fsum(w * (rewards[n].high if w > 0 else rewards[n].low) for n, w in spec.items())
@@ -219,9 +219,9 @@ class _Worker:
     """A forked process that runs the jobs `left`, last first, and writes a line a verdict.
 
     Attributes:
-        since: when it began one; `due` is when to look whether its time is over.
-        used: seconds of processor time until then, with those of its children.
-        killer: the job that has ended a process once.
+        since: when it began its current job; `due` is when to check whether the job's time is over.
+        used: seconds of processor time before that job, including those of its children.
+        killer: the job that has killed a process once.
         ready: whether the process has begun.
     """
 
@@ -249,7 +249,7 @@ class _Worker:
         return verdicts
 
     def replace_dead(self) -> Iterable[tuple[_Job, _Verdict]]:
-        """Try the job at hand once more in a new process; where it killed that, too, go on with the rest."""
+        """Try the current job once more in a new process; if it killed that one, too, continue with the rest."""
         died = _Verdict("infra_error", "the process that ran it died")
         if not self.ready:
             return self.replace(died)
@@ -261,8 +261,8 @@ class _Worker:
         return []
 
     def replace_late(self) -> Iterable[tuple[_Job, _Verdict]]:
-        """Give up on the job at hand, unless it, or what it has started, computes (for all we know, in a sandbox
-        elsewhere) and has not had its time on a processor: then it has up to ten times as long."""
+        """Give up on the current job, unless it or its child processes still compute (perhaps in a remote sandbox) and
+        have used less processor time than allowed: then it may take up to ten times as long."""
         seconds, now = self.limits.seconds, time.monotonic()
         late = _Verdict("timeout", f"took more than {seconds:g} s")
         states, used = _read_stats(self.pid)
@@ -274,7 +274,7 @@ class _Worker:
         return []
 
     def replace(self, verdict: _Verdict) -> Iterable[tuple[_Job, _Verdict]]:
-        """Give up on the job at hand and go on with the rest in a new process."""
+        """Give up on the current job and continue with the rest in a new process."""
         self.stop()
         lost = self.left.pop()
         if self.left:
@@ -319,7 +319,7 @@ def _read_stats(pid: int) -> tuple[str, float]:
 
 
 def _limit_memory(most: int | None) -> None:
-    """Let this process take `most` bytes more, or what it may have at all."""
+    """Limit this process to `most` bytes more than it has now, but never beyond its hard limit."""
     if most is None:
         return
     own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
@@ -329,7 +329,7 @@ def _limit_memory(most: int | None) -> None:
 
 
 def _own_group(pid: int) -> None:
-    """Give a process a group of its own, on both sides of the fork: whoever comes first, no kill can miss."""
+    """Give a process its own group; both sides of the fork call this, so that no kill can come too early."""
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)
 
@@ -369,7 +369,7 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         parts = {str(part): float(share) for part, share in parts.items()}
     except Escape as error:
         return _Verdict("escape", str(error)[:300])
-    except MemoryError:  # what earlier calls have kept counts, too: a process of its own will tell
+    except MemoryError:  # earlier calls may hold memory, too: a new process will tell
         raise
     except OSError as error:  # a file or a service that it asks
         return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])

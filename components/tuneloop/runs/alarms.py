@@ -1,4 +1,4 @@
-"""What goes wrong silently in reinforcement learning, said in words: looked for in the curves of a run."""
+"""Alarms for the silent failures of reinforcement learning, found in the curves of a run."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
@@ -7,11 +7,11 @@ from tuneloop.runs.run_record import Curve
 
 Points = Sequence[tuple[float, float]]
 WINDOW = 5
-"""Iterations whose median stands for the beginning of a curve, and for where it is now."""
+"""The number of iterations whose median is taken as the first, or the current, value of a curve."""
 
 
 LARGE_GAP = 0.01
-"""Nats: kernels of equal weights differ by less."""
+"""In nats; different kernels with equal weights differ by less."""
 
 
 def find_alarms(curves: Iterable[Curve]) -> list[str]:

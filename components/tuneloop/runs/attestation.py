@@ -19,7 +19,7 @@ SAID = ("tuneloop", "code", "image", "packages", "device")
 BUILD = "https://github.com/tuneloop/tuneloop/blob/main/docs/signing.md#build-type-v1"
 STALE = ["model.safetensors", "model.safetensors.index.json", f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"]
 STALE += ["adapter_model.safetensors", "adapter_config.json"]
-"""What an earlier push wrote at the top of a repository, and would be loaded in place of new weights."""
+"""Files that an earlier push wrote at the top of a repository: a loader would prefer them to the new weights."""
 HEAD = Path(__file__).with_name("model_card.md").read_text()
 SIGNATURES = """- `provenance.sigstore.json` names all that the model was made from; `model.sig` signs all files
   here. `tuneloop verify-model DIR --public-key FILE` proves both; `model_signing verify key` proves the files. After a
@@ -29,7 +29,7 @@ SIGNATURES = """- `provenance.sigstore.json` names all that the model was made f
 
 def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, builder: str) -> Path:
     """Sign a checkpoint's files and a statement of their sources, add a model card if missing; return their directory.
-    Raises UserError for a failed audit, or a directory with files other than the checkpoint's, a card and a license."""
+    Raises UserError if the audit fails, or the directory has files besides the checkpoint's, a card and a license."""
     version = entry.manifest.facts["version"]
     directory = (output or Path(f"{run.name}-v{version}")).absolute()
     judged, chain = _prove(run, entry)
@@ -37,7 +37,7 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
         fetch_artifact(f"{run.url}/{entry.key}@{entry.manifest.digest}#model", directory)
     files = {n.removeprefix("model/"): f.sha256 for n, f in entry.manifest.files.items() if n.startswith("model/")}
     check_files(directory, files, f"{entry.key} of {run.name}; name a directory that is not there yet", beside=True)
-    (directory / SIGNATURE).unlink(missing_ok=True)  # until all is signed, nothing is
+    (directory / SIGNATURE).unlink(missing_ok=True)  # no signature exists until all files are signed
     if not (directory / CARD).exists():
         (directory / CARD).write_text(_write_card(run, entry, chain, HEAD.format(title=directory.name), SIGNATURES))
     sign_model(directory, files, _describe_build(run, entry, chain, judged, builder), signer)
@@ -46,7 +46,7 @@ def attest_version(run: Run, entry: Entry, output: Path | None, signer: Any, bui
 
 def push_version(run: Run, entry: Entry, repo: str, private: bool | None, adapter: bool = False) -> str:
     """Upload a checkpoint's model, or its `adapter`, and a card to a Hugging Face repository, made if missing, in place
-    of earlier weights; return the commit's URL. Raises UserError if audit or hub refuse, Unavailable if it is away."""
+    of earlier weights; return the commit's URL. Raises UserError if audit or hub refuse, Unavailable if it is down."""
     try:
         from huggingface_hub import HfApi, errors
         from huggingface_hub.utils import validate_repo_id
@@ -79,7 +79,7 @@ def push_version(run: Run, entry: Entry, repo: str, private: bool | None, adapte
 
 
 def _prove(run: Run, entry: Entry, *more: Entry) -> tuple[list[Entry], list[Entry]]:
-    """Return a checkpoint's evaluations, and with them and `more` all that it was made from; it passed the audit."""
+    """Return a checkpoint's evaluations, and these with `more` and everything it was made from; all pass the audit."""
     judged = [each for each in run.with_role("evaluator") if run.policy_of(each) == entry]
     return judged, prove_chain(run, entry.manifest.facts["version"], entry, *judged, *more)
 
@@ -100,7 +100,7 @@ def _describe_build(run: Run, entry: Entry, chain: list[Entry], judged: list[Ent
 
 
 def _describe(name: str, ref: str, made: Entry | None = None) -> dict[str, Any]:
-    """Describe an artifact; its digest is of what its manifest states, and not of a file, as in-toto's `sha256` is."""
+    """Describe an artifact; its digest covers what its manifest states, while in-toto's `sha256` covers a file."""
     url, _, digest = ref.rpartition("@sha256:")
     said = {"results": made.manifest.results, **{k: made.manifest.provenance.get(k) for k in SAID}} if made else {}
     return {"name": name, "uri": url, "digest": {"tuneloopArtifact": digest}, "annotations": said}

@@ -15,9 +15,9 @@ from tuneloop.training.old_checkpoints import HISTORY, STATE, STATE_FACT
 
 @dataclass(frozen=True)
 class Proof:
-    """The audit of the artifact `key`, or of an input from outside the run, by its reference. `files` counts those that
-    hold what was committed (None: not read); `problems` has a line for each flaw. `deleted`: of an old checkpoint of
-    the loop only manifest and history are left, as retention leaves them, and these are proved."""
+    """The audit of an artifact, or of an input from outside the run: `key` is its key or reference. `files` counts the
+    files that are unchanged (None: not read); `problems` has a line for each flaw. `deleted`: retention has deleted an
+    old checkpoint of the loop but for its manifest and history, which are verified."""
 
     key: str
     files: int | None
@@ -33,15 +33,15 @@ def compute_root(run: Run) -> str:
 
 def audit_run(run: Run) -> Iterator[Proof]:
     """Prove each artifact of a run, oldest first, and its inputs from outside the run; then the trainer's states.
-    Manifests are read from the store again, never from the run's index. A file is proved by its SHA-256, an input by an
-    artifact of that digest, and a state, which the root leaves out, by what its checkpoint states of it."""
+    Manifests are read from the store again, never from the run's index. A file is verified by its SHA-256, an input by
+    an artifact with its digest, and a trainer's state, which the root leaves out, by the facts of its checkpoint."""
     run.refresh(whole=True)
     known = {entry.manifest.digest for entry in run.entries}
     for entry in run.entries:
         for name, ref in entry.manifest.inputs.items():
             if (digest := split_ref(ref)[1]) not in known:
                 known.add(str(digest))
-                try:  # of an input that no artifact of the run is, the manifest is proved, and no file is read
+                try:  # an input from outside the run: only its manifest is verified
                     proof = Proof(Artifact(ref).ref, None)
                 except UserError as error:
                     proof = Proof(ref, None, (f"input {name} is not in this run: {error}",))
@@ -91,4 +91,4 @@ def _check_manifest(run: Run, entry: Entry) -> Iterator[str]:
     else:
         if manifest != entry.manifest:  # which the index of the run may have, with any digest
             before = entry.manifest.compute_digest()
-            yield f"{entry.key}/{MANIFEST} is another than before: {manifest.digest}, not {before}"
+            yield f"{entry.key}/{MANIFEST} has changed: its digest was {before}, and is {manifest.digest}"

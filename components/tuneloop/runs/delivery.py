@@ -16,8 +16,8 @@ from tuneloop.weights.publication import read_publication, read_publications
 @dataclass(frozen=True)
 class Delivery:
     """The delivery of one version; `way` is ``pulled``, ``refitted``, or ``published`` where nobody has asked for it
-    yet. Fields that are unknown, or not of this way, are None. `replicas` are known to have served it; `behind` is the
-    mean staleness of the tokens asked of it, in versions; `proved` is ``n/m``: of m tensors n read back identical."""
+    yet. Fields that are unknown, or that this way lacks, are None. `replicas` counts those known to have served it;
+    `behind` is the mean staleness of its tokens, in versions; `proved` is ``n/m``: n of m tensors read back equal."""
 
     version: int
     way: str
@@ -66,7 +66,7 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     version = _check_told(entry, facts, SAMPLED)["version"]
     refitted = notes.get("refitted") and _check_told(entry, notes["refitted"], REFIT)
     waited = took.get("load", 0.0) + took.get("canary", 0.0)
-    behind = None if "carried" in facts else facts["staleness"].get("mean")  # carried tokens were asked for before
+    behind = None if "carried" in facts else facts["staleness"].get("mean")  # carried tokens were requested earlier
     seen: dict[str, Any] = {"waited_s": waited, "behind": behind}
     if refitted:
         changed = [seconds for seconds in refitted["workers"].values() if seconds]
@@ -79,7 +79,7 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
         return Delivery(version, "refitted", **seen)
     if (about := recorded(version)) is None:
         return None
-    # What replicas recorded of this version before `entry` was done; else what the one that was asked said.
+    # The records of replicas from before `entry` was done; else the answer of the replica that the stage asked.
     recorded_pulls = live.read_pulls(Store(run.weights_url), version)
     pulls: list[Mapping[str, Any]] = [each for each in recorded_pulls if each["served_at"] <= entry.finished]
     if not pulls and (own := notes.get("pulled")) and _check_told(entry, own, live.PULL)["version"] == version:
@@ -88,7 +88,7 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
 
 
 def _check_told(entry: Entry, told: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an artifact says of its delivery. Raises Corrupt: it is of another shape."""
+    """Return an artifact's record of its delivery, `told`. Raises Corrupt if it does not have this shape."""
     try:
         return check_shape(told, shape)
     except (ValueError, KeyError, TypeError) as error:
@@ -113,7 +113,7 @@ def _sent(about: Mapping[str, Any]) -> dict[str, Any]:
 def _served(pulls: list[Mapping[str, Any]], published_at: float) -> dict[str, Any]:
     if not pulls:
         return {}
-    followed = [about["served_at"] for about in pulls if about["full"] is None]  # who joined late took no longer for it
+    followed = [about["served_at"] for about in pulls if about["full"] is None]  # leaves out late joiners
     worst = min(pulls, key=lambda about: about["identical"] / max(about["tensors"], 1))
     return {
         "materialize_s": max(about["fetch_s"] + about["apply_s"] for about in pulls),

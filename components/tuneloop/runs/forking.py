@@ -1,6 +1,6 @@
 """Forks: runs that begin at the end of another run's iteration, with other settings. A fork is its pipeline's workflow,
-begun where a long loop goes on in another workflow (`tuneloop.argo.loop`), with references to what the other run has
-committed: nothing is copied, and pins keep it from retention. ``<store>/<fork>/fork.json`` names the origin."""
+started at the template where a long loop continues (`tuneloop.argo.loop`), with references to the artifacts of the
+other run. These are not copied; pins protect them from retention. ``<store>/<fork>/fork.json`` names the origin."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,8 @@ from tuneloop.workflow.rendered_stages import container_of, read_stage
 
 
 def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> dict[str, Any]:
-    """Build the workflow of a fork, which goes on from the end of an iteration of `run`; 0: from before the first.
-    Raises UserError where that was not committed, the loop ends with it, or a setting changes what was done."""
+    """Build the workflow of a fork, which continues from the end of an iteration of `run`; 0: from the loop's start.
+    Raises UserError if the iteration is not committed or ends the loop, or a setting changes a stage already run."""
     workflow, loop = found.build(settings), getattr(found.module.build_argo, "loop", None)
     made = {entry.stage: entry for entry in run.entries if entry.iteration == max(iteration, 1)}
     if loop is None or not {step.name for step in loop.steps} <= made.keys():
@@ -65,7 +65,7 @@ def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any)
 
 
 def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
-    """Refuse settings with which a stage that a fork does not repeat would make something else than was committed."""
+    """Refuse settings that would change the output of a stage that the fork does not repeat."""
     while run.origin:
         run = Run(run.origin["run"], run.store_url)
     done = {entry.manifest.stage: entry.manifest.params for entry in run.entries if entry.iteration is None}
@@ -78,7 +78,7 @@ def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
             params = component.validate({k: given[k] for k in given.keys() & component.Params.model_fields.keys()})
             asked, then = params.model_dump(mode="json", exclude=component.untracked), done.get(component.name)
             if then is None:
-                raise UserError("RUN", run.name, f"has no {name} any more, to compare settings with; run it anew")
+                raise UserError("RUN", run.name, f"no longer has {name} to compare settings with; run it anew")
             for key in sorted(asked.keys() & then):
                 if dump_canonical_json(asked[key]) != dump_canonical_json(then[key]):
                     remedy = f"{run.name} ran {name} with {then[key]!r}, and a fork does not repeat that: run it anew"

@@ -22,7 +22,7 @@ KEY = "promoted.json"
 
 
 class Promotion(TypedDict):
-    """A promotion, as it is recorded: what was named, and the evaluation whose figures reached the least."""
+    """The record of a promotion: the version that was named, and the evaluation whose results reached the minimum."""
 
     name: str
     run: str
@@ -36,8 +36,8 @@ class Promotion(TypedDict):
 
 
 def promote_version(run: Run, version: int, name: str, least: Mapping[str, float]) -> dict[str, Any]:
-    """Name a version, if it, its newest evaluation with these results and their sources pass the audit, and `least` is
-    reached. Retention keeps the version from then on. Raises UserError where it does not pass, or is not in the run."""
+    """Name a version if it, its newest evaluation with these results, and their sources pass the audit, and the results
+    reach the minima `least`. Retention then keeps the version. Raises UserError if it fails, or is not in the run."""
     check_name(name, "NAME")
     entry = find_made(run, f"v{version}")
     judged = [e for e in run.with_role("evaluator") if (policy := run.policy_of(e)) and policy.key == entry.key]
@@ -60,16 +60,16 @@ def promote_version(run: Run, version: int, name: str, least: Mapping[str, float
         history, seen = read_history(store)
         newest: dict[str, Any] = next((each for each in reversed(history) if each["name"] == name), {})
         if all(newest.get(key) == told[key] for key in ("ref", "evaluation", "least")):
-            return newest  # it stands so already
+            return newest  # it is already recorded
         try:
             store.swap(KEY, seen, dump_checked_json({"promotions": [*history, told]}, KEY))
             return told
         except Conflict:
-            continue  # somebody promoted another one meanwhile: that comes before
+            continue  # another promotion was recorded meanwhile: append to that
 
 
 def read_history(store: Store) -> tuple[list[dict[str, Any]], bytes | None]:
-    """Read all promotions in a store, the oldest first; and the bytes that say so, None where nothing was promoted."""
+    """Read all promotions in a store, the oldest first, and the file's bytes; None if nothing was promoted."""
     data = store.get(KEY)
     told = load_checked_json(data, KEY, store.url, "restore it from a copy", {"promotions": list[Promotion]})
     return told.get("promotions", []), data

@@ -16,9 +16,9 @@ from tuneloop.runs.replay import locate_artifact
 from tuneloop.runs.run_record import Entry, Run
 
 TOLD = ("results", "params", "facts", "notes", "provenance")
-"""Of a manifest: rewards, seeds, sampling, and who served stand there."""
+"""The fields of a manifest that are explained: they hold rewards, seeds, sampling options, and the server."""
 BATCH = 50
-"""Iterations that are judged by the same processes: to start these takes longer than a simple reward."""
+"""The number of iterations that share reward processes: to start these takes longer than a simple reward."""
 COLUMNS = ("request_id", "group", "prompt", "completion", "answer", "metadata", "score")
 
 
@@ -34,7 +34,7 @@ def find_made(run: Run, which: str) -> Entry:
 
 
 def explain_artifact(run: Run, entry: Entry) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield an artifact and all that it was made from, up to policies: the reference, and what its manifest says."""
+    """Yield an artifact and everything it was made from, back to policies: reference, and the manifest's entries."""
     chain = [entry]
     for made in chain:
         told = {name: locate_artifact(run, ref) for name, ref in made.manifest.inputs.items()}

@@ -1,4 +1,4 @@
-"""What was asked for when a run was started on this machine: its record, and the names that runs may have."""
+"""The record of a run that was started on this machine, and the rules for the names of runs."""
 
 import re
 import time
@@ -17,15 +17,15 @@ from tuneloop.core.store import Conflict, Store, local_path, normalize_url
 
 ROOT = "runs"
 SCHEDULE_LENGTH = 31
-"""Characters of a schedule's name; its runs get nine more."""
+"""The maximum length of a schedule's name; the names of its runs are nine characters longer."""
 DIGITS = 8
-"""Of the prompts' digest, in the name of a schedule's run."""
+"""The length of the prompts' digest in the name of a schedule's run."""
 NAME = re.compile(r"^(?!sessions$)[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
-"""Of a run. Below a store's ``sessions`` a gateway keeps those of its clients."""
+"""Pattern of a run's name. Below a store's ``sessions`` a gateway keeps the sessions of its clients."""
 
 
 class Record(BaseModel, frozen=True):
-    """What was asked for when a run was started on this machine."""
+    """The pipeline, configuration and store with which a run was started on this machine."""
 
     format: int = 1
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
@@ -66,10 +66,10 @@ def check_name(name: str, field: str = "--run") -> None:
 
 
 def check_schedule_name(name: str) -> None:
-    """Raise UserError unless `name` can name a schedule, to which the names of its runs add."""
+    """Raise UserError unless `name` can name a schedule; the names of its runs are longer."""
     check_name(name, "--name")
     if len(name) > SCHEDULE_LENGTH:
-        remedy = f"is too long for a schedule, whose runs add to it: at most {SCHEDULE_LENGTH} characters"
+        remedy = f"is too long for a schedule, since its runs extend it: at most {SCHEDULE_LENGTH} characters"
         raise UserError("--name", name, remedy)
 
 
@@ -85,9 +85,9 @@ def read_record(name: str, store: str) -> Record | None:
 
 
 def list_runs(store: str = ROOT) -> list[str]:
-    """List the runs below `store` that were started here, damaged ones too; of an object store also those of others."""
+    """List the runs below `store` that were started here, also damaged ones; in an object store, everybody's runs."""
     here = {path.parent.name for path in get_run_directory("x", store).parent.glob("*/run.json")}
-    if local_path(store) is None:  # the state of such runs lies together, whatever their store
+    if local_path(store) is None:  # the local state of all object stores' runs is in one folder
         here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}
     return sorted(name for name in here if NAME.match(name))
 
@@ -107,7 +107,7 @@ def read_records(store: str = ROOT) -> list[Record]:
 
 
 def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of every setting; a section without any is one."""
+    """Yield the dotted key and the value of every setting; an empty section counts as a setting."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from list_leaves(value, f"{prefix}{key}.")

@@ -14,12 +14,12 @@ from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.runs.run_record import Entry, Run
 
 DECIDING = ("device", "threads", "code", "packages")
-"""What of an artifact's provenance may decide its bits."""
+"""The entries of an artifact's provenance that may change its bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What came of an artifact when it was computed again."""
+    """The comparison of an artifact with the result of computing it again."""
 
     entry: Entry
     manifest: Manifest
@@ -27,19 +27,19 @@ class Replayed:
 
 
 def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iterator[Replayed]:
-    """Compute an iteration's artifacts again (0: those outside the loop), in this process and in their order; of
-    `stage`, the last part of an artifact's key, that one alone. Raises UserError where there is none, an input is gone,
-    or it was not made by a stage of tuneloop's in one process."""
+    """Compute an iteration's artifacts again (0: those outside the loop), in this process and in their order; with
+    `stage`, the last part of an artifact's key, only that one. Raises UserError if there is none, an input is missing,
+    or it was not made by one of tuneloop's own stages in one process."""
     chosen = [e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)]
     if not chosen:
         known = ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration})) or "none"
-        raise UserError("iteration", iteration, f"holds no {stage or 'artifact'} of {run.name}; there: {known}")
+        raise UserError("iteration", iteration, f"has no {stage or 'artifact'} in {run.name}; known: {known}")
     for entry in chosen:
         yield _replay(run, entry)
 
 
 def find_departure(one: Run, two: Run) -> str | None:
-    """Find the first artifact in which two runs differ, and how; None where those that both have are equal."""
+    """Find the first artifact in which two runs differ, and how; None if all artifacts that both have are equal."""
     others = {entry.key: entry for entry in two.entries}
     for entry in sorted(one.entries, key=lambda entry: (entry.iteration or 0, entry.started)):
         other = others.get(entry.key)
@@ -65,7 +65,7 @@ def _replay(run: Run, entry: Entry) -> Replayed:
     with tempfile.TemporaryDirectory(prefix="tuneloop-replay-") as scratch:
         known = component.Params.model_fields.keys()
         given = {name: value for name, value in made.params.items() if name in known}
-        if "state_every" in known:  # nobody trains on from this one
+        if "state_every" in known:  # no training continues from this one
             given["state_every"] = made.params["iteration"] + 1
         given |= {name: locate_artifact(run, ref) for name, ref in made.inputs.items()}
         again = component(out=scratch, **given)
@@ -94,7 +94,7 @@ def _find_difference(committed: Artifact, again: Artifact) -> str:
 
 
 def _state(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """Return what a manifest states: field → name → value; of one without names the name is empty."""
+    """Return what a manifest states: field → name → value; the name is empty for a field without names."""
     told = manifest.model_dump(mode="json", include={*STATED})
     told["inputs"] = {name: split_ref(ref)[1] for name, ref in manifest.inputs.items()}
     return {field: value if isinstance(value, dict) else {"": value} for field, value in told.items()}

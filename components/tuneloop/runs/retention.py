@@ -1,6 +1,6 @@
-"""Data that a run no longer needs: of attempts that did not commit, resume points of stages that did, old checkpoints.
-A manifest names the one directory that is the artifact; other data below its URL is of attempts that lost a race or
-died, and is not touched if it was written to lately: a stage may still be running, on any machine."""
+"""Data that a run no longer needs: uncommitted attempts, resume points of committed stages, and old checkpoints. A
+manifest names the one directory that is the artifact; other data below its URL belongs to attempts that lost a race or
+died. It is not touched if it was written to lately, as its stage may still be running, on any machine."""
 
 import contextlib
 import time
@@ -24,10 +24,10 @@ class Leftover:
 
 
 def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
-    """Find what `delete_leftovers` would delete, by key: what was not written to for `idle` seconds, and old
-    checkpoints. Of these stay the `keep` newest (None: all), pinned ones, and what is needed to train on from one that
-    stays: the base of its adapters, and all since the trainer's state was written. Others keep manifest and history:
-    the run still resumes and reports, but they cannot be loaded. Raises UserError if `keep` is below 1."""
+    """Find what `delete_leftovers` deletes, sorted by key: data not written to for `idle` seconds, and old checkpoints.
+    The `keep` newest checkpoints (None: all) and pinned ones are kept, and those needed to continue training from them:
+    the base of adapters, and all since the trainer's state was written. Others keep only manifest and history: the run
+    still resumes and reports, but they cannot be loaded. Raises UserError if `keep` is below 1."""
     if keep is not None and keep < 1:
         raise UserError("--keep", keep, "must be at least 1: the loop goes on from the newest checkpoint")
     store = Store(run.url)
@@ -64,10 +64,10 @@ def _root(store: Store, key: str) -> str | None:
 
 
 def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
-    """Return the directory that `key` belongs to, and why it is dead; None for a file that is somebody's."""
+    """Return the directory that `key` belongs to, and why it can be deleted; None for a file in use."""
     parts = key.split("/")
     if STAGED.fullmatch(parts[-1]):
-        return key, "write that did not end"
+        return key, "unfinished write"
     for depth in range(1, len(parts)):
         above = "/".join(parts[:depth]) + "/"
         if above not in roots:
@@ -82,7 +82,7 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
         if parts[depth] == "resume":
             return above + "resume", "resume point of a stage that has committed"
         if depth < len(parts) - 1:
-            return above + parts[depth], "attempt that was not the one to commit"
+            return above + parts[depth], "attempt that lost the race to commit"
     return None
 
 

@@ -36,9 +36,9 @@ PLACE = re.compile(r"^(?:iterations/(?P<iteration>\d+)/)?(?P<stage>[a-z0-9][a-z0
 METRICS = "metrics.jsonl"
 FORK = "fork.json"
 SETTLED = 2
-"""An iteration that so many have followed is whole: each starts from the policy of the one before."""
+"""An iteration is complete once this many later ones exist: each starts from the policy of the previous one."""
 MANY = 64
-"""More iterations than these are listed at once, not one by one."""
+"""If more iterations than this are new, they are listed together instead of one by one."""
 SAMPLED = ("id", "prompt", "completion", "answer", "score", "outcome")
 RECORDING: tuple[Role, ...] = ("trainer", "sampler", "scorer", "evaluator")
 SAID = ("step", "mean", "mean_reward", "scored")
@@ -154,8 +154,8 @@ class Run:
         return dict(yaml.load(data, yaml.CSafeLoader) or {})
 
     def refresh(self, *, whole: bool | None = None) -> None:
-        """Read manifests that were committed since. With `whole` every iteration is looked into, else only those
-        that the index lacks or that are not settled; by default it is whole where the store has directories."""
+        """Read manifests that were committed since the last call. With `whole` every iteration is listed, else only
+        those that the index lacks or that are not settled. The default is `whole` for a store with directories."""
         store = self._index.store
         indexed = {key: mark for key, (mark, _) in self._index.held.items() if PLACE.match(key)}
         every = store.root is not None if whole is None else whole
@@ -171,7 +171,7 @@ class Run:
 
     @staticmethod
     def _find_marks(store: Store, indexed: Mapping[str, str]) -> dict[str, str]:
-        """Find the manifests and failures of a run, with their marks; of settled iterations those that are indexed."""
+        """Find the manifests and failures of a run, with their marks; those of settled iterations are in the index."""
         held: dict[int, list[str]] = {}
         for key in indexed:
             held.setdefault(int(key.split("/")[1]) if key.startswith("iterations/") else 0, []).append(key)
@@ -192,7 +192,7 @@ class Run:
             raise Corrupt("artifact", f"{self.url}/{key}", f"is the manifest of {stated}; put it back there")
 
     def _parse(self, key: str, mark: str, data: bytes) -> Entry:
-        """Return the artifact of a manifest; the one that is known, if that was read under the same mark."""
+        """Parse a manifest into an entry; return the known entry if it was read under the same mark."""
         if key in self._known and self._known[key][0] == mark:
             return self._known[key][1]
         place, match = key.removesuffix(f"/{MANIFEST}"), PLACE.match(key)
@@ -201,7 +201,7 @@ class Run:
         return Entry(place, match["stage"], iteration, parse_manifest(f"{self.url}/{place}", data, proved=True))
 
     def read_failures(self) -> dict[str, str]:
-        """Return task → why it failed, of those that have not gone on since; only runs on KFP leave that."""
+        """Return task → why it failed, for tasks without a later commit; only runs on KFP record this."""
         found = {}
         for key in self._failures:
             place, data = key.removesuffix(f"/{FAILURE}"), self._index.store.get(key)
@@ -222,7 +222,7 @@ class Run:
 
     @property
     def state(self) -> journal.State | None:
-        """What the local executor says, now."""
+        """The current state of the local executor."""
         return journal.read_state(self.directory) if self.directory.is_dir() else None
 
     @property
@@ -230,7 +230,7 @@ class Run:
         """``created``, ``running``, ``interrupted``, ``succeeded``, ``failed``; ``elsewhere`` without local state."""
         if (found := self.state) is None:
             return "created" if self.record else "elsewhere"
-        if found.workflow.phase == "Running" or "next" in found.workflow.outputs:  # of several workflows not the last
+        if found.workflow.phase == "Running" or "next" in found.workflow.outputs:  # not the last of several workflows
             return "running" if found.alive else "interrupted"
         return {"Succeeded": "succeeded"}.get(found.workflow.phase, "failed")
 
@@ -311,7 +311,7 @@ class Run:
         return [*found, *(curve for role in RECORDING for curve in self._recorded(role, of))]
 
     def _find_iteration(self, entry: Entry) -> float:
-        """Find the iteration that an artifact tells of: of an evaluation that of the policy it judged."""
+        """Find the iteration that an artifact is about; for an evaluation, that of the policy it evaluated."""
         return float(((entry.manifest.role == "evaluator" and self.policy_of(entry)) or entry).iteration or 0)
 
     def phase_seconds(self) -> dict[str, list[tuple[float, float]]]:
@@ -336,15 +336,15 @@ class Run:
                 return file.read([c for c in file.schema_arrow.names if c in columns]).to_pylist()
         return []
 
-    def judged(self, entry: Entry) -> int:
-        """Return how many completions the mean reward of an artifact is the mean of; 0 where it is not stated."""
+    def count_scored_completions(self, entry: Entry) -> int:
+        """Count the completions over which an artifact's mean reward was taken; 0 if its manifest does not say."""
         facts = entry.manifest.facts
         outcomes = facts.get("outcomes") or facts.get("reward", {}).get("outcomes") or {}
         punished = entry.manifest.params.get("escape_score") is not None
         return int(outcomes.get("score", 0)) + (int(outcomes.get("escape", 0)) if punished else 0)
 
     def _recorded(self, role: Role, of: Collection[str] | None) -> Iterator[Curve]:
-        """Yield the columns of ``metrics.jsonl``: over iterations; of training outside the loop over its steps."""
+        """Yield the columns of ``metrics.jsonl`` over iterations, or over the steps of training outside the loop."""
         entries = [entry for entry in self.with_role(role) if of is None or entry.key in of]
         for stage in dict.fromkeys(entry.manifest.stage for entry in entries):
             curves: dict[str, Curve] = {}

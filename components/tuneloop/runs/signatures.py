@@ -17,7 +17,7 @@ SIGNED, PROVENANCE = "https://model_signing/signature/v1.0", "https://slsa.dev/p
 
 
 def open_signer(key: Path, certificates: Sequence[Path]) -> Any:
-    """Return what signs with a private key, and by its certificate and those above it, in this order. All are PEM."""
+    """Return a signer with a private key and, if given, its certificate chain, the leaf first. All files are PEM."""
     with _refuse("--key", key, "cannot sign: give a PEM file without password, of P-256, P-384 or P-521"):
         from model_signing._signing import sign_certificate, sign_ec_key
 
@@ -26,7 +26,7 @@ def open_signer(key: Path, certificates: Sequence[Path]) -> Any:
 
 
 def open_verifier(public_key: Path | None, authorities: Sequence[Path]) -> Any:
-    """Return what verifies by a public key, or by certificates of authorities that are trusted. All are PEM."""
+    """Return a verifier with a public key, or with the certificates of trusted authorities. All files are PEM."""
     if (public_key is None) == (not authorities):
         raise UserError("--public-key", public_key and str(public_key), "give it or --certificate, not both")
     with _refuse("--public-key", public_key or [*map(str, authorities)], "cannot verify: give the signer's, as PEM"):
@@ -57,14 +57,14 @@ def verify_model(directory: Path, verifier: Any) -> dict[str, str]:
         subjects = {each["name"]: each["digest"]["sha256"] for each in statement["subject"]}
         for name in sorted({*subjects, *(signed.keys() - BESIDE)}):
             if subjects.get(name) != signed.get(name):
-                raise ValueError(f"it is of another model: {name} is not as it says")
+                raise ValueError(f"it describes another model: {name} has another digest")
         facts = {name: build["externalParameters"][name] for name in ("run", "version")}
         facts |= {"signed by": signer, "builder": details["builder"]["id"], "files": f"{len(signed)}, by SHA-256"}
         return {**facts, "root": f"sha256:{details['byproducts'][0]['digest']['tuneloopRoot']}"}
 
 
 def check_files(directory: Path, wanted: Mapping[str, str], where: str, beside: bool = False) -> None:
-    """Raise UserError for links, and the first file that is not as `wanted` (name → SHA-256), or allowed `beside`."""
+    """Raise UserError for links, and for the first file that is not `wanted` (name → SHA-256) or allowed `beside`."""
     with _refuse("DIR", directory, "cannot be read, or has links; put copies in their place"):
         found = {each.identifier: each.digest.digest_hex for each in _hash_directory(directory).resource_descriptors()}
     for name in sorted({*wanted, *found} - (BESIDE - {*wanted} if beside else set())):
@@ -81,7 +81,7 @@ def _hash_directory(directory: Path) -> Any:
 
 @contextmanager
 def _open_envelope(path: Path, kind: str, verifier: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the statement in a bundle, once its signature is proved, and who signed; what fails then is its fault."""
+    """Verify a bundle's signature, then yield its statement and its signer; later failures are blamed on the bundle."""
     with _refuse("file", path, "does not fit: give the key or authority of who signed it, or get the model again"):
         from cryptography import x509
         from model_signing._signing import sign_sigstore_pb, signing

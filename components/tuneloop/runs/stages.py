@@ -21,11 +21,11 @@ class Stage:
     Attributes:
         phase: ``Committed`` where only artifacts of the stage are known.
         done: how often the stage succeeded.
-        seconds: total time of its successes; `lost_seconds` is that of the attempts that died.
+        seconds: total time of its successes; `lost_seconds` is that of its failed attempts.
         retries: how often a pod of the stage was started again; None where only artifacts are known.
-        cause: how the newest of the attempts that died ended.
-        iteration: of its newest result; None outside the loop.
-        results: of its newest artifact, or of the newest pod that succeeded.
+        cause: how the newest failed attempt ended.
+        iteration: the iteration of its newest result; None outside the loop.
+        results: the results of its newest artifact, or of the newest pod that succeeded.
     """
 
     stage: str
@@ -41,7 +41,7 @@ class Stage:
     message: str = ""
 
     def row(self, places: int) -> tuple[str, ...]:
-        """Return its texts in the table, seconds with `places` decimal places."""
+        """Return the cells of its row in the table, with seconds to `places` decimal places."""
         phase = self.phase + (f" ({self.progress})" if self.progress else "")
         seconds = f"{self.seconds:.{places}f}" if self.done or self.seconds else ""
         retries = "" if self.retries is None else str(self.retries)
@@ -129,7 +129,7 @@ def _cluster_stage(nodes: Mapping[str, Node], waiting: Mapping[str, str], name: 
 
 
 def _describe_attempts(pods: Sequence[Node]) -> dict[str, Any]:
-    """Describe the attempts of a stage, and those of them that died, as fields of a `Stage`."""
+    """Describe the attempts of a stage, and which of them failed, as fields of a `Stage`."""
     attempts = [(int(match[1]), pod) for pod in pods if (match := ATTEMPT.search(pod.display_name))]
     dead = [(number, pod) for number, pod in attempts if pod.phase in BROKEN and pod.finished]
     cause = ""
@@ -141,7 +141,7 @@ def _describe_attempts(pods: Sequence[Node]) -> dict[str, Any]:
 
 
 def describe_end(pod: Node) -> str:
-    """Describe how a pod ended that did not succeed: the class of its end, and its last words."""
+    """Describe how a failed pod ended: the class of its end, and its last line."""
     said = strip_exit(pod.message)
     if pod.phase == "Failed" and pod.exit_code is None:  # it was stopped
         return said

@@ -1,4 +1,4 @@
-"""A run in words."""
+"""Describe a run in text, for terminals and reports."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -62,7 +62,7 @@ def reward_line(run: Run, scores: Sequence[Score] = ()) -> str:
 
 
 def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
-    """Say in a sentence with its number whether a run went well; two standard errors of the reward may be chance."""
+    """Say in one sentence, with the numbers, whether a run improved; within two standard errors it may be chance."""
     scores = next((each for each in (run.evaluations(), run.training_rewards()) if len(each) > 1), [])
     if scores:
         samples = [run.samples(score.entry, ("score",)) for score in (scores[0], scores[-1])]
@@ -72,7 +72,7 @@ def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
     elif loss := next((curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1), []):
         noise, gain, said = 0.0, loss[0] - loss[-1], f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
     else:
-        return "Whether the run goes well cannot be said: nothing was measured twice."
+        return "It is not known whether the run goes well: nothing was measured twice."
     well = "well" if gain > noise else "badly" if not gain >= -noise else "without a change that is more than chance"
     ended = {"failed": "failed, having gone", "interrupted": "was interrupted, having gone", "running": "is going"}
     return f"The run {ended.get(run.phase, 'went')} {well}{' (see the alarms)' if alarms else ''}: {said}."
@@ -80,7 +80,7 @@ def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
 
 def describe_score(run: Run, score: Score) -> str:
     """Describe how a mean reward was obtained, with the number of its completions."""
-    count = run.judged(score.entry)
+    count = run.count_scored_completions(score.entry)
     return f"{score.how}, {count} completions" if count else score.how
 
 
@@ -95,7 +95,7 @@ def estimate_loop_end(run: Run, most: int | None) -> float | None:
 
 
 def iterations_line(run: Run, most: int | None = None) -> str:
-    """Say how many iterations ran, of how many that were asked for, and of a fork where it began."""
+    """Say how many of the requested iterations ran, and for a fork, where it began."""
     state = run.state
     asked = state.workflow.parameters.get("iterations") if state else most
     if not run.iteration and not asked:
@@ -105,7 +105,7 @@ def iterations_line(run: Run, most: int | None = None) -> str:
 
 
 def list_devices(entries: Iterable[Entry]) -> list[str]:
-    """List every device that the stages report to have run on, and what was held back of a processor."""
+    """List every device that the stages report to have run on, and the processor features that were not used."""
     provenances = [entry.manifest.provenance for entry in entries]
     devices = sorted({str(device) for each in provenances if (device := each.get("device"))})
     limits = {f"AMX not used: {each['processor'].get('why')}" for each in provenances if "processor" in each}

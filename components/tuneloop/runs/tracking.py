@@ -25,11 +25,11 @@ from tuneloop.runs.run_record import Entry, Run
 from tuneloop.trackers import Rows, Tracker, find_tracker
 
 ANSWERS, PATIENCE, EVERY = 3.0, 60.0, 2.0
-"""Seconds that a finished run waits for a mirror without a word, and then until it is given up; between two looks."""
+"""Seconds that a finished run waits for a mirror silently, and then at most; seconds between two looks at a run."""
 AWAY, DAY = 60.0, 86400.0
-"""Seconds after which a run that could not be mirrored is tried again, and one that commits nothing has ended."""
+"""Seconds after which a failed run is mirrored again, and after which a run without commits counts as ended."""
 TABLE, BETWEEN = 16, 10
-"""Samples in a table; iterations between two batches that have one, as each evaluation has."""
+"""The samples in a table; one batch in so many iterations has a table, and every evaluation."""
 
 
 def read_report(run: Run) -> str:
@@ -39,13 +39,13 @@ def read_report(run: Run) -> str:
 
 
 class Mirror:
-    """The mirror of a run in a tracker. Raises UserError where that is unknown, not installed, not there or refuses."""
+    """The mirror of a run in a tracker. Raises UserError if that is unknown, not installed, unreachable or refuses."""
 
     def __init__(self, run: Run, chosen: str) -> None:
         self.run, self.name, self.tracker = run, chosen.partition("+")[0], find_tracker(chosen)
         self._logged, self._mirrored, record = dict[str, int](), set[str](), run.record
         if why := self.tracker.find_trouble():
-            told = f"{why}: nothing was mirrored; once it does, `tuneloop track` mirrors all"
+            told = f"{why}: nothing was mirrored; run `tuneloop track` later to mirror everything"
             raise UserError("tracker", self.name, told)
         started = record.created if record else min((e.started for e in run.entries), default=time.time())
         key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
@@ -112,8 +112,8 @@ def mirror_store(
     ask: Callable[[str], str] = lambda name: "",
 ) -> None:
     """Mirror the runs below `store`, new ones too, until `going_on` says no; the arguments are `mirror_run`'s. A folder
-    is looked at again after a tenth of the time since its last commit, or since it was first seen: it may be no run. A
-    run without a commit for a day is left alone; one that fails is tried again in a minute, and failures printed."""
+    is read again after a tenth of the time since its last commit, or since it was first seen if it has none. A run
+    without a commit for a day is ignored; one that fails is tried again in a minute, and the failure is printed."""
     mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     seen, away = dict[str, float](), ""
     while going_on():
@@ -228,14 +228,14 @@ def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str
             told[name] = f"not mirrored: {trouble}; `tuneloop track {run.name}` does it later"
             continue
         command, pipe = [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, each], subprocess.PIPE
-        with (run.directory / f"{name}.log").open("w") as log:  # in a session of its own, as Ctrl-C is for the run
+        with (run.directory / f"{name}.log").open("w") as log:  # in a new session: Ctrl-C is meant for the run
             child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, text=True)
         children[name] = tracker, child
     try:
         yield told
     finally:
         for _, child in children.values():
-            child.stdin = child.stdin and child.stdin.close()  # what each of them waits for
+            child.stdin = child.stdin and child.stdin.close()  # the children run until it closes
         for name, (tracker, child) in children.items():
             later = f"see {run.directory}/{name}.log; `tuneloop track {run.name}` tries again"
             told[name] = _wait_for_mirror(name, tracker, child) or f"not mirrored whole: {later}"
@@ -260,6 +260,6 @@ def _wait_for_mirror(name: str, tracker: Tracker, child: subprocess.Popen[str]) 
 if __name__ == "__main__":
     os.nice(10)
     name, store, chosen = sys.argv[1:]
-    # Until standard input ends, which it does when the run's process ends, however it ends.
+    # Mirror until standard input closes, as it does whenever and however the run's process ends.
     said = mirror_run(Run.open(name, store), chosen, lambda: not select.select([sys.stdin], [], [], EVERY)[0])
     print(said, flush=True)

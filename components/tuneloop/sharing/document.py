@@ -1,4 +1,4 @@
-"""The document of a group of runs that says whose turn it is, and how it changes; without clock or storage."""
+"""The document that records who holds a group's device lease and who waits for it; it needs no clock and no storage."""
 
 from collections.abc import Callable, Collection
 from typing import Literal
@@ -8,16 +8,16 @@ from pydantic import BaseModel, Field
 Policy = Literal["fifo", "lrs"]
 POLICIES: tuple[Policy, ...] = ("fifo", "lrs")
 KNOWN = 100
-"""Runs whose last turn is remembered."""
+"""The number of runs whose last lease is remembered."""
 
 
 class Refused(RuntimeError):
-    """What was asked of the document is not to be had: the turn is another's, or was lost."""
+    """The request is refused: another run holds the device lease or is served first, or the ticket lost its place."""
 
 
 class Seat(BaseModel, frozen=True):
-    """One attempt to have a turn, from its asking to its end. `since` is when it asked, or was served (Unix seconds,
-    for people alone); `beat` goes up as long as it lives."""
+    """One attempt to hold the device lease, from its request to its release. `since` is when it began to wait, or to
+    hold the lease (Unix seconds, only for display); `beat` is a counter that goes up while the attempt is alive."""
 
     ticket: str
     who: str
@@ -26,11 +26,11 @@ class Seat(BaseModel, frozen=True):
 
 
 class Document(BaseModel, frozen=True):
-    """The state of a group; each function returns a new one. The first to come sets `policy` and `patience` (seconds).
+    """The state of a group; each method returns a new one. The first run sets `policy` and `patience` (seconds).
 
     Attributes:
-        number: of the turn that was taken last; the holder's fencing token, which never goes back.
-        served: run → number of its last turn; of one that had none yet, the number when it first asked.
+        number: number of the newest lease, which is the holder's fencing token; it never decreases.
+        served: run → number of its last lease; if it has had none yet, the newest number when it first asked for one.
     """
 
     number: int = 0
@@ -42,23 +42,23 @@ class Document(BaseModel, frozen=True):
 
     @property
     def idle(self) -> bool:
-        """Whether nobody has a turn, and nobody wants one."""
+        """Whether no run holds the lease or waits for it."""
         return self.holder is None and not self.waiting
 
     def order(self) -> tuple[Seat, ...]:
-        """List those who wait in the order of service. fifo: who asked first. lrs: whose run had its last turn least
-        recently; a new run counts as served when it asked. Each passes another at most once, so nobody starves."""
+        """List the waiters in the order of service. fifo: the earliest request first. lrs: the least recently served
+        run first; a new run counts as served when it asked. No waiter overtakes another twice, so none starves."""
         if self.policy == "fifo":
             return self.waiting
         return tuple(sorted(self.waiting, key=lambda seat: self.served.get(seat.who, self.number)))
 
     def seat(self, ticket: str) -> Seat | None:
-        """Find the seat of `ticket`: as holder, or among those who wait."""
+        """Find the seat of `ticket`: the holder's or a waiter's."""
         seats = (self.holder, *self.waiting)
         return next((seat for seat in seats if seat is not None and seat.ticket == ticket), None)
 
     def ask(self, ticket: str, who: str, since: float = 0.0) -> "Document":
-        """Queue up; nothing changes for one that sits already."""
+        """Add `ticket` to the waiters, unless it has a seat already."""
         if self.seat(ticket):
             return self
         served = {who: self.number, **self.served}
@@ -66,13 +66,13 @@ class Document(BaseModel, frozen=True):
         return self.model_copy(update={"waiting": waiting, "served": served})
 
     def beat(self, ticket: str) -> "Document":
-        """Show that one lives. Raises Refused where it has no seat (any more)."""
+        """Record that `ticket` is alive. Raises Refused if it has no seat, or has lost it."""
         if self.seat(ticket) is None:
             raise Refused(f"{ticket} has lost its place")
         return self._each(lambda seat: seat.model_copy(update={"beat": seat.beat + (seat.ticket == ticket)}))
 
     def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> "Document":
-        """Begin a turn; `silent` tickets lose their seats. Raises Refused where another has the turn or is before."""
+        """Grant the lease; `silent` tickets lose their seats. Raises Refused if another holds it or is served first."""
         seat = next((seat for seat in self.waiting if seat.ticket == ticket), None)
         if seat is None:
             raise Refused(f"{ticket} does not wait")
@@ -88,11 +88,11 @@ class Document(BaseModel, frozen=True):
         return self.model_copy(update={"number": number, "holder": holder, "waiting": waiting, "served": served})
 
     def quit(self, ticket: str) -> "Document":
-        """End a turn, or wait no longer; nothing changes for one that has no seat."""
+        """Release the lease, or stop waiting for it; nothing changes if `ticket` has no seat."""
         return self._each(lambda seat: None if seat.ticket == ticket else seat)
 
     def leave(self, who: str) -> "Document":
-        """Take from a run all that it holds and waits for."""
+        """Remove all seats of a run, whether it holds the lease or waits."""
         return self._each(lambda seat: None if seat.who == who else seat)
 
     def _each(self, how: Callable[[Seat], Seat | None]) -> "Document":

@@ -36,11 +36,11 @@ def base_model(
     ] = "tiny-qwen3",
     revision: Annotated[str | None, Field(description="branch, tag or commit on the hub")] = None,
     trust_remote_code: Annotated[bool, Field(description="run Python code that the model brings")] = False,
-    vocab_size: Annotated[int, Field(ge=260, description="of a tiny model, at most")] = 512,
+    vocab_size: Annotated[int, Field(ge=260, description="maximum vocabulary of a tiny model")] = 512,
     max_position_embeddings: Annotated[int, Field(ge=16, description="context length of a tiny model")] = 1024,
     save_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Field(description="of the weights; auto: as the model has it"),
+        Field(description="dtype of the saved weights; auto: the model's own"),
     ] = "auto",
     weights: Weights = None,
     publish_weights: Annotated[
@@ -77,7 +77,7 @@ def base_model(
         policy.to(dtype).save_pretrained(target)
         tokenizer.save_pretrained(target)
         del policy
-    with stage.timed("canary"):  # from what lies on the disk: a cast in memory rounds more than the weights
+    with stage.timed("canary"):  # from the files: a cast in memory rounds more than the weights
         policy = AutoModelForCausalLM.from_pretrained(target, dtype="auto", trust_remote_code=trust_remote_code)
         vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)  # padding rows are never served
         write_canary(policy, stage.out / "canary.json", vocabulary)
@@ -116,7 +116,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
 
 
 def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
-    """Yield what a tokenizer may learn from: training prompts and answers, demonstrations, the contents of chats."""
+    """Yield the text to train a tokenizer on: training prompts and answers, demonstrations, the contents of chats."""
     if prompts is None:
         raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
     for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
@@ -149,13 +149,13 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **about)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True, **about)
-    except Exception as error:  # every library below has errors of its own, and all of them are about this model
+    except Exception as error:  # each library has its own errors, and all of them are about this model
         reason = " ".join(str(error).split())[:300]
         if is_unreachable(error):
             raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
         raise UserError("base_model.model", model, f"cannot be loaded: {reason}") from error
     policy, found = loaded
-    if found["missing_keys"]:  # transformers would go on with random numbers
+    if found["missing_keys"]:  # transformers would fill them with random numbers
         remedy = f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}; use the config.json they came with"
         raise UserError("base_model.model", model, remedy)
     if tokenizer.eos_token_id is None:
@@ -168,7 +168,7 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
 
 
 def _check_directory(model: str) -> None:
-    """Say plainly what a model directory lacks; transformers would look on the hub for some of it."""
+    """Refuse an incomplete model directory; transformers would look on the hub for missing files."""
     path = Path(model)
     if not path.is_dir():
         if path.is_absolute() or model.startswith("."):

@@ -12,12 +12,12 @@ import xxhash
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
 
 from tuneloop.core import plugins
-from tuneloop.core.component import UNTRACKED, Results, Stage, component, from_validation
+from tuneloop.core.component import UNTRACKED, Results, Stage, component, convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.core.progress import Progress
 from tuneloop.data import Example, Splits
 from tuneloop.data.tables import Examine, Preparation, build_tables, examine_answers, ray_data, write_tables
-from tuneloop.rewards.scoring import find_reward, full_marks, parse_spec
+from tuneloop.rewards.scoring import compute_full_marks, find_reward, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
 
@@ -32,11 +32,11 @@ SCHEMAS: dict[Split, pa.Schema] = {
     "preference": PAIRS,
     "train": PROMPTS,
 }
-"""In the order in which splits take from a source that they share."""
+"""The splits, in the order in which they take rows from a source that they share."""
 
 
 def source_digest(params: Any) -> dict[str, str]:
-    """Return what tells the files that a source reads from others of the same name; nothing where it reads none."""
+    """Return the digest of the files that a source reads, to identify their contents; empty if it reads none."""
     try:
         digest = getattr(plugins.load_variant("data", params.source), "digest_source", None)
     except (ImportError, UserError):  # the stage says so, if it runs
@@ -46,7 +46,7 @@ def source_digest(params: Any) -> dict[str, str]:
 
 
 def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
-    """Find what loads the source, which takes arguments of these names, whose errors follow `prefix`."""
+    """Find the loader of a source, and check the names of its arguments; `prefix` begins their errors."""
     load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
     for name, parameter in plugins.check_variant_args(source, load, arguments, first=2, prefix=prefix).items():
         if parameter.default is parameter.empty and name not in arguments:
@@ -55,7 +55,7 @@ def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..
 
 
 def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Refuse arguments before anything runs, where the source ships with tuneloop and what it needs is installed."""
+    """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its packages are installed."""
     source = info.data.get("source")  # None: refused already
     if source in plugins.list_shipped_variants("data"):
         with suppress(ImportError):
@@ -63,7 +63,7 @@ def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
             try:
                 validate_call(functools.wraps(load)(lambda *_, **__: None))(0, 0, **arguments)
             except ValidationError as error:
-                raise from_validation(error) from None
+                raise convert_validation_error(error) from None
     return arguments
 
 
@@ -79,7 +79,7 @@ def data_prep(
     source_args: Annotated[
         dict[str, Any], AfterValidator(_fitting), Field(description="the source's own arguments", validate_default=True)
     ] = {},  # noqa: B006
-    train: Annotated[int, Field(ge=0, description="training prompts, at most: what the others leave")] = 10_000,
+    train: Annotated[int, Field(ge=0, description="maximum training prompts, taken after the others")] = 10_000,
     eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,
     sft: Annotated[int, Field(ge=0, description="demonstrations")] = 2000,
     preference: Annotated[int, Field(ge=0, description="pairs of a chosen and a rejected completion")] = 0,
@@ -87,23 +87,21 @@ def data_prep(
     rewards: Annotated[
         dict[Annotated[str, plugins.validate_variant("rewards")], float], Field(description="reward → weight")
     ] = {"exact": 1.0},  # noqa: B006
-    reward_args: Annotated[dict[str, Any], Field(description="reward → what it finds in metadata")] = {},  # noqa: B006
-    chat: Annotated[bool, Field(description="make plain prompts the user's message of a chat")] = False,
+    reward_args: Annotated[dict[str, Any], Field(description="reward → value of its metadata")] = {},  # noqa: B006
+    chat: Annotated[bool, Field(description="make a plain prompt the user message of a chat")] = False,
     system: Annotated[str | None, Field(description="system message of every chat")] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
     preparation: Annotated[
         Preparation,
-        Field(
-            description="ray: examine rows by Ray Data, on a cluster where there is one", json_schema_extra=UNTRACKED
-        ),
+        Field(description="ray: examine rows with Ray Data, on a cluster if there is one", json_schema_extra=UNTRACKED),
     ] = "here",
     seed: int = 0,
 ) -> Results:
     """Read a source, split it, and prove that every gold answer earns full marks.
 
-    No prompt is in two splits or twice in one: `eval` is filled first, then `sft`, then the pairs, then `train` takes
-    what is left, up to its number. Each example's solution is scored by the very rewards that will judge the policy;
-    what has no answer (prompts, demonstrations or pairs only) cannot be checked, and ``facts.unchecked`` counts it.
+    No prompt is in two splits, or twice in one: `eval` is filled first, then `sft`, then the pairs, and `train` gets up
+    to its number of the rest. Each example's solution is scored by the same rewards as the policy. Examples without an
+    answer (only prompts, demonstrations or pairs) cannot be checked, and ``facts.unchecked`` counts them.
     Raises UserError at an unknown source, argument or reward, too few examples, or a gold answer that is rejected.
     """
     parse_spec(json.dumps(rewards, sort_keys=True))
@@ -143,7 +141,7 @@ def data_prep(
 def _count_rows(
     stage: Stage, name: Split, examined: Iterable[pa.Table], tally: "Tally", bar: Progress
 ) -> Iterator[pa.Table]:
-    """Count the rows of a split as they are examined, and yield them; what has no answer gets an empty one."""
+    """Count the rows of a split as they are examined, and yield them; a missing answer becomes an empty one."""
     for table in examined:
         stage.check_stop()
         tally.add(name, table)
@@ -163,7 +161,7 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
     try:
         found: Splits = validate_call(load)(n, seed, **arguments)
     except ValidationError as error:
-        raise from_validation(error, "source_args.") from None
+        raise convert_validation_error(error, "source_args.") from None
     return found
 
 
@@ -230,7 +228,7 @@ def _json(metadata: Mapping[str, Any], name: str) -> str:
 
 
 class Tally:
-    """What has gone by: rows by split and by host, gold answers that `rewards` reject, rows that nothing can check."""
+    """Counts of the examined rows: by split and by host, gold answers that `rewards` reject, rows without an answer."""
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
         self.rewards, self.rows, self.hosts = rewards, Counter[str](), Counter[str]()
@@ -248,7 +246,7 @@ class Tally:
     def check(self) -> None:
         """Check that every gold answer earned full marks. Raises UserError with the first ones that did not."""
         if self.wrong:
-            best, of = full_marks(self.rewards), self.rows.total() - self.unchecked
+            best, of = compute_full_marks(self.rewards), self.rows.total() - self.unchecked
             told = f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "
             remedy = f"{told}{'; '.join(self.examples)}; correct the data or choose another reward"
             raise UserError("data_prep.rewards", dict(self.rewards), remedy)

@@ -1,8 +1,8 @@
-"""Serve an exported model by a Deployment, if its evaluation passes and for as long as a question is answered.
+"""Serve an exported model by a Deployment, if its evaluation passes, and roll back if the model does not answer.
 
 The Deployment's containers take the model from ``$MODEL`` and serve it under its reference, too
-(``manifests/components/model-server``). An annotation, written together with the model, says what was served before. So
-whatever is killed here is followed by an attempt that finds out where it was.
+(``manifests/components/model-server``). An annotation, written together with the model, names the previous model. So
+after a kill at any point the next attempt knows where to continue.
 """
 
 import json
@@ -22,33 +22,33 @@ from tuneloop.core.http import Unanswered, send_request
 from tuneloop.kube.connection import NAMESPACE, Connection, connect_to_cluster, ignore_refusals
 
 PROMOTION = "tuneloop.dev/promotion"
-"""Annotation of a Deployment, as JSON: its `model`, the model's `mean_reward`, whether it is `proved` that it answers,
-and the same of the `former`."""
+"""Annotation of a Deployment, as JSON: its `model`, the model's `mean_reward`, whether the model was `proved` to
+answer, and the same fields of the `former` model."""
 MODEL = "MODEL"
 PROBE_S = 60.0
-"""Seconds for an answer of pods that are ready: until then, a Service may still lead to those before."""
+"""Seconds within which ready pods must answer: until then, a Service may still route to the previous pods."""
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""A file of a pod that has its account's token."""
+"""The file with the namespace of a pod, if its account's token is mounted."""
 Promotion = dict[str, Any]
 
 
 class DeployOptions(Options):
-    """Where an exported model is served, and how good it has to be."""
+    """The Deployment that serves an exported model, and the mean reward that the model needs."""
 
-    deployment: str = Field("tuneloop-model", description="that serves exported models; its pods read $MODEL")
-    namespace: str | None = Field(None, description="of the Deployment; none: that of this pod")
-    url: str = Field("http://tuneloop-model:8000", description="of its Service", json_schema_extra=UNTRACKED)
-    at_least: float | None = Field(None, description="mean_reward; none: that served now", json_schema_extra=UNTRACKED)
+    deployment: str = Field("tuneloop-model", description="Deployment that serves models; its pods read $MODEL")
+    namespace: str | None = Field(None, description="namespace of the Deployment; none: this pod's")
+    url: str = Field("http://tuneloop-model:8000", description="URL of its Service", json_schema_extra=UNTRACKED)
+    at_least: float | None = Field(None, description="minimum; none: the served one's", json_schema_extra=UNTRACKED)
     ready_s: float = Field(1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
 
 
 @component("promotion", account="tuneloop-deployer")
 def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployOptions) -> Results:
-    """Have a Deployment serve an exported model, and prove by a question that it does; else go back.
+    """Make a Deployment serve an exported model, and verify by a request that it does; else restore the former model.
 
     Raises:
-        NotPromoted: the model was evaluated worse than it has to be; its pods did not become ready, or do not answer as
-            it, and the former one is served again; or another run set another model meanwhile.
+        NotPromoted: the model's mean reward is too low; or its pods did not become ready or do not answer with it, and
+            the former model is served again; or another run has replaced it meanwhile.
         UserError: `metrics` are of another policy; there is no such Deployment, or the account may not change it.
     """
     judged, exported = (each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model))
@@ -60,13 +60,13 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
     prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
 
     def begin(now: Promotion) -> Promotion:
-        if now["model"] == model.ref:  # an attempt before this one was here
+        if now["model"] == model.ref:  # an earlier attempt set it
             return now
         stands = {**(now if now.get("proved", True) else now["former"])}
         stands.pop("former", None)
         wanted = stands.get("mean_reward", score) if least is None else least
         if not score >= wanted:
-            remedy = f"is below {wanted:g}: {name} goes on serving {stands['model'] or 'what it did'}"
+            remedy = f"is below {wanted:g}: {name} still serves {stands['model'] or 'its own model'}"
             raise NotPromoted("mean_reward", score, remedy)
         return {"model": model.ref, "mean_reward": score, "proved": False, "former": stands}
 
@@ -81,7 +81,7 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
     now = server.change(end)
     if wrong:
         left = wait_until_right(stage, server.find_unready, ready_s)
-        back = f"{name} serves {now['model'] or 'what it did'}{left and f', but {left}'}"
+        back = f"{name} serves {now['model'] or 'its own model'} again{left and f', but {left}'}"
         raise NotPromoted("--model", model.ref, f"{wrong}; {back}")
     stage.facts.update(deployment=name, mean_reward=score)
     stage.notes["former"] = now.get("former", {}).get("model")
@@ -97,7 +97,7 @@ class Server:
     name: str
 
     def read(self) -> tuple[dict[str, Any], Promotion]:
-        """Read it, and what its annotation says, if that is of the model that it serves."""
+        """Read the Deployment, and the promotion in its annotation, if that is about the model that it serves."""
         found = self.cluster.get("apps", "v1", "deployments", self.name)
         variables = (each for part in found["spec"]["template"]["spec"]["containers"] for each in part.get("env", ()))
         named: dict[str, Any] = next((each for each in variables if each["name"] == MODEL), {})
@@ -105,10 +105,10 @@ class Server:
             raise UserError("--deployment", self.name, f"takes ${MODEL} from elsewhere (valueFrom); give it a value")
         told, model = json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}")), named.get("value")
         known = (each for each in (told, told.get("former", {})) if each.get("model", "") == model)
-        return found, next(known, {"model": model})  # the former one: somebody else took it back
+        return found, next(known, {"model": model})  # it may be the former one, if the user has rolled back
 
     def change(self, decide: Callable[[Promotion], Promotion]) -> Promotion:
-        """Set it to what `decide` makes of its promotion, asked again where another was faster; return that."""
+        """Change the promotion to what `decide` returns for it, and return that; retry after a concurrent change."""
         while True:
             found, now = self.read()
             if (new := decide(now)) == now:
@@ -120,7 +120,7 @@ class Server:
                 if kind in ("initContainers", "containers")
             }
             told, seen = {PROMOTION: json.dumps(new)}, found["metadata"]["resourceVersion"]
-            about = {"annotations": told, "resourceVersion": seen}  # which is refused where another was faster
+            about = {"annotations": told, "resourceVersion": seen}  # the API refuses it after a concurrent change
             body = {"metadata": about, "spec": {"template": {"spec": pod}}}
             place = ("apps", "v1", self.cluster.namespace, "deployments", self.name)
             with ignore_refusals(409):
@@ -128,7 +128,7 @@ class Server:
                 return new
 
     def find_unready(self) -> str:
-        """Say if not all of its pods are of the newest template and ready; empty where they are."""
+        """Return what is wrong unless all of its pods have the newest template and are ready; else an empty text."""
         found, _ = self.read()
         status, wanted = found.get("status", {}), found["spec"].get("replicas", 1)
         counts = [status.get(which, 0) for which in ("replicas", "updatedReplicas", "availableReplicas")]
@@ -137,7 +137,7 @@ class Server:
 
 
 def wait_until_right(stage: Stage, look: Callable[[], str], seconds: float) -> str:
-    """Look every second until nothing is wrong; return what is, after so many seconds."""
+    """Call `look` every second until nothing is wrong; return what is still wrong after `seconds`."""
     deadline = time.monotonic() + seconds
     while (wrong := look()) and time.monotonic() < deadline:
         stage.check_stop()
@@ -146,11 +146,11 @@ def wait_until_right(stage: Stage, look: Callable[[], str], seconds: float) -> s
 
 
 def ask_model(url: str, name: str, prompt: str) -> str:
-    """Ask a server of OpenAI's API for a completion by a model; say what is wrong with the answer, if anything is."""
+    """Request a completion by a model from a server of OpenAI's API; return what is wrong with the answer."""
     try:
         told = json.loads(send_request("GET", f"{url}/v1/models", timeout_s=PROBE_S)[1])
         if name not in (names := [each["id"] for each in told["data"]]):
-            return f"{url} serves {', '.join(names)}, not this,"
+            return f"{url} serves {', '.join(names)} instead"
         body = {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         status, answer = send_request("POST", f"{url}/v1/completions", timeout_s=PROBE_S, body=body)
         done = status == 200 and json.loads(answer)["usage"]["completion_tokens"]

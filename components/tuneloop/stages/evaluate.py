@@ -23,8 +23,8 @@ class EvaluateOptions(SamplingOptions):
         "reward_timeout_s",
     )
 
-    iteration: int = Field(0, ge=0, description="the iteration of the loop that asks")
-    limit: int = Field(256, ge=1, description="prompts, at most")
+    iteration: int = Field(0, ge=0, description="the iteration of the loop")
+    limit: int = Field(256, ge=1, description="maximum number of prompts")
     temperature: float = Field(0.0, ge=0, description="0: the likeliest token, always")
     reward_timeout_s: float = Field(5.0, gt=0, description="seconds that one call of a reward may take")
 
@@ -37,8 +37,8 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
 
     Raises:
         UserError, StaleWeights: as `rollout`.
-        UserError: nothing could be scored, and none of it for want of time or by a crash.
-        Retryable: as `rollout`, or nothing could be scored.
+        UserError: nothing could be scored, and not because of timeouts or crashes.
+        Retryable: as `rollout`, or nothing could be scored because of these.
     """
     held_out = open_rows(prompts, "eval.parquet", generate.COLUMNS, "--prompts", "data_prep")
     rows = read_rows(held_out, range(min(options.limit, held_out.metadata.num_rows)), generate.COLUMNS)
@@ -56,7 +56,7 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         story = f"none of {len(rows)} completions could be scored: {counts}"
         if any(map(may_pass, outcomes)):
             raise Retryable(f"evaluate: {story}; see the rewards")
-        remedy = f"{story}; they must fit the data, and the environment be rollout's"
+        remedy = f"{story}; the rewards must fit the data, and the environment must be rollout's"
         raise UserError("rewards", rows[0]["reward"], remedy)
     samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")

@@ -22,23 +22,23 @@ from tuneloop.inference.generate import compare_with_canary, read_canary
 
 
 class LmEvalOptions(Options):
-    """What is measured, and how; what lm-eval has, too, is called as it is there."""
+    """The tasks and how they are run; options that lm-eval has, too, have lm-eval's names."""
 
     tasks: list[str] = Field(min_length=1, description="names of tasks, groups or tags, of lm-eval or your own")
-    include_path: str | None = Field(None, description="folder with your own", json_schema_extra=UNTRACKED)
-    metric: str | None = Field(None, description="of each task, as acc_norm; none: the first that it has")
+    include_path: str | None = Field(None, description="folder of your tasks", json_schema_extra=UNTRACKED)
+    metric: str | None = Field(None, description="metric of each task, as acc_norm; none: its first")
     engine: Literal["transformers", "endpoint"] = Field("transformers", description="in process, or an OpenAI API")
-    endpoint: str | None = Field(None, description="its URL: http://host:8000/v1", json_schema_extra=UNTRACKED)
-    model_args: dict[str, Any] = Field({}, description="of lm-eval's hf, or its local-completions (model, …)")
+    endpoint: str | None = Field(None, description="URL: http://host:8000/v1", json_schema_extra=UNTRACKED)
+    model_args: dict[str, Any] = Field({}, description="arguments of lm-eval's hf, or local-completions")
     num_fewshot: int | None = Field(None, ge=0, description="examples in a prompt; none: as the task says")
     limit: float | None = Field(None, gt=0, description="documents of each task; below 1: share of them")
-    apply_chat_template: bool = Field(False, description="of the policy's tokenizer")
-    gen_kwargs: dict[str, Any] = Field({}, description="of tasks that generate (temperature, …)")
-    canary_tolerance: float = Field(0.05, gt=0, description="as of `rollout`, of a server")
+    apply_chat_template: bool = Field(False, description="use the policy's chat template")
+    gen_kwargs: dict[str, Any] = Field({}, description="arguments of generation (temperature, …)")
+    canary_tolerance: float = Field(0.05, gt=0, description="for a server, as of `rollout`")
 
 
 def hash_own(params: Any) -> dict[str, Any]:
-    """Return what tells the files of `include_path` from others of the same names."""
+    """Return the digest of the files in `include_path`, to identify their contents."""
     if (own := params.include_path) and not Path(own).is_dir():
         raise UserError("--include-path", own, "is not a directory")
     return {"task_files": own and {k: f.digest for k, f in hash_files(Path(own)).items()}}
@@ -46,11 +46,11 @@ def hash_own(params: Any) -> dict[str, Any]:
 
 @component("metrics", image="rollout", accelerator=True, role="evaluator", results={"score": float}, identity=hash_own)
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
-    """Have lm-eval run tasks on a checkpoint, with their own prompts and metrics, and its own seeds.
+    """Run lm-eval's tasks on a checkpoint, with their own prompts and metrics, and lm-eval's own seeds.
 
-    `score` is the mean of one metric of each task; of a group with metrics, these stand for its tasks. A server proves
-    by the canary that it has this checkpoint. Raises UserError: lm-eval is not installed, or cannot do with a task,
-    metric or argument; a server refuses, or has another model. Raises Unavailable: server or hub do not answer."""
+    `score` is the mean of one metric of each task; a group with metrics of its own counts as one task. A server proves
+    by the canary that it has this checkpoint. Raises UserError if lm-eval is not installed or refuses a task, metric or
+    argument, or a server refuses or has another model. Raises Unavailable if server or hub do not answer."""
     if options.endpoint and options.engine != "endpoint":
         raise UserError("--endpoint", options.endpoint, "is for --engine endpoint")
     if find_spec("lm_eval") is None:
@@ -68,7 +68,7 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
     if options.engine == "endpoint":
         with stage.timed("load"), name_errors("--endpoint", options.endpoint, Exception):  # whatever its answers lack
             stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
-    model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # it hears of every answer
+    model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # called after every answer
     manager.load = lambda _: loaded  # once is enough
     how = options.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"})
     away = name_errors("--endpoint", options.endpoint, OSError, ClientError)
@@ -108,7 +108,7 @@ def prove_server(model: Any, policy: Artifact, tolerance: float) -> dict[str, fl
     """Prove that a server has the policy, by log-probabilities of its canary. Raises UserError where it has not."""
     ids = read_canary(policy)["ids"]
     logprobs = model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
-    known = {"version": policy.manifest.facts["version"], "digest": policy.manifest.digest}  # which such an API lacks
+    known = {"version": policy.manifest.facts["version"], "digest": policy.manifest.digest}  # this API has neither
     proof = compare_with_canary(SimpleNamespace(name="endpoint", score=lambda _: logprobs, **known), policy, tolerance)
     if isinstance(proof, str):
         raise UserError("--endpoint", model.base_url, f"serves something else than {policy.url}: {proof}")
@@ -117,7 +117,7 @@ def prove_server(model: Any, policy: Artifact, tolerance: float) -> dict[str, fl
 
 @contextmanager
 def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise what is of these kinds as Unavailable where nobody answers, and else as UserError."""
+    """Turn errors of these kinds into Unavailable if a service does not answer, and else into UserError."""
     try:
         yield
     except kinds as error:
@@ -128,12 +128,12 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
         said = " ".join(str(error if answer is None else answer.text).split())[:300]
         if status >= 500 or status in (408, 429) or (is_unreachable(error) and "offline" not in said.lower()):
             raise Unavailable(f"lm-eval: {field} {value}: {said}") from error
-        raise UserError(field, value, f"lm-eval cannot do with it: {said}") from error
+        raise UserError(field, value, f"lm-eval refuses it: {said}") from error
 
 
 def find_metrics(name: str, said: Mapping[str, Any], wanted: str | None) -> dict[str, float]:
     """Find lm-eval's metrics of a task or group, as ``acc``, ``acc_stderr``, ``exact_match/strict-match``, the `wanted`
-    one first. Raises UserError where it has others alone."""
+    one first. Raises UserError if it has only other metrics."""
     numbers = {key: float(number) for key, number in said.items() if "," in key and isinstance(number, int | float)}
     found = {key.removesuffix(",none").replace(",", "/"): number for key, number in numbers.items()}
     first = [key for key in found if wanted in (None, key, key.partition("/")[0])][:1]
@@ -143,7 +143,7 @@ def find_metrics(name: str, said: Mapping[str, Any], wanted: str | None) -> dict
 
 
 def list_samples(task: str, samples: Any, metrics: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """Yield what was asked and answered of each document, and what it counts in the first of the metrics."""
+    """Yield the question and the answer of each document, and its value in the first metric."""
     metric, _, kept = next(iter(metrics)).partition("/")
     for sample in (each for each in samples if each["filter"] == (kept or "none")):
         asked, said, answer = sample["arguments"], sample["filtered_resps"], sample["target"]

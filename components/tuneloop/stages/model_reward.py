@@ -1,4 +1,4 @@
-"""Score rollouts with a reward model, in place of `reward` or on top of what that found."""
+"""Score rollouts with a reward model, in place of `reward` or in addition to its scores."""
 
 import json
 from typing import Annotated
@@ -23,14 +23,14 @@ def model_reward(
     rollouts: Input,
     scorer: Input,
     *,
-    weight: Annotated[float, Field(description="of the model's score in the sum")] = 1.0,
+    weight: Annotated[float, Field(description="weight of the model's score in the sum")] = 1.0,
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
     options: ScoringOptions,
 ) -> Results:
     """Score the very tokens that were sampled with a reward model, which must have the policy's tokenizer.
 
-    Given rollouts, it scores them; given what `reward` made, it adds ``weight * score`` to the scores there, and what
-    has none keeps none. ``breakdown`` holds the bare score as ``model``.
+    Rollouts without scores get the model's; to scores of `reward` it adds ``weight * score``, and a rollout that
+    `reward` left without a score keeps none. ``breakdown`` holds the model's own score as ``model``.
 
     Raises:
         UserError: no rollouts, or tokens that the model does not know.
@@ -48,7 +48,7 @@ def model_reward(
     with stage.timed("score"):
         documents = [Document(ids, [False] * len(ids)) for ids in sequences]
         found = score_documents(stage, model, documents, per_device_eval_batch_size, Scorer.scores).tolist()
-    table = with_scores(table, found, weight)
+    table = add_model_scores(table, found, weight)
     scores = [score for score in table["score"].to_pylist() if score is not None]
     mean = sum(scores) / len(scores) if scores else 0.0
     if stage.leader:
@@ -68,8 +68,8 @@ def read_rollouts(rollouts: Artifact) -> pa.Table:
     raise UserError("--rollouts", rollouts.url, "holds no rollouts; give it what the stage rollout or reward made")
 
 
-def with_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
-    """Return `table` with the model's scores taken up in `outcome`, `score` and `breakdown`."""
+def add_model_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
+    """Return `table` with the model's scores added to `outcome`, `score` and `breakdown`."""
     if "score" in table.column_names:
         before = table.select(["outcome", "score", "breakdown"]).to_pylist()
         table = table.drop_columns(["outcome", "score", "breakdown"])

@@ -38,7 +38,7 @@ def _check_schedule(max_steps: int, info: ValidationInfo) -> int:
 
 
 class PolicyUpdateOptions(TrainerOptions):
-    """Of a trainer on rollouts."""
+    """Options of a trainer on rollouts."""
 
     flags: ClassVar[tuple[str, ...]] = (
         *("learning_rate", "warmup_steps", "lr_scheduler_type", "max_steps", "adam_beta1", "adam_beta2"),
@@ -51,7 +51,7 @@ class PolicyUpdateOptions(TrainerOptions):
     learning_rate: float = Field(5e-4, gt=0)
     warmup_steps: int = Field(5, ge=0, description="counted over all iterations")
     max_steps: Annotated[int, AfterValidator(_check_schedule)] = Field(
-        0, ge=0, description="of all iterations: where linear and cosine reach 0", validate_default=True
+        0, ge=0, description="of all iterations: where linear and cosine schedules reach 0", validate_default=True
     )
     updates_per_batch: int = Field(
         1, ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once"
@@ -61,13 +61,13 @@ class PolicyUpdateOptions(TrainerOptions):
     state_every: int = Field(
         1,
         ge=1,
-        description="the trainer's state is written at each such iteration; else it is in memory, or replayed",
+        description="iterations between writes of the trainer's state, which else is kept in memory, or replayed",
         json_schema_extra=UNTRACKED,
     )
     save_total_limit: int | None = Field(
         None,
         ge=2,
-        description="newest checkpoints of the loop that stay, with what training on from them needs; none: all",
+        description="newest checkpoints of the loop to keep, with all that continuing from them needs; none: all",
         json_schema_extra=UNTRACKED,
     )
 
@@ -79,7 +79,7 @@ def policy_update(
     rewards: Input,
     reference: OptionalInput,
     *,
-    iteration: Annotated[int, Field(ge=0, description="of the loop; part of every random stream's name")] = 0,
+    iteration: Annotated[int, Field(ge=0, description="of the loop, and part of each random stream's name")] = 0,
     algorithm: Annotated[
         epochs.AlgorithmName,
         epochs.validate_kind(PolicyGradient),
@@ -87,33 +87,32 @@ def policy_update(
     ] = "grpo",
     algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
     options: PolicyUpdateOptions,
-    reset_optimizer: Annotated[bool, Field(description="forget moments, steps, and that there were adapters")] = False,
+    reset_optimizer: Annotated[bool, Field(description="begin with a new optimizer and new adapters")] = False,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
     """Take policy gradient steps on scored rollouts; docs/training.md has the algorithms and their options.
 
-    Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. What has no advantage
-    has nothing to teach; it counts in the mean, but does not go through the model (unless `beta` is set).
-    If that is so everywhere, no step is taken and the next version has the same parameters (``facts.skipped``).
-    Of rollouts with ``facts.groups`` it takes the first `wanted` groups whose scores differ, and leaves the others out
-    of everything; its own ``facts.groups`` and metrics count them. Where fewer are left, it takes these, and at most as
-    many steps.
+    Only rollouts with the outcome ``score`` count: in baselines, in the loss and in its mean. A rollout without an
+    advantage has no gradient: it counts in the mean, but does not go through the model (unless `beta` is set).
+    If no rollout has an advantage, no step is taken and the next version has the same parameters (``facts.skipped``).
+    If the rollouts have ``facts.groups``, only the first `wanted` groups whose scores differ are used, and the stage's
+    own ``facts.groups`` and metrics count the others. If there are fewer such groups, all are used, with at most one
+    step for each.
 
-    The optimizer goes on from the checkpoint's state if `policy_update` wrote that with the same betas;
+    The optimizer continues from the checkpoint's state if `policy_update` wrote that with the same betas;
     after `sft` or `base_model` it starts fresh, and so does the warm-up.
 
-    That state is a commit of its own, after the checkpoint's, written while the stages that follow in the same process
-    run; the next update waits for it. With `state_every` above 1 only iterations that it divides write it. It stays in
-    memory, and a process that has not got it repeats the updates since, from the rewards that were committed
-    (`notes.replayed`). Nothing more is written at the end of a pod, or on SIGTERM: with a number as
-    `loop.iterations_per_pod` pods end after its multiples, so one for both is enough, and whatever else ends one, a
-    replay covers.
+    That state is committed separately, after the checkpoint, while later stages of the same process run; the next
+    update waits for it. With `state_every` above 1 it is written only in iterations that `state_every` divides. Between
+    these it is kept in memory, and a process that does not have it repeats the updates since the last write, from the
+    committed rewards (`notes.replayed`). It is not written when a pod ends, or on SIGTERM: pods end after multiples of
+    a number `loop.iterations_per_pod`, so give `state_every` the same number; if a pod ends at another time, the
+    updates are replayed.
 
     Raises:
-        UserError: rollouts of another policy than `policy`, older ones than `max_staleness` allows, or ones sampled
-            at temperature 0; a missing column; no reference where `beta` is set; updates that cannot be repeated to
-            the same bits.
+        UserError: the rollouts are of another policy, older than `max_staleness` allows, or sampled at temperature 0;
+            a column is missing; `beta` is set without a reference; updates cannot be repeated to the same bits.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
     ranks = checkpoint.open_ranks(stage, options)
@@ -163,14 +162,14 @@ def train_policy(
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
     scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
     if objective.beta and reference is not None:
-        with stage.timed("reference"), reference_policy(reference, trainer, options) as frozen:
+        with stage.timed("reference"), open_reference_policy(reference, trainer, options) as frozen:
             learner.score(frozen, scored, "reference")
     in_reward = bool(objective.beta) and objective.kl_in == "reward"
     if in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, scored, "old")
     if samples:
-        give_advantages(objective, samples)
+        set_advantages(objective, samples)
     if updates > 1 and not in_reward:
         with stage.timed("old_logprobs"):
             learner.score(trainer, [sample for sample in samples if sample.used], "old")
@@ -182,8 +181,8 @@ def train_policy(
 def keep_groups(
     stage: Stage, rewards: Artifact, samples: list[Sample], updates: int, step: int
 ) -> tuple[list[Sample], int]:
-    """Keep the groups that the update takes, where more were sampled, and as many of the `updates` as there are groups;
-    record how many groups were kept, and how many not."""
+    """Keep the groups that the update uses, if more were sampled, and at most one of the `updates` for each group;
+    record how many groups were kept, and how many were not."""
     sampled = rewards.manifest.facts.get("groups")
     if sampled is None:
         return samples, updates
@@ -197,11 +196,11 @@ def keep_groups(
 def open_trainer(
     stage: Stage, policy: Artifact, ranks: Ranks, options: PolicyUpdateOptions, reset: bool
 ) -> tuple[Trainer, str]:
-    """Open the trainer of `policy`, and say what became of the optimizer's state.
+    """Open the trainer of `policy`, and say where the optimizer's state comes from.
 
-    Adapters are carried on together with it; where it is fresh they begin anew, over the model with the old ones in it.
-    Where this very process wrote `policy`, its trainer is taken up again (`checkpoint.RESIDENT`); where not, and
-    the state was not written, the updates since it was are repeated.
+    Adapters continue with that state; if it is fresh, new ones begin, over the model with the old ones merged. If this
+    process wrote `policy`, its trainer is used again (`checkpoint.RESIDENT`). If it did not, and the state was not
+    written, the updates since the last written state are repeated.
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
@@ -210,14 +209,14 @@ def open_trainer(
     state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy)
     (missed,) = ranks.max([float(written is None)])
     written = None if missed else written  # the same for all ranks, also where it is committed just now
-    fresh = why_fresh(state, optimization, about, reset)
+    fresh = explain_fresh_state(state, optimization, about, reset)
     if not (fresh or written or kept):
         replay_updates(stage, policy, ranks)
         kept, same = checkpoint.RESIDENT.take(policy, options)
     if kept and same and not reset:
         kept.since = policy.ref if written else kept.since
         return kept, f"carried on from step {kept.step}"
-    kept = None if fresh or written else kept  # two at once may not fit
+    kept = None if fresh or written else kept  # two trainers at once may not fit into memory
     base = checkpoint.lora_base(policy) if not fresh and about["lora"] else policy
     trainer: Trainer = epochs.new_trainer(stage, Trainer, base, ranks, optimization, about)
     trainer.since = kept.since if kept else policy.ref
@@ -229,17 +228,17 @@ def open_trainer(
         trainer.copy_state(kept)
     elif written:
         trainer.load(written.part("trainer"), state["step"])
-        same = policy.manifest.notes.get("world_size") == ranks.world  # by other processes it is spread otherwise
+        same = policy.manifest.notes.get("world_size") == ranks.world  # else it is sharded differently
         if same and "digest" in state and (found := trainer.compute_state_digest()) != state["digest"]:
             raise Corrupt("artifact", written.url, f"holds the state {found}, {state['digest']} was committed")
     return trainer, f"carried on from step {state['step']}"
 
 
 def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
-    """Repeat the updates since the last checkpoint with the trainer's state, until `RESIDENT` stands behind `policy`.
+    """Repeat the updates since the last checkpoint with the trainer's state, until `RESIDENT` holds that of `policy`.
 
-    Each has the inputs and the parameters that its manifest names, and is proved by the digest of the state. Raises
-    UserError: something of these is gone or has changed, or the bits are others."""
+    Each has the inputs and parameters that its manifest names, and is verified by the digest of the state. Raises
+    UserError if one of these is missing or has changed, or the result has other bits."""
     made = policy
     try:
         chain = [policy]
@@ -257,12 +256,12 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
 
 
 def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
-    """Repeat the update that made a checkpoint, and prove that it came to the same bits."""
+    """Repeat the update that made a checkpoint, and verify that the result has the same bits."""
     theirs, ours = made.manifest.provenance, collect_provenance(0.0, ranks.world)
     differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")}
     differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
     told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
-    remedy = f"({told}); go on where it was made, or begin another run at a checkpoint that has its state"
+    remedy = f"({told}); continue where it was made, or begin another run at a checkpoint that has its state"
     if theirs["world_size"] != ranks.world:
         found = f"the update was made by {theirs['world_size']} processes, and another number gives other bits"
         raise UserError("--expected-world-size", ranks.world, f"{found} {remedy}")
@@ -278,7 +277,7 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
 
 @contextmanager
 def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
-    """Give `stage` the parameters of another update, whose files and facts nobody keeps, while the block runs."""
+    """Give `stage` the parameters of another update while the block runs; that update's files and facts are dropped."""
     own = {name: getattr(stage, name) for name in ("params", "out", "facts", "notes", "timings")}
     vars(stage).update(params=params, out=out, facts={}, notes={}, timings={})
     try:
@@ -287,10 +286,10 @@ def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
         vars(stage).update(own)
 
 
-def why_fresh(
+def explain_fresh_state(
     state: Mapping[str, Any] | None, optimization: Optimization, about: Mapping[str, Any], reset: bool
 ) -> str | None:
-    """Say why the optimizer cannot go on from ``trainer/state.json``; None where it can."""
+    """Say why the optimizer cannot continue from ``trainer/state.json``; None if it can."""
     if state is None:
         return "the checkpoint has no trainer state"
     if reset:
@@ -304,15 +303,15 @@ def why_fresh(
 def take_steps(
     stage: Stage, trainer: Trainer, learner: Objective, samples: Sequence[Sample], updates: int, *, watch: bool
 ) -> list[float]:
-    """Take an optimizer step on each mini-batch that has something to teach; return the losses.
+    """Take an optimizer step on each mini-batch that has a gradient; return the losses.
 
     Args:
         updates: mini-batches.
-        watch: measure the last step's communication; once a loop, as a profiler takes its time.
+        watch: measure the communication of the last step; done once in a loop, as profiling is slow.
     """
     losses = []
     with stage.timed("train"):
-        batches = [part for part in mini_batches(stage, samples, updates) if any(sample.used for sample in part)]
+        batches = [part for part in split_mini_batches(stage, samples, updates) if any(sample.used for sample in part)]
         for number, batch in enumerate(batches, start=1):
             with trainer.watched() if watch and number == len(batches) else nullcontext():
                 losses.append(learner.step(trainer, batch))
@@ -322,7 +321,7 @@ def take_steps(
     return losses
 
 
-def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
+def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None:
     """Set the advantages of all samples, and with them which of them count and which are used."""
     import torch
 
@@ -353,23 +352,23 @@ def give_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> Non
         sample.used = taken and teaches and bool(sample.document.target_count)
 
 
-def mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
     """Split the scored samples into `count` parts of whole groups, dealt in random order. Raises UserError: there are
     fewer groups."""
     import torch
 
     groups = sorted({sample.group for sample in samples})
     if count > len(groups):
-        raise UserError("--updates-per-batch", count, f"there are {len(groups)} groups of rollouts; take that at most")
+        raise UserError("--updates-per-batch", count, f"is more than the {len(groups)} groups of rollouts; lower it")
     shuffle = torch.randperm(len(groups), generator=torch.Generator().manual_seed(stage.seed("mini_batches"))).tolist()
     part = {groups[place]: k % count for k, place in enumerate(shuffle)}
     return [[s for s in samples if part[s.group] == k and s.score is not None] for k in range(count)]
 
 
 @contextmanager
-def reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
-    """Open the reference for scoring: another model, or the trainer's own without adapters, where they are all that
-    parts the two."""
+def open_reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
+    """Open the reference for scoring: another model, or the trainer's model without adapters, if these are the only
+    difference."""
     from tuneloop.training.fsdp.policy import Policy
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.trainer import Trainer
 
 Reference = Mapping[str, np.ndarray]
-"""``chosen``, ``rejected``, and where KTO needs them ``chosen_kl``, ``rejected_kl``: float64 ``[pairs]`` each."""
+"""``chosen``, ``rejected``, and for KTO ``chosen_kl``, ``rejected_kl``: each float64 of the shape ``[pairs]``."""
 
 
 class PreferenceOptions(PairOptions, BackendOptions):
-    """Of a trainer on pairs."""
+    """Options of a trainer on pairs."""
 
 
 @checkpoint.checkpoint_stage(loss=float, accuracy=float, version=int)
@@ -81,7 +81,7 @@ def preference(
     elif logprobs.manifest.facts["digest"] == policy.manifest.digest:
         loss = train_by_backend(stage, trainer, policy, prompts)
     else:
-        raise UserError("--logprobs", logprobs.url, f"is not of --policy, to which {options.backend} compares")
+        raise UserError("--logprobs", logprobs.url, f"is not of --policy, the reference of {options.backend}")
     with stage.timed("evaluate"):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
@@ -92,8 +92,8 @@ def preference(
 
 
 def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """Read what the reference says of `pairs`, in their order. Raises UserError: it saw other pairs or other tokens, or
-    not what KTO needs."""
+    """Read the reference's log-probabilities of `pairs`, in their order. Raises UserError if they are of other pairs or
+    other tokens, or lack what KTO needs."""
     file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
     table = pq.read_table(file).combine_chunks()
     found = table.take(pc.index_in(pairs.ids, table["id"]))
@@ -107,7 +107,7 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
 
 
 class Learner:
-    """Steps on pairs, at most `limit` of them at once."""
+    """Takes optimizer steps on pairs, with at most `limit` pairs in a micro-batch."""
 
     def __init__(
         self, stage: Stage, trainer: "Trainer", objective: Preference, pairs: Pairs, reference: Reference, limit: int

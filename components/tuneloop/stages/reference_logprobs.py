@@ -13,7 +13,7 @@ from tuneloop.training.pairs import SPLITS, Mismatched, read_pairs, score_docume
 
 
 class ReferenceOptions(ScoringOptions):
-    """Of the reference policy."""
+    """Options of the reference policy."""
 
     flags: ClassVar[tuple[str, ...]] = ("max_length", *ScoringOptions.flags)
 
@@ -24,11 +24,11 @@ def reference_logprobs(
     policy: Input,
     prompts: Input,
     *,
-    mismatched_pairs: Annotated[bool, Field(description="also what KTO estimates its divergence from")] = False,
+    mismatched_pairs: Annotated[bool, Field(description="also score mismatched pairs, which KTO needs")] = False,
     per_device_eval_batch_size: Annotated[int, Field(ge=1, description="completions in a micro-batch")] = 64,
     options: ReferenceOptions,
 ) -> Results:
-    """Score every chosen and rejected completion under `policy`, which `preference` will not leave too far behind.
+    """Score every chosen and rejected completion under `policy`, the reference that `preference` stays close to.
 
     Raises:
         UserError: no pairs, or one that is longer than `max_length` or the model's context.

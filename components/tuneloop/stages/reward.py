@@ -19,7 +19,7 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, ROWS, open_rows
-from tuneloop.rewards.scoring import KINDS, Outcome, full_marks, may_pass, parse_spec, score_all
+from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, may_pass, parse_spec, score_all
 
 
 @component("rewards", image="base", role="scorer", results={"mean_reward": float})
@@ -33,26 +33,26 @@ def reward(
     ] = None,
     timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
     escape_score: Annotated[
-        float | None, Field(description="of programs that tried to leave the sandbox; default: none, so not trained on")
+        float | None, Field(description="score of attempts to leave the sandbox; default: none, so not trained on")
     ] = None,
     error_budget: Annotated[float, Field(ge=0, le=1, description="share of rollouts that may go unscored")] = 0.05,
     punish: Annotated[
         bool, Field(description="completions that use up a reward's time or memory, or crash it, get its least score")
     ] = True,
-    memory_mb: Annotated[int, Field(ge=1, description="that judging may take, in each process")] = 4096,
+    memory_mb: Annotated[int, Field(ge=1, description="memory of each process that judges")] = 4096,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
 ) -> Results:
-    """Score every rollout; one that could not be judged gets an outcome and no score, never zero.
+    """Score every rollout; one that could not be judged gets an outcome without a score, never a score of zero.
 
     ``facts.reward`` holds `mean` and `std` (population) over the scores, `solved` (share of scores that are full
     marks), `outcomes` (counts), `breakdown` (mean of each reward before weighting) and `zero_variance` (share of
     groups whose scores are all equal: they teach nothing).
 
     Raises:
-        Retryable: more failures than the budget, and without timeouts, crashes and I/O errors it would hold: another
-            attempt may do better.
-        UserError: more failures than the budget that would come again: the reward raises or returns what it must not,
-            or they are `unverifiable` or `escape`. The data, the rewards or the policy must change.
+        Retryable: there are more failures than the budget, but not without timeouts, crashes and I/O errors, which may
+            not occur in another attempt.
+        UserError: more failures than the budget would occur again: the reward raises an error or returns a bad value,
+            or the outcomes are `unverifiable` or `escape`. The data, the rewards or the policy must change.
     """
     columns = ["group", "completion", "answer", "reward_spec", "metadata"]
     sampled = open_rows(rollouts, FILE, columns, "--rollouts", "the stage rollout")
@@ -85,7 +85,7 @@ def reward(
 
 
 def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> None:
-    """Write the rollouts with their outcomes, a row group after the other."""
+    """Write the rollouts with their outcomes, one row group after another."""
     left = iter(outcomes)
     added = pa.schema({"outcome": pa.string(), "score": pa.float32(), "breakdown": pa.string()})
     with pq.ParquetWriter(scored, pa.schema([*file.schema_arrow, *added])) as out:
@@ -107,7 +107,7 @@ def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome
         if outcome.score is None:
             continue
         scores.append(outcome.score)
-        solved.append(outcome.score >= full_marks(parse_spec(row["reward_spec"])) - 1e-9)
+        solved.append(outcome.score >= compute_full_marks(parse_spec(row["reward_spec"])) - 1e-9)
         groups[row["group"]].append(outcome.score)
         for name, value in outcome.breakdown.items():
             if not isinstance(value, str):

@@ -23,17 +23,17 @@ def reward_model(
     policy: Input,
     prompts: Input,
     *,
-    center_rewards_coefficient: Annotated[float, Field(ge=0, description="draws scores of a pair to 0 in sum")] = 0.0,
+    center_rewards_coefficient: Annotated[float, Field(ge=0, description="pulls a pair's summed scores to 0")] = 0.0,
     options: PairOptions,
     seed: int = 0,
 ) -> Results:
-    """Give the policy's body a head of one number, and train both until chosen completions score above rejected ones.
+    """Replace the policy's head by one that outputs a score, and train chosen completions to score above rejected ones.
 
     ``-log σ(score chosen - score rejected)`` plus ``center_rewards_coefficient * (their sum)²``, as in TRL.
     `accuracy` is the share of held-out pairs in that order; without any, of the training pairs.
 
     Raises:
-        UserError: no pairs, one that is too long, or a model without such a form.
+        UserError: no pairs, one that is too long, or a model without a form for sequence classification.
         Interrupted: after SIGTERM, once a resume point is committed.
     """
     from tuneloop.training.scorer import ScoreTrainer
@@ -61,7 +61,7 @@ def reward_model(
 
 
 def train_step(stage: Stage, trainer: "ScoreTrainer", prepared: epochs.Prepared, center: float) -> dict[str, float]:
-    """Take one optimizer step and return its measures, under TRL's names."""
+    """Take one optimizer step and return its metrics, under TRL's names."""
     import torch
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))

@@ -23,7 +23,7 @@ from tuneloop.inference.rounds import Rounds, bound_staleness
 def _check_rounds(size: int | None, info: ValidationInfo) -> int | None:
     most = info.data.get("max_tokens")
     if size and info.data.get("environment") is not None:
-        raise ValueError("the state of an environment cannot go on in another iteration: unset one of the two")
+        raise ValueError("an environment's state cannot continue in another iteration: unset one of the two")
     if size and most and most % size:
         raise ValueError(f"must divide max_tokens ({most})")
     return size
@@ -42,11 +42,11 @@ def _check_oversampling(asked: int | None, info: ValidationInfo) -> int | None:
 
 
 class RolloutOptions(SamplingOptions):
-    """What is sampled: never from a cut distribution, whose log-probabilities would bias the importance ratios."""
+    """Options of sampling: never top-p or top-k, whose log-probabilities would bias the importance ratios."""
 
     flags: ClassVar[tuple[str, ...]] = (
         *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature"),
-        *(*generate.SHARED_FLAGS, "carry_after", "oversampled_prompts"),  # these are checked against those before
+        *(*generate.SHARED_FLAGS, "carry_after", "oversampled_prompts"),  # checked against the flags before them
     )
 
     iteration: int = Field(0, ge=0, description="which batch of prompts")
@@ -55,17 +55,17 @@ class RolloutOptions(SamplingOptions):
     carry_after: Annotated[int | None, AfterValidator(_check_rounds)] = Field(
         None,
         ge=1,
-        description="tokens that all completions grow at a time; once prompts_per_iteration groups have ended, the "
-        "others go on in the next iteration, with all tokens that they have",
+        description="tokens that all completions grow by in a round; once prompts_per_iteration groups have ended, the "
+        "others continue in the next iteration, with the tokens that they have",
     )
     oversampled_prompts: Annotated[int | None, AfterValidator(_check_oversampling)] = Field(
         None,
         ge=1,
-        description="prompts sampled instead; the update takes the first prompts_per_iteration whose rewards differ, "
+        description="sample so many prompts; the update uses the first prompts_per_iteration whose rewards differ, "
         "or with carry_after the first that have ended",
         validate_default=True,
     )
-    temperature: float = Field(1.0, ge=0.01, description="of the sampled distribution")
+    temperature: float = Field(1.0, ge=0.01, description="temperature of sampling")
 
 
 @generate.sampling_stage("rollouts", "sampler", completions=int, mean_length=float)
@@ -73,17 +73,17 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
 
     The batch is a function of (seed, iteration): prompts come from a permutation of ``train.parquet`` for each epoch.
-    With `oversampled_prompts` it has so many, and ``facts.groups`` tells the update how many of their groups to keep.
-    It counts only if the engine proves that it serves `policy`: by the digest it echoes, by the canary's
+    With `oversampled_prompts` it has that many, and ``facts.groups`` tells the update how many of their groups to keep.
+    The batch counts only if the engine proves that it serves `policy`: by the digest that it echoes, by the canary's
     log-probabilities, and by the version on every completion.
 
-    With `carry_after` the `oversampled_prompts` groups under way are those that `policy` carries from the iteration
-    before, then new ones. The batch is the first `prompts_per_iteration` that have ended. ``carried.parquet`` has the
-    others, for the checkpoint that is made of this batch; ``facts.carried`` counts those `taken` and `left`.
+    With `carry_after` there are `oversampled_prompts` unfinished groups: first those that `policy` carries from the
+    previous iteration, then new ones. The batch is the first `prompts_per_iteration` groups to end. The others are
+    written to ``carried.parquet``, for the checkpoint that is trained on this batch; ``facts.carried`` counts both.
 
     Raises:
         UserError: data or options that cannot work.
-        Retryable: the server is away, breaks off or keeps silent.
+        Retryable: the server is down, closes the connection, or does not answer.
         StaleWeights: the engine serves other weights.
     """
     train = rollouts.open_rows(prompts, "train.parquet", generate.COLUMNS, "--prompts", "data_prep")
@@ -95,7 +95,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     chosen = [*(each.row for each in begun.values()), *rollouts.read_rows(train, places, generate.COLUMNS)]
     groups = [*begun, *(f"i{iteration:06d}-p{p:05d}" for p in range(len(places)))]
     if len({*groups}) < len(groups):
-        raise UserError("--iteration", iteration, "has begun groups that the policy carries; go on with a later one")
+        raise UserError("--iteration", iteration, "has begun groups that the policy carries; use a later iteration")
     with generate.open_engine(options) as engine:
         job = generate.Job(chosen, groups, options.n, options, rounds)
         tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
@@ -119,11 +119,11 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
 
 
 Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]
-"""A row of prompts, its request, and what was said to it."""
+"""A row of prompts, its request, and its completions."""
 
 
 def _open_rounds(stage: Stage, policy: Artifact, options: RolloutOptions) -> tuple[Rounds | None, int]:
-    """Return the rounds of this iteration with the groups to go on with, and how many prompts were drawn before."""
+    """Return the rounds of this iteration with the groups to continue, and how many prompts were drawn before."""
     size, wanted, groups = options.carry_after, options.prompts_per_iteration, options.oversampled_prompts
     begun, about = read_carried(policy)
     if begun and about["options"] != (asked := _shared_options(options)):  # a fork with other settings
@@ -136,7 +136,7 @@ def _open_rounds(stage: Stage, policy: Artifact, options: RolloutOptions) -> tup
 
 
 def _shared_options(options: RolloutOptions) -> dict[str, Any]:
-    """Return the options that groups have to share with those that they are carried beside."""
+    """Return the options that must be equal for all groups of a batch, carried or new."""
     shared = {"prompts_per_iteration", "n", "carry_after", "oversampled_prompts", "temperature", "max_tokens"}
     return options.model_dump(include=shared)
 

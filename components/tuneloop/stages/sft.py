@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class SftOptions(BackendOptions):
-    """Of a trainer on demonstrations."""
+    """Options of a trainer on demonstrations."""
 
     max_steps: int = Field(250, ge=1, description="optimizer steps")
     per_device_train_batch_size: int = Field(32, ge=1, description="demonstrations in a micro-batch")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="demonstrations a step: batch x this x processes")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="a step has batch x this x processes demonstrations")
     learning_rate: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -65,8 +65,8 @@ def sft(
 
 
 def train_step(stage: Stage, trainer: Trainer, prepared: epochs.Prepared) -> dict[str, float]:
-    """Take one optimizer step and return its measures: the loss is the mean negative log-probability of a target, the
-    gradient's norm that before clipping."""
+    """Take one optimizer step and return its metrics: the loss is the mean negative log-probability of a target, and
+    the gradient's norm is taken before clipping."""
     import torch
 
     torch.manual_seed(stage.seed("dropout", trainer.step, stage.rank))

@@ -1,4 +1,4 @@
-"""Token ids of demonstrations and pairs, made once for all that train on them."""
+"""Token ids of demonstrations and pairs, made once for all stages that train on them."""
 
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError

@@ -15,7 +15,7 @@ from torch import Tensor
 from tuneloop.formats.token_files import Document
 
 FORWARD_COST = 256
-"""What one forward and backward costs beside its tokens, in tokens (tiny model on a CPU: 15 ms at 17,000 a second)."""
+"""Fixed cost of a forward and backward pass, in tokens (tiny model on a CPU: 15 ms at 17,000 tokens a second)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Batch:
     """The input of a forward pass. It needs no attention mask: padding stands to the right of every document.
 
     Attributes:
-        input_ids, position_ids: int64 ``[rows, length]``. Positions restart at 0 with each document of a row, by which
-            transformers keeps documents apart; they are None where every row is one document.
+        input_ids, position_ids: int64 ``[rows, length]``. Positions restart at 0 with each document of a row, so that
+            transformers keeps documents apart; None if every row is one document.
         index: int64 ``[targets]``, the places of ``input_ids.flatten()`` whose output predicts a target.
         labels: int64 ``[targets]``, the targets, document by document in the order they were given.
         counts: int64 ``[documents]``, how many targets each has.
@@ -37,7 +37,7 @@ class Batch:
     counts: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device. From pinned memory it is copied while the host goes on."""
+        """Return the batch on a device. From pinned memory it is copied asynchronously."""
         own = (self.input_ids, self.position_ids, self.index, self.labels, self.counts)
         return Batch(*(each if each is None else each.to(device, non_blocking=True) for each in own))  # type: ignore[arg-type]
 
@@ -45,9 +45,9 @@ class Batch:
 def plan_micro_batches(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
     """Deal documents to ranks, at most `limit` in a micro-batch: rank → micro-batches → indices into `lengths`.
 
-    Every rank gets equally many micro-batches, as the collectives of a sharded model demand; some may be empty. Those
-    that run side by side are neighbours in size: all waits of a rank together are no longer than the largest takes.
-    `packed` micro-batches are of equal make-up; others are of equal lengths, to be padded."""
+    Every rank gets equally many micro-batches, as the collectives of a sharded model require; some may be empty. Ranks
+    run micro-batches of similar size at the same time, so that a rank waits no longer in all than the largest one
+    takes. `packed` micro-batches have similar mixes of lengths; others have documents of similar length."""
     limit = min(limit, max(1, math.ceil(len(lengths) / world)))
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     if packed:
@@ -62,15 +62,15 @@ def plan_micro_batches(lengths: Sequence[int], limit: int, world: int, packed: b
 
 
 def count_batch_tokens(batch: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
-    """Count the tokens of a micro-batch, with padding where there is some."""
+    """Count the tokens of a micro-batch, including padding."""
     own = [lengths[i] for i in batch]
     return sum(own) if packed else len(own) * max(own, default=0)
 
 
 def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut documents sorted by length into rectangles at the least cost: their areas, with padding, and a `FORWARD_COST`
-    each. The best cut of the first k follows from the best cuts of fewer (dynamic programming)."""
-    # Of the first k documents: their cost, and where their last rectangle begins.
+    """Cut documents sorted by length into rectangles at minimal cost: the sum of their areas, including padding, and a
+    `FORWARD_COST` for each. Dynamic programming: the best cut of k documents extends a best cut of fewer documents."""
+    # For the first k documents: the minimal cost, and the start of the last rectangle.
     best, begin = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
     for end in range(1, len(order) + 1):
         height = lengths[order[end - 1]]
@@ -100,8 +100,8 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
-    """Lay documents out on the host, one a row, or packed into rows of at most `capacity` tokens; in pinned memory for
-    a GPU. Without documents the batch has one token and no target: an idle rank runs it to keep step."""
+    """Lay documents out on the host, one in each row or packed into rows of at most `capacity` tokens; in pinned memory
+    for a GPU. Without documents the batch has one token and no target, for an idle rank to take part in collectives."""
     if not documents:
         one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
         return Batch(one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing)
@@ -111,14 +111,14 @@ def collate_documents(documents: Sequence[Document], device: torch.device, capac
     start, first = np.empty(len(documents), np.int64), np.cumsum(lengths) - lengths
     for r, row in enumerate(rows):
         start[row] = r * width + np.cumsum(lengths[row]) - lengths[row]
-    # Of every token, document by document: its place within its document, and in the flattened batch.
+    # For every token, document by document: its position in the document, and in the flattened batch.
     within = np.arange(lengths.sum()) - np.repeat(first, lengths)
     place = np.repeat(start, lengths) + within
     tokens, targets = (_join_tokens(getattr(d, name) for d in documents) for name in ("ids", "targets"))
     wanted = np.flatnonzero(targets)
     labels = _join_tokens(d.labels or d.ids for d in documents)[wanted]
 
-    def spread(values: np.ndarray) -> Tensor:  # zeros in what is left of a row: each pad stands alone
+    def spread(values: np.ndarray) -> Tensor:  # position 0 for padding: each pad is a document of its own
         flat = np.zeros(len(rows) * width, np.int64)
         flat[place] = values
         return _make_tensor(flat.reshape(-1, width), device)
@@ -135,10 +135,10 @@ def collate_documents(documents: Sequence[Document], device: torch.device, capac
 def _make_tensor(values: np.ndarray, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.from_numpy(values)
-    with torch.cuda.device(device):  # a new thread stands at the first GPU, and would take memory there
+    with torch.cuda.device(device):  # a new thread's current device is the first GPU, where it would allocate memory
         return torch.from_numpy(values).pin_memory()
 
 
 def _join_tokens(parts: Iterable[Sequence[int]]) -> np.ndarray:
-    """Join values of all tokens, document by document, to one int64 array."""
+    """Concatenate the values of all tokens, document by document, into one int64 array."""
     return np.concatenate([np.asarray(part, np.int64) for part in parts])

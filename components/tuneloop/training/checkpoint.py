@@ -1,14 +1,14 @@
 """Checkpoints: open one to train it, write the next version.
 
-``model/`` is what is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is what training continues from:
+``model/`` is served: Hugging Face layout, in `save_dtype`. ``trainer/`` is the state from which training continues:
 float32 parameters and AdamW's moments in DCP, and ``state.json`` with the stage that wrote it, the optimizer's steps
 and betas. With LoRA ``model/`` has the adapters merged in, ``trainer/`` holds only them and their moments, and the
 frozen parameters stay in the checkpoint that ``facts.base`` names, whose digest is ``base`` in ``state.json``.
 ``canary.json`` repeats the ids of the input's. Equal tensors give equal files.
 
-A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` is what ``state.json`` would say, with the
-digest of the tensors, and ``notes.state_since`` the checkpoint since which updates have to be repeated to have them.
-Where they are written (``state_every``), they are an artifact at ``state`` below the checkpoint, committed after it."""
+A checkpoint of `policy_update` has no ``trainer/``: ``facts.trainer_state`` has the contents of ``state.json``, with
+the digest of the tensors, and ``notes.state_since`` names the checkpoint from which updates must be repeated to restore
+them. If they are written (``state_every``), it is as an artifact at ``state`` below the checkpoint, committed later."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
     """Make a stage of a function that trains a policy. Its checkpoint is committed, then published, perhaps as a delta
-    to the version before; only then are old checkpoints deleted."""
+    to the previous version; only then are old checkpoints deleted."""
 
     def finish(stage: Stage, manifest: Manifest) -> None:
         publish_checkpoint(stage, manifest)
@@ -56,7 +56,7 @@ def model_dir(policy: Artifact) -> Path:
 
 
 def trainer_state(policy: Artifact) -> dict[str, Any] | None:
-    """Read ``trainer/state.json``, or the facts in its place; None where nothing has been trained yet."""
+    """Read ``trainer/state.json``, or the facts that replace it; None if the policy has not been trained yet."""
     if "trainer/state.json" not in policy.manifest.files:
         return policy.manifest.facts.get(STATE_FACT)
     return json.loads(policy.part("trainer/state.json").read_text())
@@ -76,29 +76,29 @@ def find_state(policy: Artifact) -> Artifact | None:
 
 
 def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
-    """Join the processes that train; note device and number. Raises UserError where these are not as asked for."""
+    """Join the processes that train; note their device and number. Raises UserError if these are not as required."""
     from tuneloop.training.fsdp.ranks import Ranks
 
     ranks = Ranks(options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size)
     stage.barrier = ranks.barrier
     stage.notes.update(device=ranks.device.type, world_size=ranks.world)
     if options.device == "auto" and ranks.device.type == "cpu":
-        stage.notes["device_fallback"] = "no CUDA device: the CPU stands in"
+        stage.notes["device_fallback"] = "no CUDA device: the CPU is used"
         stage.log("no CUDA device here: training on the CPU")
     return ranks
 
 
 def check_stop(stage: Stage, policy: Policy) -> None:
-    """Raise Interrupted on all ranks if SIGTERM has reached any: one that left alone would leave the others waiting."""
+    """Raise Interrupted on all ranks if SIGTERM has reached any: if one left alone, the others would wait for it."""
     (stop,) = policy.ranks.max([float(stage.stopping)])
-    if stop:  # a signal that came since then is for the next look
+    if stop:  # a later signal is seen by the next check
         stage.stopping = True
         stage.check_stop()
 
 
 def load_masters(target: Policy, policy: Artifact) -> None:
-    """Load the float32 parameters of a checkpoint; before any training, and after LoRA, those of ``model/`` are all
-    there is. Raises UserError where they were not written and ``model/`` is rounded."""
+    """Load the float32 parameters of a checkpoint; before any training, and after LoRA, there are only those of
+    ``model/``. Raises UserError if they were not written and ``model/`` is rounded."""
     state = trainer_state(policy)
     if state is None or "lora" in state:
         return
@@ -113,20 +113,20 @@ def load_masters(target: Policy, policy: Artifact) -> None:
 
 
 def lora_base(policy: Artifact) -> Artifact:
-    """Open the checkpoint that the adapters in ``trainer/`` belong to. Raises UserError where it is gone."""
+    """Open the checkpoint that the adapters in ``trainer/`` belong to. Raises UserError if it was deleted."""
     base = policy.manifest.facts["base"]
     try:
         return Artifact(base)
     except UserError as error:
-        remedy = "the checkpoint under the adapters is gone; bring it back, or begin new ones: --reset-optimizer true"
+        remedy = "the base checkpoint of the adapters is gone; restore it, or begin new ones: --reset-optimizer true"
         raise UserError("lora", base, remedy) from error
 
 
 def release_device(stage: Stage, trainer: Trainer) -> None:
-    """Give the device lease back, before what was computed is written; called by all ranks.
+    """Release the device lease before the result is written; called by all ranks.
 
-    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, or where
-    other stages follow in this process, which compute on the device again. Raises as `fencing.release_lease`."""
+    On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, or if other
+    stages follow in this process, which use the device again. Raises as `fencing.release_lease`."""
     if BACKGROUND.beside or not os.environ.get(fencing.VARIABLE):
         return
     if trainer.ranks.device.type == "cuda":
@@ -148,8 +148,8 @@ def write_checkpoint(
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
 
     Files beside the weights, such as the tokenizer, are those of `policy`, the checkpoint that was trained. `version`
-    is by default the one after `policy`'s. The optimizer's state is written as ``trainer/``; or the facts have what it
-    takes to repeat the update and to prove the result; or there is none, and the checkpoint can be sampled from only.
+    defaults to the one after `policy`'s. `state_as`: write the optimizer's state as ``trainer/``; or only facts, by
+    which the update can be repeated and verified; or none, for a checkpoint that is only sampled from.
     """
     source = model_dir(policy)
     version = int(policy.manifest.facts["version"]) + 1 if version is None else version
@@ -185,11 +185,11 @@ def write_checkpoint(
 
 @dataclass
 class ResidentTrainer:
-    """The trainer that stays in memory between two updates of one process, as where a pod runs several iterations.
+    """The trainer that stays in memory between two updates of one process, for pods that run several iterations.
 
-    It saves reading the state just written, and with ``state_every`` above 1 writing it; it changes no number. There is
-    at most one, as a second would take the same memory. Only an update from the very checkpoint of `attempt`, which
-    this trainer wrote or whose update it repeated, takes it up. It was made with `options`."""
+    It saves reading the state just written, and with ``state_every`` above 1 also writing it; no result depends on it.
+    There is at most one, as a second would take the same memory. It is only used for an update from the checkpoint of
+    `attempt`, which this trainer wrote, or whose update it repeated. It was made with `options`."""
 
     trainer: Trainer | None = None
     attempt: str = ""
@@ -199,8 +199,8 @@ class ResidentTrainer:
         self.trainer, self.attempt, self.options = trainer, attempt, options
 
     def take(self, policy: Artifact, options: TrainerOptions) -> tuple[Trainer | None, bool]:
-        """Return the trainer behind `policy`, and whether `options` are its own; drop any other. Wait first for the
-        writing of its state, since the caller changes it, and raise what ended that writing."""
+        """Return the trainer that made `policy`, and whether it has these `options`; drop any other trainer. First wait
+        until its state is written, since the caller changes it, and raise an error of that writing."""
         BACKGROUND.wait()
         found, known, attempt = self.trainer, self.options, self.attempt
         self.trainer = self.options = None
@@ -210,4 +210,4 @@ class ResidentTrainer:
 
 
 RESIDENT = ResidentTrainer()
-"""That of this process."""
+"""The resident trainer of this process."""

@@ -1,4 +1,4 @@
-"""Rows of data as documents: tokenized once, by the stage `tokenize_data`, or here and now."""
+"""Rows of data as documents: tokenized once by the stage `tokenize_data`, or in the stage that reads them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from tuneloop.formats.token_files import Corpus, Document, build_document
 from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt, load_tokenizer
 
 SIDES = {"sft": ("completion",), "preference": ("chosen", "rejected"), "preference_eval": ("chosen", "rejected")}
-"""Split whose rows stay the same → columns of what follows the prompt, a document each."""
+"""Split with fixed rows → the columns that follow the prompt; each gives one document."""
 CONFIG = "model/config.json"
 
 
@@ -48,7 +48,7 @@ def tokenize_split(
 
 
 def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) -> list[Document]:
-    """Encode what follows the prompt as the target; in a conversation, all that the assistant says."""
+    """Encode the text after the prompt as the target; in a conversation, all turns of the assistant."""
     if row[sides[0]] is None:
         return [Document(*encode_conversation(tokenizer, row["prompt"]))]
     prompt = encode_prompt(tokenizer, row["prompt"], row["chat"])

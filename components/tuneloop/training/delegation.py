@@ -1,4 +1,4 @@
-"""Training that another backend does in the place of ours, between the same artifacts.
+"""Training by another backend in place of tuneloop's own trainer, with the same artifacts as input and output.
 
 The backend is given the directories ``model``, ``data`` (Parquet files) and ``out``, in this order. In the last it
 writes ``checkpoint-<max_steps>``: a Hugging Face model, and the ``trainer_state.json`` of transformers' Trainer."""
@@ -20,7 +20,7 @@ from tuneloop.training.options import TrainerOptions
 
 
 def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
-    """Refuse a backend that cannot train with the options before it; a dotted path is taken on trust. None: native."""
+    """Refuse a backend that cannot train with the options before it; a dotted path is not checked. None: native."""
     if name in (None, "native"):
         if info.data.get("backend_args"):
             raise ValueError("has no backend_args: its options are the stage's own")
@@ -31,17 +31,17 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
 
 
 class BackendOptions(TrainerOptions):
-    """Of a stage whose training another backend may do."""
+    """Options of a stage that can train with another backend."""
 
     backend_args: dict[str, Any] | None = Field(None, description="options of another backend, under its own names")
     backend: Annotated[str | None, AfterValidator(_check_backend)] = Field(
-        None, description="what trains: native, also where none is named, trl, or pkg.mod:attr", validate_default=True
+        None, description="the trainer: native (the default), trl, or pkg.mod:attr", validate_default=True
     )
 
 
 def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact) -> float:
-    """Have the backend of a stage train the model of `trainer`, on the split called as the stage; return the last loss.
-    Raises UserError, Retryable: it refuses or fails, as its own lines say; it was stopped, and a retry begins anew."""
+    """Train the model of `trainer` with the stage's backend, on the split named like the stage; return the last loss.
+    Raises UserError if the backend refuses or fails, Retryable if it was stopped: a retry begins from the start."""
     import torch
 
     from tuneloop.training.fsdp.policy import open_model
@@ -53,7 +53,7 @@ def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Arti
         backend = load_backend(name := given["backend"]).build_for_stage(given, **places)
         if code := run_here(backend):
             stage.check_stop()
-            said = f"ended with exit code {code}; its own lines say why"
+            said = f"ended with exit code {code}; its log says why"
             raise UserError("backend", name, said) if 0 < code < EXIT_RETRY else Retryable(f"{name} {said}")
         made = Path(places["out"], f"checkpoint-{given['max_steps']}")
         trainer.model.load_state_dict(open_model(made, torch.float32, "sdpa").state_dict())

@@ -1,10 +1,10 @@
-"""What the vendor's data sheets say of devices, by words of the names that CUDA has for them."""
+"""Peak rates of devices by the vendor's data sheets, looked up by words of CUDA's device names."""
 
 from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """Dense bfloat16 operations a second, and bytes a second of its memory."""
+    """Dense bfloat16 operations per second, and memory bandwidth in bytes per second."""
 
     flops: float
     bandwidth: float
@@ -22,7 +22,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device | None:
-    """Find a device by CUDA's name for it; None where it is not known, or is another form of a known one, or a part."""
+    """Find a device by CUDA's name; None if it is unknown, another variant of a known one, or a MIG partition."""
     words = {*name.replace("-", " ").split()}
     known = [each for each in DEVICES if words.issuperset(each.split()) and words.isdisjoint(("NVL", "MIG"))]
     return DEVICES[max(known, key=len)] if known else None

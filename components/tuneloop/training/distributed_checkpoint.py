@@ -18,7 +18,7 @@ from torch.futures import Future
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """A writer with one entry of metadata, since safetensors writes the several of its parent in a varying order."""
+    """A writer with one entry of metadata, since safetensors writes the parent's several entries in varying order."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(str(directory), save_distributed=True)
@@ -51,5 +51,5 @@ def save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
 def load_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     """Fill `tensors` in place, from whatever number of ranks wrote them; called by all ranks."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group is what no_dist says
+        warnings.simplefilter("ignore")  # it warns that there is no process group, as no_dist already says
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=not dist.is_initialized())

@@ -1,4 +1,4 @@
-"""Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all that train."""
+"""Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all training stages."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from tuneloop.algorithms._objective import PolicyGradient
 from tuneloop.algorithms._preference import Preference
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, dump_canonical_json
-from tuneloop.core.component import Stage, from_validation
+from tuneloop.core.component import Stage, convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.core.seeds import draw_indices
 from tuneloop.core.threads import map_ahead
@@ -32,7 +32,7 @@ OTHER_KIND: dict[type[BaseModel], str] = {
     PolicyGradient: "is not a policy gradient; preferences are for the stage preference",
     Preference: "learns from rewards, not from pairs; that is for the stage policy_update",
 }
-"""Kind of algorithm that is wanted → what to say of one of another kind."""
+"""Kind of algorithm that a stage needs → the error for an algorithm of another kind."""
 
 
 def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
@@ -53,11 +53,11 @@ def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix:
         if first["type"] == "extra_forbidden":
             remedy = f"{name} has no such option; it has {', '.join(found.model_fields)}"
             raise UserError(f"{prefix}{first['loc'][0]}", first["input"], remedy) from None
-        raise from_validation(error, prefix) from None
+        raise convert_validation_error(error, prefix) from None
 
 
 def validate_kind(kind: type[BaseModel]) -> AfterValidator:
-    """Return a validator that refuses shipped algorithms of another kind; a stage may know others where it runs."""
+    """Return a validator that refuses shipped algorithms of another kind; a stage's image may have others."""
 
     def check(name: str) -> str:
         if name in plugins.list_shipped_variants("algorithms"):
@@ -83,7 +83,7 @@ AlgorithmArgs = Annotated[
     AfterValidator(_check_algorithm_args),
     Field(description="the algorithm's own options", validate_default=True),
 ]
-"""Options of the algorithm that the parameter ``algorithm`` before it names."""
+"""Options of the algorithm that the preceding parameter ``algorithm`` names."""
 
 
 def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", options: TrainerOptions) -> Any:
@@ -138,12 +138,12 @@ def train_epochs(
 ) -> float:
     """Train up to ``options.max_steps``, from where an earlier attempt stopped, and return the last loss.
 
-    Examples come in epochs, each in a random order that is a function of (seed, epoch): resuming must know the step and
-    the batch alone. A resumed run keeps the batch it began with, whatever its number of processes: steps stay the same
-    to float tolerance, and the same to the byte with as many processes as before. `read` gives the documents of one of
-    `count` examples; another thread calls it, which prepares a step while the one before computes. `step` takes one
-    optimizer step and returns its measures, with ``loss`` among them. Metrics, resume points and
-    ``timings.tokens_per_s`` go to `stage`. Raises Interrupted after SIGTERM, once a resume point is committed."""
+    Examples come in epochs, each in a random order that is a function of (seed, epoch): to resume, only the step and
+    the batch size are needed. A resumed run keeps its batch size, whatever its number of processes: steps are equal to
+    float tolerance, and bit for bit with as many processes as before. `read` gives the documents of one of `count`
+    examples; it is called on another thread, which prepares the next step. `step` takes one optimizer step and returns
+    its metrics, including ``loss``. Metrics, resume points and ``timings.tokens_per_s`` go to `stage`. Raises
+    Interrupted after SIGTERM, once a resume point is committed."""
     max_steps, examples = options.max_steps, options.per_device_train_batch_size * options.gradient_accumulation_steps
     batch = _resume(stage, trainer, examples * trainer.ranks.world)
     bar = stage.progress(max_steps, "steps", trainer.step)
@@ -158,14 +158,14 @@ def train_epochs(
         for prepared in map_ahead(prepare, range(trainer.step, max_steps)):
             with trainer.watched() if trainer.step == second else nullcontext():
                 measures = step(prepared)
-            (stop,) = trainer.ranks.max([float(stage.stopping)])  # together, or one rank waits for another for ever
+            (stop,) = trainer.ranks.max([float(stage.stopping)])  # decided together, or one rank would wait for ever
             stage.metric(trainer.step, **measures)
             loss, seen = measures["loss"], seen + prepared.tokens
             bar.update(trainer.step, loss=loss)
             due = options.save_steps and trainer.step % options.save_steps == 0
             if (stop or due) and trainer.step < max_steps:
                 stage.save_resume(trainer.step, lambda path: _write_resume(stage, trainer, batch, path))
-                if stop:  # a signal that came while saving is for the next step: no rank leaves alone, none is lost
+                if stop:  # a signal during the save counts for the next step, so that all ranks leave together
                     stage.stopping = True
                     stage.check_stop()
     stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
@@ -174,7 +174,7 @@ def train_epochs(
 
 
 def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int) -> None:
-    """Raise UserError for a document over `max_length` or the model's context, or of ids beyond its vocabulary."""
+    """Raise UserError for a document longer than `max_length` or the model's context, or ids beyond its vocabulary."""
     limit = min(max_length, policy.context)
     for name, document in documents:
         if len(document.ids) > limit:
@@ -187,7 +187,7 @@ def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_
 
 
 def _resume(stage: Stage, trainer: Any, batch: int) -> int:
-    """Go on from where an earlier attempt was interrupted, and return the batch that it had."""
+    """Continue where an earlier attempt was interrupted, and return its batch size."""
     if (point := stage.latest_resume()) is None:
         return batch
     about = checkpoint.trainer_state(point)

@@ -1,10 +1,10 @@
-"""Bring an artifact, or a part of it, to a directory: what the initializers of a TrainJob run.
+"""Copy an artifact, or a part of it, to a directory: the program of a TrainJob's initializers.
 
     python -m tuneloop.training.fetch --into /workspace/model s3://bucket/runs/demo/base-model@xxh3-128:…#model
 
-``#`` stands before a file or a directory of the artifact; without it all of it is taken. Kubeflow Trainer passes the
-reference as ``STORAGE_URI``. Every byte is verified; a directory that is complete stays. With ``--messages`` the chats
-in Parquet files of `data_prep`, which are JSON text, become lists of messages, as TRL and other trainers read them."""
+A file or directory of the artifact follows ``#``; without it the whole artifact is copied. Kubeflow Trainer passes the
+reference as ``STORAGE_URI``. Every byte is verified; a complete directory is not copied again. With ``--messages`` the
+chats in Parquet files of `data_prep`, which are JSON text, become lists of messages, as trainers like TRL read them."""
 
 import argparse
 import json
@@ -26,14 +26,14 @@ ANSWERS = ("completion", "chosen", "rejected")
 
 
 def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
-    """Copy `source` to the directory `into`, in place of what an earlier call put there. Raises UserError: no such
-    artifact or part, rows that `messages` cannot convert, or `into` holds something that no earlier call put there."""
+    """Copy `source` to the directory `into`, replacing the files of an earlier call. Raises UserError if there is no
+    such artifact or part, `messages` cannot convert a row, or `into` has files that no earlier call wrote."""
     into = into.resolve()
     mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
     if into.is_dir() and mark.is_file() and mark.read_text() == said:
         return
     if into.exists() and not (into.is_dir() and (mark.is_file() or not any(into.iterdir()))):
-        raise UserError("--into", str(into), "holds what no fetch has put there; choose another directory")
+        raise UserError("--into", str(into), "holds files that no fetch has written; choose another directory")
     ref, _, part = source.partition("#")
     artifact = Artifact(ref)
     path = artifact.part(part) if part else artifact.path
@@ -46,7 +46,7 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
             shutil.copyfile(path, staged / path.name)
         for file in staged.glob("*.parquet") if messages else ():
             rewrite_chats(file)
-        mark.write_text("")  # from here on `into` is ours, and nothing whole
+        mark.write_text("")  # from here on `into` belongs to this program, and is incomplete
         shutil.rmtree(into, ignore_errors=True)
         staged.rename(into)
     finally:
@@ -55,11 +55,11 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
 
 
 def rewrite_chats(path: Path) -> None:
-    """Rewrite the chats of a Parquet file in place; one of plain text, or without a column ``chat``, stays as it is.
+    """Rewrite the chats of a Parquet file in place; a file with plain text, or without a column ``chat``, is unchanged.
 
-    ``prompt`` becomes the list of messages; ``completion``, ``chosen`` and ``rejected`` a list of one of the
-    assistant's; a whole conversation ``messages``, without these. Raises UserError: several kinds of rows (plain text,
-    chats with a completion, conversations), where TRL wants one; a message of more than text (tool calls)."""
+    ``prompt`` becomes a list of messages; ``completion``, ``chosen`` and ``rejected`` become lists of one message by
+    the assistant; a whole conversation becomes ``messages`` alone. Raises UserError for several kinds of rows (plain
+    text, chats with a completion, conversations), as TRL needs one, and for a message with more than text."""
     table = pq.ParquetFile(path)
     if "chat" not in table.schema_arrow.names:
         return
@@ -89,7 +89,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     said = json.loads(row["prompt"])
     for message in said:
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
-            raise UserError(f"prompt of {row['id']}", str(message)[:60], "must have a role and a text, and no more")
+            raise UserError(f"prompt of {row['id']}", str(message)[:60], "must have only a role and a text")
     answers = {name: [{"role": "assistant", "content": row[name]}] for name in ANSWERS if row.get(name) is not None}
     return {**row, "prompt": said, "messages": said, **answers}
 

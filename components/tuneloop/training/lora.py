@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: the options, and a model with adapters as one without.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: their options, and how to merge or disable them.
 
 Engines never see adapters: a checkpoint's ``model/`` has them merged in (`tuneloop.training.checkpoint`)."""
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BASE, ADAPTER = ".base_layer.", ".lora_"
-"""In the names that peft gives to parameters: of the layer that was there, and of what it added."""
+"""Parts of peft's parameter names: of the original layer, and of an adapter."""
 
 
 class Lora(BaseModel, frozen=True, extra="forbid"):
@@ -65,8 +65,8 @@ def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
 
 @contextmanager
 def disable_adapters(model: Any) -> Iterator[None]:
-    """Disable the adapters of `model` while the block runs, by a scale of 0. peft's own switch turns their gradients
-    off, and FSDP, which looks at these only once, would find a model with nothing to train."""
+    """Disable the adapters of `model` while the block runs, by a scale of 0. peft's own switch disables their
+    gradients, and FSDP, which checks these only once, would find no parameter to train."""
     from peft.tuners.lora import LoraLayer
 
     layers = [(part, part.scaling) for part in model.modules() if isinstance(part, LoraLayer)]

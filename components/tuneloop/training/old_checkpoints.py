@@ -9,37 +9,37 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 
 STATE = "state"
-"""Below a checkpoint of `policy_update`: the artifact with its ``trainer/``, where that was written."""
+"""Name, below a checkpoint of `policy_update`, of the artifact with its ``trainer/``, if that was written."""
 STATE_FACT = "trainer_state"
-"""The fact of such a checkpoint that says what ``trainer/`` has to be (`tuneloop.training.checkpoint`)."""
+"""The fact of such a checkpoint that describes its ``trainer/`` (`tuneloop.training.checkpoint`)."""
 SINCE = "state_since"
-"""The note of the checkpoint since which updates have to be repeated to have that state."""
+"""The note that names the checkpoint from which updates must be repeated to restore that state."""
 PINS = "pins"
-"""Below a run: ``pins/<key of a checkpoint>/<who needs it>``, of forks and of promoted versions (`tuneloop.runs`)."""
+"""Folder below a run: ``pins/<key of a checkpoint>/<who needs it>``, for forks and promoted versions."""
 HISTORY = "metrics.jsonl"
-"""Of a checkpoint that is deleted this stays, beside its manifest: the curves of a run are made of it."""
+"""The file that is kept of a deleted checkpoint, beside its manifest: the curves of a run need it."""
 
 
 def pin_artifact(made: Artifact, who: str) -> None:
-    """Pin an artifact of a loop for `who`, so that retention keeps it. Raises UserError where its files are gone."""
+    """Pin an artifact of a loop for `who`, so that retention keeps it. Raises UserError if its files were deleted."""
     run, loop, key = made.url.rpartition("/iterations/")
     if not loop:
         return
     Store(run).put(pin := f"{PINS}{loop}{key}/{who}", b"")
-    there = {*Store(f"{made.url}/{made.manifest.root}").keys("")}  # looked at now: what is pinned stays
+    there = {*Store(f"{made.url}/{made.manifest.root}").keys("")}  # checked after pinning: from then on they are kept
     if there <= {HISTORY} and not made.manifest.files.keys() <= {HISTORY}:
         Store(run).delete(pin)
         raise UserError("artifact", made.url, "has lost its files to retention (save_total_limit, gc); take another")
 
 
 def list_pinned(run: str) -> set[str]:
-    """List the URLs of the artifacts that are pinned of the run at a URL."""
+    """List the URLs of the pinned artifacts of the run at the URL `run`."""
     return {f"{run}/{key.removeprefix(f'{PINS}/').rpartition('/')[0]}" for key in Store(run).keys(PINS)}
 
 
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:
-    """Yield the URLs of what training on from the checkpoint at `url` reads: its adapters' base, and the checkpoints
-    since the trainer's state was written; their rewards are never deleted. `find` returns the manifest at a URL."""
+    """Yield the URLs that are needed to continue training from the checkpoint at `url`: its adapters' base, and the
+    checkpoints since the trainer's state was written; rewards are never deleted. `find` returns a URL's manifest."""
     if base := made.facts.get("base"):
         yield split_ref(base)[0]
     found = made if STATE_FACT in made.facts and not find(f"{url}/{STATE}") else None
@@ -49,10 +49,10 @@ def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]
 
 
 def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
-    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, where a stage has that limit.
+    """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the stage has that limit.
 
-    Pinned checkpoints stay, too, with what training on from any of these needs, and the manifests and histories of all:
-    a run resumes and reports as before. Stages at work read one of the newest two. A second call changes nothing."""
+    Also kept are pinned checkpoints, those needed to continue training from a kept one, and all manifests and
+    histories: a run resumes and reports as before. Running stages read one of the newest two. It is idempotent."""
     if (keep := getattr(stage.params, "save_total_limit", None)) is None:
         return
     chain = _walk_back(stage.out_url, manifest)
@@ -62,8 +62,8 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     needed |= {needed for url, made in kept for needed in list_needed(url, made, find_manifest)}
     unneeded = (each for each in chain if each[0] not in needed)
     old = [*itertools.takewhile(lambda each: Store(each[0]).parts(each[1].root), unneeded)]
-    for url, made in reversed(old):  # so that where one is deleted, all before it are
-        if url in list_pinned(run):  # meanwhile
+    for url, made in reversed(old):  # oldest first, so that none before a deleted one is kept
+        if url in list_pinned(run):  # it was pinned meanwhile
             break
         Store(url).delete(STATE)
         for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
@@ -72,7 +72,7 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
 
 
 def _walk_back(url: str, made: Manifest | None) -> Iterator[tuple[str, Manifest]]:
-    """Yield URL and manifest of the checkpoint at `url` and of those before it in the same loop."""
+    """Yield URL and manifest of the checkpoint at `url` and of earlier ones in the same loop."""
     place, _, name = url.rsplit("/", 2)
     while made and place.endswith("/iterations") and url.rsplit("/", 2)[::2] == [place, name]:
         yield url, made

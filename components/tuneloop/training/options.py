@@ -1,4 +1,4 @@
-"""The parameters of a stage that trains, once: what they are, their bounds and their defaults."""
+"""The parameters that all training stages share: their types, bounds and defaults."""
 
 import math
 from dataclasses import dataclass, fields
@@ -19,9 +19,9 @@ MODEL_OPTIONS = (
     *("dtype", "attn_implementation", "packing", "max_length", "gradient_checkpointing", "lora"),
     *("cpu_offload", "torch_compile", "use_liger_kernel"),
 )
-"""Those that `tuneloop.training.fsdp.policy.Policy` takes."""
+"""The options that `tuneloop.training.fsdp.policy.Policy` has."""
 LOGITS = 1 << 25
-"""At most so many logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
+"""Maximum number of logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Optimization:
 
 
 class TrainerOptions(Options):
-    """Options of a trainer; a stage's subclass may set defaults and `flags`. `sequences`: how many an example has."""
+    """Options of a trainer; a stage's subclass may set defaults and `flags`. `sequences`: sequences in an example."""
 
     sequences: ClassVar[int] = 1
 
@@ -66,20 +66,20 @@ class TrainerOptions(Options):
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     max_length: int = Field(256, ge=2, description="tokens of prompt and completion; longer is an error")
     packing: Packing = Field("auto", description="auto: packed on CUDA, padded on CPU")
-    gradient_checkpointing: bool = Field(False, description="compute activations twice, in place of keeping them")
-    lora: Lora | None = Field(None, description="adapters by peft in place of all parameters; its names")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
+    lora: Lora | None = Field(None, description="train adapters by peft, with peft's option names")
     cpu_offload: bool = Field(False, description="FSDP shards and optimizer in the host's memory; several GPUs only")
     torch_compile: bool = Field(False, description="compile layers; resuming is then exact to float tolerance only")
     use_liger_kernel: bool = Field(False, description="liger-kernel's Triton kernels; GPUs only")
-    dtype: Dtype = Field("float32", description="of the computation; parameters stay float32")
+    dtype: Dtype = Field("float32", description="of the computation; parameters are float32")
     attn_implementation: str = Field(
         "auto", description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa"
     )
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="of model/, which is what samples; auto: dtype, so that no rounding parts the two"
+        "auto", description="dtype of model/, which is sampled from; auto: as dtype, so that both compute alike"
     )
-    save_steps: int = Field(0, ge=0, description="a resume point each so many steps; 0: on SIGTERM only")
-    device: Device = Field("auto", description="auto: CUDA where there is some")
+    save_steps: int = Field(0, ge=0, description="steps between resume points; 0: only on SIGTERM")
+    device: Device = Field("auto", description="auto: CUDA if available")
     expected_world_size: int | None = Field(
         None, ge=1, description="refuse to train with another number of processes", json_schema_extra=UNTRACKED
     )
@@ -90,7 +90,7 @@ class TrainerOptions(Options):
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """What they say to a model, as far as they are flags of the stage."""
+        """The options that a model takes, as far as they are flags of the stage."""
         return {name: getattr(self, name) for name in MODEL_OPTIONS if name in self.names()}
 
     @property
@@ -99,7 +99,7 @@ class TrainerOptions(Options):
 
 
 class PairOptions(TrainerOptions):
-    """Of a stage whose examples are pairs of completions."""
+    """Options of a stage whose examples are pairs of completions."""
 
     sequences: ClassVar[int] = 2
 
@@ -108,6 +108,6 @@ class PairOptions(TrainerOptions):
 
 
 class ScoringOptions(TrainerOptions):
-    """Of a stage that computes with a model and does not train it."""
+    """Options of a stage that computes with a model and does not train it."""
 
     flags: ClassVar[tuple[str, ...]] = ("packing", "dtype", "attn_implementation", "device", "expected_world_size")

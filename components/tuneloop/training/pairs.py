@@ -28,7 +28,7 @@ PLANNED = 8192
 
 
 class Pairs(Places[list[Document]]):
-    """Pairs by place: a prompt with the chosen completion, then with the rejected one, in the order of `documents`."""
+    """Pairs by index: a prompt with the chosen completion, then with the rejected one, in the order of `documents`."""
 
     def __init__(self, documents: Corpus) -> None:
         self.documents, self.ids = documents, documents.names.combine_chunks()[::2]
@@ -41,7 +41,7 @@ class Pairs(Places[list[Document]]):
 
 
 class Mismatched(Places[Document]):
-    """Each prompt with the completions of the pair before it: unrelated samples, from which KTO estimates KL."""
+    """Each prompt with the completions of the previous pair: unrelated samples, from which KTO estimates KL."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         def mix(place: int) -> Document:
@@ -69,8 +69,8 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
 def score_documents(
     stage: Stage | None, policy: Any, documents: Sequence[Document], limit: int, score: "Score" = sum_logprobs
 ) -> "array[float]":
-    """Compute `score` of any number of documents, at most `limit` at once, on every rank. `stage` is left on SIGTERM;
-    it is None within an optimizer step, which has to end first, so that a resume point can follow."""
+    """Compute `score` of any number of documents, at most `limit` at once, on every rank. On SIGTERM `stage` ends; it
+    is None within an optimizer step, which must be completed, so that a resume point can follow."""
     scores = array("d")
     for start in range(0, len(documents), PLANNED):
         part = documents[start : start + PLANNED]

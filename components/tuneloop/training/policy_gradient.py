@@ -1,4 +1,4 @@
-"""Steps on samples: the log-probabilities of micro-batches, an algorithm's loss on them, and what is measured."""
+"""Steps on samples: the log-probabilities of micro-batches, an algorithm's loss on them, and its metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: an algorithm's loss, over at most `limit` rollouts at once."""
+    """The objective to minimise: an algorithm's loss, over micro-batches of at most `limit` rollouts."""
 
     stage: Stage
     algorithm: PolicyGradient
@@ -104,14 +104,14 @@ class Objective:
 
 
 class Tally:
-    """Gathers measures of tokens over micro-batches and ranks."""
+    """Averages metrics of tokens over micro-batches and ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.count = ranks, 0
         self.parts: dict[str, list[Tensor]] = {}
 
     def add(self, **measures: Tensor) -> None:
-        """Add one value a token."""
+        """Add metrics with one value for each token."""
         for name, values in measures.items():
             self.parts.setdefault(name, []).append(values.double().cpu())
 

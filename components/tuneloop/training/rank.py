@@ -15,7 +15,7 @@ from tuneloop.core.processor import check_processor
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the module named first, with the other arguments, as a program."""
+    """Run the module that the first argument names as a program, with the other arguments."""
     import torch.distributed as dist
 
     check_processor()

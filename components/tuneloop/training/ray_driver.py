@@ -19,7 +19,7 @@ PORT = 29500
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command on all nodes and return the exit code that explains theirs."""
+    """Run the command on all nodes, and return the exit code that explains the nodes' exit codes."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -25,11 +25,11 @@ class Sample:
     Attributes:
         group: 0 … G-1.
         score: None unless it was scored.
-        length: tokens that the policy sampled; what an environment said between its turns does not count.
+        length: number of tokens that the policy sampled, without an environment's replies between its turns.
         truncated: whether sampling ended at the token limit.
-        age: versions that its oldest token lies behind the policy.
+        age: how many versions older than the policy its oldest token is.
         engine: log-probabilities under which it was sampled.
-        counted, used: whether it counts in the mean that is the loss; whether it goes through the model.
+        counted, used: whether it counts in the mean of the loss; whether it goes through the model.
         old: log-probabilities by the trainer before the first step, where there are several steps.
         reference: log-probabilities of the reference policy, where there is one.
     """
@@ -54,7 +54,7 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
     facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
     for name in ("version", "digest", "sampling"):
         if name not in facts:
-            raise UserError("--rewards", rewards.url, f"does not say its {name}; give it what the stage reward commits")
+            raise UserError("--rewards", rewards.url, f"does not state its {name}; give the output of the stage reward")
     age = version - facts["version"]
     if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
         sampled = f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})"
@@ -62,7 +62,7 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
         raise UserError("--rewards", sampled, remedy)
     temperature = float(facts["sampling"]["temperature"])
     if temperature <= 0:
-        remedy = "greedy rollouts have no distribution to learn from; use 1.0"
+        remedy = "greedy rollouts have no distribution to train on; use 1.0"
         raise UserError("sampling.temperature", temperature, remedy)
     return temperature
 
@@ -77,9 +77,9 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
 def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample], dict[str, int]]:
     """Select the first `wanted` groups whose scores differ: the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11).
 
-    They are the first by request, not the first that were done, which would favour short completions. Return their
-    samples, with groups numbered anew, and how many groups were `asked` for; of these `kept`, `rejected` for scores
-    that are equal or fewer than two, and left `unused`."""
+    They are the first in the order of requests; those that ended first would favour short completions. Return their
+    samples, with groups renumbered, and how many groups were `asked` for, `kept`, `rejected` because their scores are
+    equal or fewer than two, and `unused`."""
     scores: dict[int, set[float]] = {sample.group: set() for sample in samples}
     for sample in samples:
         if sample.score is not None:
@@ -92,7 +92,7 @@ def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample],
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raise UserError for an id outside of the vocabulary, which another tokenizer or another model's engine made."""
+    """Raise UserError for an id outside the vocabulary, made by another tokenizer or another model's engine."""
     for sample in samples:
         ids = np.asarray(sample.document.ids)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
@@ -101,7 +101,7 @@ def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
 
 
 def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
-    """Yield rows whose `TOKENS` are NumPy arrays: as Python's objects, a token would be some hundred bytes."""
+    """Yield rows whose `TOKENS` are NumPy arrays: as a Python object, a token would take some hundred bytes."""
     others = [name for name in COLUMNS if name not in TOKENS]
     for batch in table.iter_batches(ROWS, columns=list(COLUMNS)):
         for i, row in enumerate(batch.select(others).to_pylist()):

@@ -35,15 +35,15 @@ class _Scoring(torch.nn.Module):
 
 
 class Scorer(Policy):
-    """Gives documents scores. A language model's directory opens with a new head, of zeros: every score is 0."""
+    """Scores documents. A language model's directory is opened with a new head of zeros, so that every score is 0."""
 
     def _open(self, directory: Path) -> Any:
         made = self._adapt(_open(directory, torch.float32, self.attention))
-        made.score.requires_grad_(True)  # it is new: adapters beside it would be nothing to it
+        made.score.requires_grad_(True)  # the head is new, and trained even with adapters
         return _Scoring(made.model, made.score, made.config)
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        # The position that predicts a target is the one before it: a target after the end gives the end.
+        # A target is predicted at the position before it: so a target after the end selects the last position.
         return super().collate([Document([*each.ids, 0], [False] * len(each.ids) + [True]) for each in documents])
 
     def scores(self, documents: Sequence[Document] | Batch) -> Tensor:
@@ -69,7 +69,7 @@ def _open(directory: Path, dtype: torch.dtype, attention: str) -> Any:
     from transformers import logging
 
     said = logging.get_verbosity()
-    logging.set_verbosity_error()  # that a language model has no such head is why it gets one here
+    logging.set_verbosity_error()  # the warning that the model has no such head is expected
     try:
         made = open_model(directory, dtype, attention, "SequenceClassification", num_labels=1)
     finally:

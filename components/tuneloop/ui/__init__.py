@@ -1,1 +1,1 @@
-"""A live page over the runs of a store, for people: read only, without a database, made of what runs committed."""
+"""A live page of the runs in a store: read-only, without a database, built from the artifacts that runs committed."""

@@ -1,5 +1,5 @@
-"""The application behind ``tuneloop ui``: a page whose scripts ask for what runs have committed, as JSON. It draws that
-as text, never as markup, and the browser is told to run no other scripts."""
+"""The application behind ``tuneloop ui``: a page whose scripts request the runs' artifacts as JSON. The page inserts
+them as text, never as markup, and the browser is told to run no other scripts."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -28,34 +28,34 @@ from tuneloop.workflow.settings import RUN_LABEL
 FILES = [(f"/static/{path.name}", path.name) for path in STATIC.iterdir()]
 FILES += [(page, "index.html") for page in ("/", "/compare", "/runs/{rest:path}")]
 UNCOMMITTED = f"{RUN_LABEL},workflows.argoproj.io/phase!=Succeeded"
-"""Selects the workflows whose runs may have committed nothing: those under way, and those that failed."""
+"""Selects the workflows whose runs may have committed nothing: active and failed ones."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Content security policy: scripts are ours alone, whatever stands in a completion."""
+"""Content security policy: only the page's own scripts run, whatever a completion contains."""
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
 def build_app(
     store: str, cluster: Connection | None = None, hosts: Sequence[str] = ("*",), ask: describe.Ask | None = None
 ) -> Starlette:
-    """Build the application over the runs below `store`, a path or URL; `cluster`, or `ask`, says how those on it
-    stand. It answers for the names `hosts` alone: another site's name may be made to lead here (DNS rebinding)."""
+    """Build the application for the runs below `store`, a path or URL; `cluster`, or `ask`, knows the state of runs
+    there. It answers only for the host names `hosts`, as another site may point its name here (DNS rebinding)."""
     hosted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     locks, known = dict[str, threading.Lock](), dict[str, Run]()
 
     def list_submitted(selector: str) -> set[str]:
         try:
             return list_cluster_runs(cluster, normalize_url(store), selector) if cluster else set()
-        except (UserError, Retryable):  # what the store has is shown also while the cluster is away
+        except (UserError, Retryable):  # show the store's runs while the cluster is unavailable
             return set()
 
     def answer_runs(_: Request) -> Response:
         return _answer({"store": store, "runs": sorted({*list_runs(store), *list_submitted(UNCOMMITTED)})})
 
     def read_on(run: Run | None, name: str, *, whole: bool) -> Run:
-        """Return a run as it is now: the one that was known, unless it was deleted or another has its name."""
+        """Return a run in its current state: the known object, unless the run was deleted or replaced by another."""
         if run and run.record == read_record(name, store):
             # all of 1,000 iterations take 60 ms: much for a key of a search
             run.refresh(whole=None if whole else False)
@@ -65,13 +65,13 @@ def build_app(
             return Run.open(name, store)
         except UserError:
             if cluster and list_cluster_runs(cluster, normalize_url(store), f"{RUN_LABEL}={name}"):
-                return Run(name, store)  # which has committed nothing
+                return Run(name, store)  # submitted, but without a commit
             raise
 
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:
         def answer(request: Request) -> Response:
             name = request.path_params["name"]
-            with locks.setdefault(name, threading.Lock()):  # what is known of a run is read on by one at a time
+            with locks.setdefault(name, threading.Lock()):  # one request at a time refreshes a run
                 known[name] = run = read_on(known.pop(name, None), name, whole=path == "/now")
                 return _answer(tell(run, request))
 
@@ -92,7 +92,7 @@ def build_app(
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    """Answer in JSON, which has no word for a number that is not finite."""
+    """Answer in JSON, with null for a number that is not finite."""
     return Response(to_json(value, inf_nan_mode="null"), status, HEADERS, "application/json")
 
 

@@ -1,4 +1,4 @@
-"""What the pages show of a run, as JSON: how it stands now, all that it has committed, and its weights."""
+"""The data of a run that the pages show, as JSON: its current state, its artifacts, and its weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ from tuneloop.weights import live
 from tuneloop.weights.inspect import list_versions
 
 Ask = Callable[[Run], dict[str, Any]]
-"""Asks another executor than Argo how a run stands: its ``phase``, ``message`` and ``stages``."""
+"""Asks another executor than Argo for the state of a run: its ``phase``, ``message`` and ``stages``."""
 
 
 def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None) -> dict[str, Any]:
-    """Describe how a run stands: its phase, its stages and what each waits for, and its rewards in a line."""
+    """Describe the state of a run: its phase, its stages and what each waits for, and its rewards for a sparkline."""
     state, stands = run.state, dict[str, Any](phase=run.phase, message="", stages=list_stages(run))
     asked = state.workflow.parameters.get("iterations") if state else None
     most = int(asked) if asked else None
@@ -43,12 +43,12 @@ def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None)
         **{"iterations": iterations_line(run, most), "reward": reward_line(run)},
         "loop_end": estimate_loop_end(run, most) if stands["phase"] == "running" else None,
         "evaluation": next((e.key for e in reversed(run.with_role("evaluator"))), None),
-        **{"rewards": rewards[:: max(1, len(rewards) // 60)], **stands},  # some sixty, for a line a hundred pixels wide
+        **{"rewards": rewards[:: max(1, len(rewards) // 60)], **stands},  # about 60, for a line a hundred pixels wide
     }
 
 
 def describe_run(run: Run) -> dict[str, Any]:
-    """Describe all that a run has committed, its curves, its alarms, its settings and its workflow."""
+    """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow."""
     curves, rendered = run.curves(), run.record and (run.directory / "workflow.yaml").is_file()
     workflow = run.read_workflow() if rendered else {}
     phases, artifacts = run.phase_seconds().items(), [_describe_artifact(run, entry) for entry in run.entries]
@@ -64,7 +64,7 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def describe_weights(run: Run) -> dict[str, Any]:
-    """Describe the published versions of a run, what each took on its way, and which replica serves which."""
+    """Describe the published versions of a run, their delivery times, and which replica serves which version."""
     published = Store(run.weights_url)
     served = live.list_served_versions(published)
     return {"published": list_versions(published), "deliveries": list_deliveries(run), "served": served}

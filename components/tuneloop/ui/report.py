@@ -1,4 +1,4 @@
-"""The report of a run: the live page with all that it would ask a server for, in one file that opens offline."""
+"""The report of a run: the live page with all data that it would request, in one file that opens offline."""
 
 import base64
 import hashlib
@@ -22,19 +22,19 @@ from tuneloop.weights.inspect import list_versions
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = [f"{name}.js" for name in ("frozen", "dom", "chart", "run", "runs", "weights", "samples", "app")]
-"""The page's modules, each behind those that it imports."""
+"""The page's modules, each after those that it imports."""
 POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-{}'; style-src "
     "'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'\">"
 )
 POINTS, FEWEST, MOST = 10_000, 20, 460
-"""Points of all curves together, and the fewest and the most of one: two for each two pixels."""
+"""The number of points of all curves together, and the minimum and maximum of one curve: two for each two pixels."""
 ARTIFACTS, VERSIONS, ROWS, CHARACTERS, IDS, PAGE_BYTES = 240, 100, 12, 2000, 200, 80_000
 """Limits that keep a report below 1 MB; ROWS is completions of a page, CHARACTERS and IDS text and tokens of one."""
 
 
 def render_page(run: Run) -> str:
-    """Render the report of `run` as an HTML page of at most 1 MB. Raises Corrupt where what it shows was changed."""
+    """Render the report of `run` as an HTML page of at most 1 MB. Raises Corrupt if an artifact in it was changed."""
     at, found = f"/runs/{quote(run.name, safe='')}", describe_run(run)
     verdict = judge_run(run, found["curves"], found["alarms"])
     left = {*[each["key"] for each in found["artifacts"] if each["iteration"] is not None][:-ARTIFACTS]}
@@ -43,7 +43,7 @@ def render_page(run: Run) -> str:
     found |= {"curves": _thin_curves(found["curves"]), "verdict": verdict}
     weights = {"published": list_versions(run.weights_url, VERSIONS), "deliveries": list_deliveries(run)[-VERSIONS:]}
     samples = {f"{at}/samples/{place}": page for place, page in _read_samples(run)}
-    open_file.cache_clear()  # a server keeps files open; here nobody asks again
+    open_file.cache_clear()  # a server keeps files open, but a report needs them once
     answers = {at: found, f"{at}/now": describe_state(run, None), f"{at}/weights": {**weights, "served": {}}, **samples}
     return freeze_page(run.name, at, answers, verdict)
 
@@ -60,8 +60,8 @@ def render_metrics(stage: str, rows: Sequence[Mapping[str, Any]], over: str) -> 
 
 
 def freeze_page(title: str, start: str, answers: Mapping[str, Any], first: str = "") -> str:
-    """Freeze the live page, opened at the address `start`, into one file that reaches no server: `answers` has path →
-    what one would answer there. `first` is a sentence that is there without any script."""
+    """Freeze the live page, opened at the address `start`, into one file that needs no server: `answers` maps a path to
+    the server's answer. `first` is a sentence that is shown without scripts."""
     style, page, *modules = ((STATIC / name).read_text("utf-8") for name in ("style.css", "index.html", *SCRIPTS))
     script = re.sub(r"^import [^;]*;\n|^export ", "", "".join(modules), flags=re.MULTILINE)
     ours = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style))
@@ -78,7 +78,7 @@ def freeze_page(title: str, start: str, answers: Mapping[str, Any], first: str =
 
 
 def _encode(value: Any) -> bytes:
-    """Encode as JSON in which no markup can begin."""
+    """Encode as JSON that cannot contain the start of markup."""
     return to_json(value, inf_nan_mode="null").replace(b"<", rb"\u003c")
 
 
@@ -89,7 +89,7 @@ def _thin_curves(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Keep of many points the ends, and the least and the greatest of each part; of a number six digits."""
+    """Keep the first and the last point, and the minimum and maximum of each part; round numbers to six digits."""
     points = [point for point in points if math.isfinite(point[1])]
     size = math.ceil(2 * len(points) / most) if len(points) > most else 1
     parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
@@ -98,7 +98,7 @@ def _thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float,
 
 
 def _read_samples(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where they are, and the first completions of the first and the last evaluation and iteration."""
+    """Yield the path, and the first completions, of the first and the last evaluation and iteration."""
     for scores, by_key in ((run.evaluations(), True), (run.training_rewards(), False)):
         held = [score.entry for score in scores if {*FILES} & score.entry.manifest.files.keys()]
         for place in dict.fromkeys(entry.key if by_key else str(entry.iteration) for entry in held[:1] + held[-1:]):

@@ -18,19 +18,19 @@ from tuneloop.runs.run_record import Run
 SIZE = 50
 """Completions on a page."""
 MOST = 400
-"""Tokens of a completion on a page of several; one by itself has all."""
+"""The tokens of a completion that a page of several shows; a single completion is shown whole."""
 BATCH = 1 << 14
-"""Rows whose texts are in memory at once while they are searched."""
+"""The number of rows whose texts are in memory at once during a search."""
 FILES = ("rewards.parquet", FILE, "samples.parquet")
 TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
 CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
 
 
 def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Read a page of the completions of `at`, an iteration or the key of an evaluation; of the file only the row groups
-    of the page and the columns that are looked through. `wanted` has ``id``, ``group`` or ``outcome`` of rows;
-    ``search``, a text in them; ``place``, the one that is shown whole; ``sort``, by ``score`` or ``advantage``, from
-    its greatest with ``-`` before it; ``page``, from 1. Raises UserError where there are no completions."""
+    """Read a page of the completions of `at`, an iteration or the key of an evaluation; only the page's row groups and
+    the searched columns are read from the file. `wanted` has filters: ``id``, ``group`` or ``outcome``, and ``search``,
+    a text in the row; ``place``, the row that is shown whole; ``sort``, by ``score`` or ``advantage``, in descending
+    order after ``-``; ``page``, from 1. Raises UserError if there are no completions."""
     made = [e for e in run.with_role("scorer", "sampler") if str(e.iteration) == at]
     made = made or [e for e in run.with_role("evaluator") if e.key == at]
     held = [(e, name) for name in FILES for e in reversed(made) if name in e.manifest.files]
@@ -64,7 +64,7 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def open_file(ref: str, name: str) -> tuple[pq.ParquetFile, pa.Table, dict[str, Any]]:
-    """Open a file of completions, proved once; with the columns that rows are chosen by, and their order."""
+    """Open a file of completions, verified once, with the columns for filters and the values for sorting."""
     file = pq.ParquetFile(Artifact(ref).part(name))
     table = file.read([column for column in (*CHOICES, "score") if column in file.schema_arrow.names])
     return file, table, _compute_order(table)
@@ -97,8 +97,8 @@ def _select_places(file: pq.ParquetFile, table: pa.Table, wanted: Mapping[str, s
 
 
 def _compute_order(table: pa.Table) -> dict[str, Any]:
-    """Compute what rows are ordered by, NaN where there is none: the score, and the advantage before it is scaled,
-    which is the score less its group's mean, as in GRPO (arXiv 2402.03300)."""
+    """Compute the values for sorting, NaN if there is none: the score, and the unscaled advantage, which is the score
+    minus its group's mean, as in GRPO (arXiv 2402.03300)."""
     none = np.full(table.num_rows, np.nan)
     scores = table["score"].cast(pa.float64()).to_numpy() if "score" in table.column_names else none
     if "group" not in table.column_names:

@@ -33,7 +33,7 @@ _local = threading.local()  # (de)compressors are not safe to share between thre
 
 @dataclass(frozen=True)
 class Delta:
-    """What `encode_delta` found: no `payload` where nothing changed; `changed` counts elements (bytes: `overwrite`)."""
+    """The result of `encode_delta`: no `payload` if nothing changed; `changed` counts elements (`overwrite`: bytes)."""
 
     payload: bytes | None
     changed: int
@@ -72,17 +72,17 @@ def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: En
 
 
 class _Pass:
-    """Old bytes become new ones a block at a time, which stays in the cache from its reading to its hashing."""
+    """Turns old bytes into new ones, block by block; a block stays in the CPU's cache from reading to hashing."""
 
     def __init__(self, old: Bytes, new: Bytes) -> None:
         self.old, self.new, self.digest = old, new, xxhash.xxh3_128()
 
     def blocks(self, size: int) -> Iterator[Bytes]:
-        """Yield the blocks of the new bytes in order, holding the old ones; the caller changes them and goes on."""
+        """Yield the blocks of the new bytes in order, filled with the old bytes, for the caller to change."""
         for start in range(0, len(self.new), size):
             block = self.new[start : start + size]
             if self.old is self.new:
-                xxhash.xxh3_64_intdigest(block.data)  # to have it in the cache: scattered reads wait for memory longer
+                xxhash.xxh3_64_intdigest(block.data)  # loads it into the cache: scattered reads from memory are slower
             else:
                 np.copyto(block, self.old[start : start + size])
             yield block
@@ -90,7 +90,7 @@ class _Pass:
 
 
 def _corrupt(what: str) -> Corrupt:
-    return Corrupt("weights", "delta", f"is damaged ({what})")  # whose file it is knows the caller
+    return Corrupt("weights", "delta", f"is damaged ({what})")  # the caller adds the file
 
 
 def _compress(data: Any) -> bytes:
@@ -130,8 +130,8 @@ class _Gaps:
 
 
 def find_changed_elements(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Find the positions of the elements that differ, and the bits in which they do. Groups of eight comparisons with
-    any hit are found first, and positions in these alone: twice as fast as looking for true bools among all."""
+    """Find the positions of the elements that differ, and their differing bits. Groups of eight comparisons with any
+    difference are found first, and then the positions in them: twice as fast as a search in all comparisons."""
     a, b = old.view(f"<u{width}"), new.view(f"<u{width}")
     differ = np.empty(-(-len(a) // 8) * 8, np.bool_)
     differ[len(a) :] = False
@@ -149,7 +149,7 @@ def find_changed_elements(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[n
 
 
 def _to_gaps(positions: NDArray[np.int64]) -> Bytes:
-    """Encode the distance of each position from the one before (the first from 0): 255 adds 255 and goes on."""
+    """Encode the distance of each position from the previous one (the first from 0): 255 adds 255 and continues."""
     gaps = positions.astype(np.uint32)
     gaps[1:] -= gaps[:-1]
     small = gaps.astype(np.uint8)

@@ -23,12 +23,12 @@ MEND = "restore it from a copy, or publish the next version in full"
 
 @dataclass
 class Written:
-    """What `write_delta` found and wrote: `size` bytes, 0 where nothing changed, with the changed tensors, `names`.
+    """The result of `write_delta`: a file of `size` bytes (0: nothing changed) with the changed tensors `names`.
 
     Attributes:
         old, new: xxh3-128 of every tensor before and after.
         changed, elements: how many elements differ, of how many.
-        fits: False where the file would have been larger than the limit: there is none then.
+        fits: False if the file would have reached the limit; it was not written then.
     """
 
     names: list[str]
@@ -81,8 +81,8 @@ def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.En
 
 
 class DeltaFile:
-    """A delta, opened: the payload of each changed tensor. `expected`: tensor name → checksum, as the version's index
-    says; `blame` makes errors. Raises Corrupt: the file and the index do not agree."""
+    """A delta, opened: the payload of each changed tensor. `expected`: tensor name → checksum in the version's index;
+    `blame` makes errors. Raises Corrupt if the file and the index do not agree."""
 
     def __init__(
         self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str], blame: Blame
@@ -101,20 +101,20 @@ def patch_checkpoint(
 ) -> None:
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
-    A tensor takes all its deltas in a buffer of the thread, and is written only if it is right. `start`: the checksums
-    of `target` before, so that no delta is blamed for its input. Raises Corrupt, with the name of the file at fault: a
-    payload is damaged, or a new state is not what was published; `target`, written in part, is then unusable."""
+    All deltas of a tensor are applied in a buffer of the thread; the tensor is written only if the result is right.
+    `start`: the checksums of `target` before, so that no delta is blamed for its input. Raises Corrupt, naming the file
+    at fault, if a payload is damaged or a new state is not as published; `target` may be written in part then."""
 
     def update(name: str) -> None:
         data, blame = target.view(name), target.blame(target.tensors[name].file)
         if not (touching := [delta for delta in deltas if name in delta.payloads]):
             check_checksums([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
             return
-        made = _buffer(len(data))  # written back as a whole: storing through the map would cost a page fault a page
+        made = _buffer(len(data))  # written as a whole: each page stored through the map would cost a page fault
         for delta in touching:
             try:
                 digest = codec.apply_delta(data, made, delta.payloads[name], target.tensors[name].width, delta.encoding)
-                wrong = f"makes xxh3-128 {digest}, published was {delta.stated[name]}"
+                wrong = f"gives xxh3-128 {digest}, but {delta.stated[name]} was published"
             except Corrupt as error:
                 digest, wrong = "", error.remedy
             if digest != delta.stated[name]:
@@ -133,7 +133,7 @@ _local = threading.local()
 
 
 def _buffer(size: int) -> Bytes:
-    """Return memory that the thread's next tensor takes over: fresh pages would take four times as long to fill."""
+    """Return memory that the thread reuses for its next tensor: new pages take four times as long to fill."""
     if not hasattr(_local, "buffer") or len(_local.buffer) < size:
         _local.buffer = np.empty(size, np.uint8)
     return _local.buffer[:size]
@@ -143,7 +143,7 @@ def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str
     """Check tensor checksums. Raises Corrupt at the first that differs."""
     for name, digest in found:
         if digest != expected.get(name):
-            raise blame(f"its {name} has xxh3-128 {digest}, published was {expected.get(name)}")
+            raise blame(f"its {name} has xxh3-128 {digest}, but {expected.get(name)} was published")
 
 
 def compute_checksums(checkpoint: Checkpoint) -> dict[str, str]:

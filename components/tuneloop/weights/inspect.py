@@ -30,7 +30,7 @@ class Listed:
 
 
 def list_versions(root: str | Store, newest: int = 0) -> list[Listed]:
-    """List all complete versions, or so many of the newest, oldest first."""
+    """List all complete versions, or only the `newest` ones, oldest first."""
     chain = Chain(root)
     listed = []
     for version in chain.versions[-newest:]:
@@ -53,7 +53,7 @@ def verify_version(root: str | Store | Chain, version: int | None = None, *, bas
 
 @dataclass(frozen=True)
 class Difference:
-    """Tensor names by what became of them, the share of elements that differ in those that changed, and `roles`."""
+    """The tensors that were added, removed or changed (name → share of elements that differ), and their `roles`."""
 
     added: list[str]
     removed: list[str]
@@ -93,9 +93,9 @@ def delete_unused_versions(
 ) -> list[int]:
     """Delete versions that nothing needs, and return them; with `delete` false, only return them.
 
-    The latest stays, the `keep` newest, `pinned` ones, those that replicas say they serve (`live`), and every version
-    that one of these is assembled from. Leftovers of crashed publications below the latest go too; above it somebody
-    may be publishing. Raises UserError: `keep` is below 1, or a pinned version does not exist."""
+    Kept are the latest, the `keep` newest, `pinned` ones, those that replicas announce (`live`), and every version from
+    which one of these is assembled. Leftovers of crashed publications below the latest are deleted, too; above it a
+    publication may be in progress. Raises UserError if `keep` is below 1, or a pinned version does not exist."""
     if keep < 1:
         raise UserError("keep", keep, "must be at least 1")
     chain = Chain(root)
@@ -111,7 +111,7 @@ def delete_unused_versions(
     dropped = [v for v in chain.versions if v < chain.latest and v not in needed]
     if not delete:
         return dropped
-    for version in dropped:  # the index first: without it the version is gone as a whole
+    for version in dropped:  # the index first: without it the whole version does not exist
         chain.store.delete(f"{get_version_directory(version)}/{INDEX}")
     whole = {get_version_directory(v) for v in {*needed, *(v for v in chain.versions if v >= chain.latest)}}
     for place in sorted({key.partition("/")[0] for key in chain.keys}):

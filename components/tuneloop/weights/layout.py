@@ -44,17 +44,17 @@ class Tensor:
 
 
 Blame = Callable[[str], Corrupt]
-"""What is wrong with a file → the error that names the file and says what to do."""
+"""Turns what is wrong with a file into an error that names the file and says what to do."""
 
 
 def build_blame(where: object, mend: str = _MEND) -> Blame:
-    """Build a function that makes the errors of a file that a user knows as `where`."""
+    """Build the function that makes the errors of a file; `where` is how they name it."""
     return lambda wrong: Corrupt("weights", str(where), f"{wrong}; {mend}")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself; `digest` is the xxh3-128 of all bytes before the data."""
+    """The header of a safetensors file; `digest` is the xxh3-128 of all bytes before the data."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
@@ -140,7 +140,7 @@ class Checkpoint:
 
 
 def write_bytes_at(path: Path, start: int, data: Bytes) -> None:
-    """Write `data` into a file that exists, from the byte `start` on; others may write other bytes meanwhile."""
+    """Write `data` into an existing file at the byte `start`; other processes may write other bytes meanwhile."""
     with path.open("r+b", buffering=0) as file:
         file.seek(start)
         left = data.data

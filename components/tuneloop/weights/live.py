@@ -3,9 +3,9 @@
     <root>/live/<replica>.json             {"version": 7}
     <root>/served/NNNNNN/<replica>.json    what the pull of that version took
 
-A replica writes the first with each version and each minute, and deletes it when it ends in good order. One that is
-older than `EXPIRY_S` is of a replica that died, and no longer counts; versions of a replica without write access are
-pinned by hand. The second is written once, and stays: for people and reports."""
+A replica writes the first with each version and every minute, and deletes it when it ends normally. A file older than
+`EXPIRY_S` belongs to a dead replica, and does not count; pin the version of a replica without write access by hand.
+The second is written once and kept, for people and reports."""
 
 import time
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ PULL: dict[str, Any] = {"version": int, "full": int | None, "tensors": int, "ide
 PULL |= dict.fromkeys(("served_at", "fetch_s", "apply_s", "pause_s"), float)
 RENEW_S = 60.0
 EXPIRY_S = 600.0
-"""Ten misses: a store's clock and ours may differ by minutes."""
+"""The time of ten missed announcements: a store's clock and ours may differ by minutes."""
 
 
 def announce_version(root: Store, replica: str, version: int) -> None:
-    """Announce for `EXPIRY_S` that `replica` serves `version`. Raises UserError, Retryable: `root` takes no writes."""
+    """Announce for `EXPIRY_S` that `replica` serves `version`. Raises UserError, Retryable: it is not writable."""
     root.put(key := f"{PLACE}/{replica}.json", dump_checked_json({"version": version}, key))
 
 
@@ -34,7 +34,7 @@ def withdraw_replica(root: Store, replica: str) -> None:
 
 
 def list_served_versions(root: Store) -> dict[str, int]:
-    """Return replica → version, of the replicas that live."""
+    """Return replica → version for the replicas that are alive."""
     since = time.time() - EXPIRY_S
     found = {key: root.get(key) for key, (_, at) in root.stat().items() if key.startswith(f"{PLACE}/") and at > since}
     told = {key: load_checked_json(data, key, root.url, MEND, {"version": int}) for key, data in found.items() if data}
@@ -42,11 +42,11 @@ def list_served_versions(root: Store) -> dict[str, int]:
 
 
 def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
-    """Record what a pull of ``about["version"]`` by `replica` took. Raises as `announce_version`."""
+    """Record the timings `about` of a pull of ``about["version"]`` by `replica`. Raises as `announce_version`."""
     root.put(key := f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_checked_json(about, key))
 
 
 def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
-    """Read what the pulls of `version` took, of each replica that recorded one."""
+    """Read the records of all replicas that pulled `version`."""
     found = {key: root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}")}
     return [load_checked_json(data, key, root.url, MEND, PULL) for key, data in found.items() if data]

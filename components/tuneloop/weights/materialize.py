@@ -1,4 +1,4 @@
-"""Make a local directory hold a published version, by a full version and deltas, or in place by deltas alone."""
+"""Make a local directory hold a published version: from a full version and deltas, or in place by deltas alone."""
 
 import fcntl
 import hashlib
@@ -28,10 +28,10 @@ MARKER, LOCK, INCOMING = ".weight_version.json", ".weight_version.lock", ".incom
 
 
 class Marker(BaseModel, frozen=True, extra="forbid"):
-    """What a directory holds. It exists only while that is true: it is removed before the first byte changes.
+    """The version that a directory holds. The marker is removed before the first byte changes, so it is always true.
 
-    Data are not flushed to disk, so the marker counts only in the boot that wrote it (a killed process loses nothing, a
-    crashed host may); in another, every tensor is checked first."""
+    Data are not flushed to disk, so the marker is trusted only until the host reboots (a killed process loses nothing,
+    a crashed host may); after a reboot, every tensor is checked first."""
 
     version: int
     index: str
@@ -40,15 +40,15 @@ class Marker(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Materialized:
-    """What `materialize_version` did.
+    """The result of `materialize_version`.
 
     Attributes:
-        ref: as the pointer writes it.
-        previous: that it held before; None if none or not to be trusted.
-        full, deltas: the full version that was copied, None if none was; the versions applied after, in order.
-        read_bytes: from the store; deltas that this machine's cache had are not.
-        source: what the version was published from (a checkpoint's digest), if the publisher said so.
-        timings: seconds: ``fetch``, ``apply`` (with the checks).
+        ref: the version's reference, in the form of the pointer.
+        previous: the version that the directory held before; None if none, or it could not be trusted.
+        full, deltas: the full version that was copied (None: none was), and the deltas applied to it, in order.
+        read_bytes: bytes read from the store, without deltas that were in this machine's cache.
+        source: the digest of the checkpoint that the version was published from, if the publisher recorded it.
+        timings: in seconds: ``fetch``, and ``apply`` with the checks.
     """
 
     version: int
@@ -71,21 +71,21 @@ def materialize_version(
 ) -> Materialized:
     """Make `directory` hold `version` (None: the latest) as published below `root`, byte for byte.
 
-    Lineage is checked before a byte changes, every tensor after, also where nothing was to be done. One process a host
-    works at a time. After a failure in place the directory counts as empty, and the next call restores it in full.
+    Lineage is checked before a byte changes, and every tensor afterwards, even if nothing changed. Only one process
+    of a host works at a time. A failure in place leaves the directory empty: the next call restores it in full.
 
     Args:
         directory: empty, absent, or made by an earlier call.
         base: the model that the chain starts on, where it stores none; only read.
-        shared: take deltas of an object store through this machine's cache, which may have what the store has lost.
+        shared: read deltas of an object store through this machine's cache, which may have some that the store lost.
 
     Raises:
         UserError: the version is not published, the directory holds something else, or `base` is not the model.
-        Corrupt: what is published is damaged, out of order, or does not lead to the published state.
+        Corrupt: the published files are damaged, out of order, or do not give the published state.
     """
     chain = root if isinstance(root, Chain) else Chain(root)
     directory = Path(directory)
-    target = chain.target(version)  # before a directory is made for it
+    target = chain.target(version)  # before the directory is created
     with lock_directory(directory):
         held = _held(directory, chain, target)
         plan = plan_restoration(chain, target, held)
@@ -105,7 +105,7 @@ def materialize_version(
             clock = time.perf_counter()
             _assemble(chain, plan, deltas, directory)
             return _result(plan, sum(cached.values()), {"fetch": fetched, "apply": time.perf_counter() - clock})
-        except Corrupt:  # perhaps on this machine alone: the store has the last word
+        except Corrupt:  # perhaps only the cache is damaged: read the store itself
             if not shared or chain.store.root is not None:
                 raise
             for step in plan.steps:
@@ -117,7 +117,7 @@ def materialize_version(
 
 @dataclass(frozen=True)
 class Plan:
-    """`full` is None where `steps` continue what the directory holds, which is `held`."""
+    """How to restore `target`. `full` is None if `steps` continue from the version `held` by the directory."""
 
     target: Entry
     held: int | None
@@ -126,7 +126,7 @@ class Plan:
 
 
 def plan_restoration(chain: Chain, target: int, held: int | None = None) -> Plan:
-    """Choose the cheaper way: deltas from what is held, or from the newest full version at or below the target."""
+    """Choose the cheaper way: deltas from the held version, or from the newest full version at or below the target."""
     steps: list[Entry] = []
     restore: Plan | None = None
     for step, entry in chain.steps(target):
@@ -158,7 +158,7 @@ def _result(plan: Plan, cached: int, timings: dict[str, float]) -> Materialized:
 
 
 def _open_delta(store: Store, step: Entry, incoming: Path, cached: dict[int, int] | None) -> delta.DeltaFile | None:
-    """Open a delta; with `cached`, version → bytes of those that were there, through this machine's cache."""
+    """Open a delta. With `cached` (version → bytes that the cache had), read it through this machine's cache."""
     encoding, names = step.index.encoding, set(step.index.weight_map.values())
     assert encoding is not None
     if not names:
@@ -188,7 +188,7 @@ def _open_delta(store: Store, step: Entry, incoming: Path, cached: dict[int, int
 
 
 def _find_cache(store: Store, step: Entry) -> Path:
-    """Find where this machine's readers share the files of a delta; one that is published anew has another place."""
+    """Return where the cache keeps the files of a delta; a delta that is published again has another place."""
     what = f"{store.url}/{step.place}".encode() + step.index.encoded()
     return cache.open_directory(f"sha256:{hashlib.sha256(what).hexdigest()}")
 
@@ -199,7 +199,7 @@ def fetch_file(store: Store, key: str, path: Path, *, copy: bool = False) -> Pat
         store.download(key, path)
         return path
     if not (store.root / key).is_file():
-        raise build_blame(f"{store.url}/{key}", delta.MEND)("is missing although its index is there")
+        raise build_blame(f"{store.url}/{key}", delta.MEND)("is missing although its index exists")
     return store.root / key
 
 
@@ -208,7 +208,7 @@ def check_base(first: Entry, base: Path | None) -> Store:
     model, wanted = Checkpoint(base) if base else None, first.index.tuneloop.held
     found = model and versions.digest_weights(model.headers, delta.compute_checksums(model))
     if base is None or found != wanted:
-        what = f"its weights are {found}, and version {first.version}, which stores none, is {wanted}"
+        what = f"its weights are {found}, but version {first.version}, which stores no weights, needs {wanted}"
         raise UserError("--base", base and str(base), f"{what}; give the model that the run began with")
     return Store(str(base))
 
@@ -235,7 +235,7 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
     if {n for d in given for n in d.payloads} | set(model.tensors) != set(index.checksums):
         raise Corrupt("weights", plan.target.place, "names tensors that the model does not have; nothing was changed")
     if not plan.full:
-        (directory / MARKER).unlink()  # from here on the directory holds nothing until it is proved again
+        (directory / MARKER).unlink()  # from here on the directory counts as empty until it is verified again
     start = (plan.full or chain.entry(plan.held or 0)).index.tuneloop.checksums
     delta.patch_checkpoint(model, given, index.checksums, start)
     for name, path in others.items():
@@ -256,7 +256,7 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
 
 
 def _origin(store: Store, plan: Plan, directory: Path) -> Callable[[str], Blame]:
-    """Say where the plan's first state of a file comes from: the full version's stored file, or the directory's own."""
+    """Name the source of a file's first state in the plan: the full version's stored file, or the directory's file."""
     if plan.full is None:
         return lambda name: build_blame(directory / name, _AGAIN)
     place, files = f"{store.url}/{plan.full.place}", plan.full.index.tuneloop.files
@@ -296,7 +296,7 @@ def _held(directory: Path, chain: Chain, target: int) -> int | None:
     if entry.digest != marker.index:
         return None
     try:
-        if marker.boot != _boot() or marker.version == target:  # else the deltas' checks prove every tensor
+        if marker.boot != _boot() or marker.version == target:  # else the checks of the deltas verify every tensor
             check_directory(directory, entry)
         return marker.version if _same_files(Checkpoint(directory), entry) else None
     except UserError:
@@ -323,7 +323,7 @@ def _same_files(model: Checkpoint, entry: Entry) -> bool:
 def read_tensors(
     chain: Chain, version: int, names: Iterable[str], *, base: Path | None = None
 ) -> Iterator[tuple[Tensor, Bytes]]:
-    """Yield tensors of a version, proved, one at a time, and read no others. Raises as `materialize_version`."""
+    """Yield tensors of a version, verified, one at a time, and read no others. Raises as `materialize_version`."""
     plan = plan_restoration(chain, version)
     assert plan.full is not None
     about = plan.full.index.tuneloop

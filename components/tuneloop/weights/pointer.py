@@ -1,4 +1,4 @@
-"""The ``latest`` pointer of a run: one key that says which weight version is to be served.
+"""The ``latest`` pointer of a run: one key that names the weight version to be served.
 
 It moves by compare-and-swap, never backward, and two publishers that race cannot both believe they moved it. The
 protocol follows the published disk-delta systems (pointer moved last, rewind refused)."""
@@ -21,7 +21,7 @@ class PointerConflict(UserError):
 
 
 class Latest(BaseModel, frozen=True, extra="forbid"):
-    """What the pointer says."""
+    """The contents of the pointer."""
 
     version: int = Field(ge=0)
     ref: str = Field(description="``<directory>@xxh3-128:<digest of its index>``")

@@ -1,6 +1,6 @@
-"""What a stage that writes checkpoints does with weight versions: publish each once its checkpoint is committed.
+"""Publish each checkpoint of a stage as a weight version, once it is committed.
 
-The artifact stays the truth. Publishing follows the commit and may be repeated: running a stage again completes it."""
+The artifact is authoritative. Publishing follows the commit and may be repeated: running a stage again completes it."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ from tuneloop.weights.publish import publish_version
 from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
-"""Below the root: ``published/NNNNNN.json``, what publishing took. For people and reports; no reader needs it."""
+"""Below the root, ``published/NNNNNN.json`` records how long publishing took, for people and reports only."""
 RECORD: dict[str, Any] = {"at": float, "timings": dict[str, float], "sent_bytes": int, "full_bytes": int}
 RECORD |= {"density": float | None, "encoding": str | None}
 
@@ -36,7 +36,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     if (root := getattr(stage.params, "weights", None)) is None:
         return
     version: int = manifest.facts["version"]
-    ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may stand
+    ran = bool(stage.timings)  # else an earlier attempt committed it, and later versions may exist
     chain = Chain(root)
     if chain.pointed is not None and chain.pointed.version > version:
         where = f"{chain.store.url} is at version {chain.latest} already"
@@ -64,7 +64,7 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
 
 
 def read_publications(root: str) -> dict[int, dict[str, Any]]:
-    """Read version → what publishing it below `root` took; see `Published`, and ``at``, when it was done."""
+    """Read version → the record of publishing it below `root`: the fields of `Published`, and ``at``, its time."""
     store = Store(root)
     names = (key.removeprefix(f"{RECORDS}/").removesuffix(".json") for key in store.keys(RECORDS))
     versions = (int(name) for name in names if name.isdecimal())
@@ -72,14 +72,14 @@ def read_publications(root: str) -> dict[int, dict[str, Any]]:
 
 
 def read_publication(store: Store, version: int) -> dict[str, Any] | None:
-    """Read what publishing one version took; None if it was not recorded."""
+    """Read the record of publishing one version; None if there is none."""
     key = f"{RECORDS}/{version:06d}.json"
     return load_checked_json(store.get(key), key, store.url, "delete it", RECORD) or None
 
 
 def _find_base(policy: Artifact) -> Path | None:
-    """Find ``model/`` of the policy that was trained: in an undisturbed run the base version, which `publish_version`
-    proves. None where its files are gone (`tuneloop gc --keep`): the chain then has the base."""
+    """Find ``model/`` of the policy that was trained: without interruptions it is the base version, which
+    `publish_version` verifies. None if its files were deleted (`tuneloop gc --keep`): the chain then has the base."""
     if (local := local_path(policy.url)) is None:
         return policy.part("model")
     held = local / policy.manifest.root

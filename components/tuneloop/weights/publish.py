@@ -18,7 +18,7 @@ from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.versions import INDEX, Chain, Entry, Extra, File, Index, Metadata
 
 APPLY_COST = 0.1
-"""What applying a delta costs beyond reading its bytes, in units of restoring the full version: about 0.15 s a GB and
+"""The cost of applying a delta beyond reading its bytes, relative to restoring the full version: about 0.15 s a GB and
 core against 1.5 s a GB from an object store (against 0.5 s from files in the page cache it is 0.35)."""
 RESTORE_BOUND = 3.0
 """The next version is published in full as well (an anchor) where replaying the deltas since the last full one would
@@ -31,14 +31,14 @@ the publisher sends 1/22 of the full bytes on average."""
 
 @dataclass(frozen=True)
 class Published:
-    """A version as it now stands.
+    """A version as it is now published.
 
     Attributes:
-        version, base_version, encoding: as in the index; the last two None where only a full version was published.
+        version, base_version, encoding: as in the index; the last two are None if only a full version was published.
         full: whether the version is stored in full (with or without a delta beside it).
-        sent_bytes: written by this call; 0 where the version stood already.
-        full_bytes: of the model directory's safetensors.
-        delta_bytes: of the delta; None where there is none.
+        sent_bytes: bytes written by this call; 0 if the version existed already.
+        full_bytes: bytes of the model directory's safetensors.
+        delta_bytes: bytes of the delta; None if there is none.
         density: share of elements that changed; None without a base.
         timings: seconds: ``base`` (derive it from the chain), ``encode``, ``publish`` (upload, commit, pointer).
     """
@@ -71,21 +71,21 @@ def publish_version(
 
     Crash-safe at every point: until the index exists the version does not, until the pointer moves the old version is
     served, and calling again finishes. The base is the newest version below `version` in the store, never memory, so a
-    restarted trainer continues the chain. A version that stands with the same bytes only has the pointer moved.
+    restarted trainer continues the chain. If the version exists with the same bytes, only the pointer is moved.
 
     Args:
         version: any number above the latest; a version is immutable.
         directory: Hugging Face layout: ``*.safetensors`` and whatever lies beside them, hidden files left out.
         base: directory of the base version (the export before), checked against the chain; None: made from the chain.
-        base_version: the version that `base` holds; where another one is the base, `base` is left aside.
-        source: what the version was made from (a checkpoint's digest): replicas say that they serve it.
+        base_version: the version that `base` holds; if another version is the base, `base` is not used.
+        source: the digest of the checkpoint that the version is made from, which replicas report.
         held: store only the weights' digest: readers start on this model. Later versions need `base`, until a full one.
-        encoding: of the delta, and of those that follow; chain: as before, gap8-xor at first; None publishes in full.
-        restore_bound: how soon the next anchor comes, as `RESTORE_BOUND` says; 0 makes every version one.
+        encoding: of this delta and later ones; chain: as before, at first gap8-xor; None publishes in full.
+        restore_bound: how soon the next anchor comes, as in `RESTORE_BOUND`; 0 makes every version an anchor.
 
     Raises:
         PointerRewind: ``latest`` is at a newer version.
-        PointerConflict: the version stands, with other bytes.
+        PointerConflict: the version exists with other bytes.
         Corrupt: `base` is not the base version, or the chain in the store is damaged.
     """
     chain = Chain(root)
@@ -96,7 +96,7 @@ def publish_version(
         attempt = _Attempt(chain, version, Path(directory), Path(scratch), source)
         if version in chain.versions:
             attempt.describe_full(held)
-            return attempt.stand_by()
+            return attempt.adopt_existing()
         below = [v for v in chain.versions if v < version]
         if encoding == "chain":
             before = chain.entry(below[-1]).index if below else None
@@ -110,14 +110,14 @@ def publish_version(
             attempt.commit(restore_bound, encoding)
         except Conflict:  # a duplicate was faster
             chain = attempt.chain = Chain(chain.store)
-            return attempt.stand_by()
+            return attempt.adopt_existing()
         result = attempt.advance(chain.store)
         attempt.timings["publish"] = time.perf_counter() - clock
         return result
 
 
 class _Attempt:
-    """One attempt to publish: what is to be uploaded under which key, and the indexes that will describe it."""
+    """One attempt to publish: the files to upload, with their keys, and the indexes that describe them."""
 
     def __init__(self, chain: Chain, version: int, directory: Path, scratch: Path, source: str | None) -> None:
         self.chain, self.version, self.scratch, self.source = chain, version, scratch, source
@@ -180,7 +180,7 @@ class _Attempt:
         )
 
     def describe_full(self, held: bool) -> None:
-        """Make the index of the version in full; where readers hold its weights, of all files but these."""
+        """Make the index of a full version, without the weights if readers hold them."""
         if self.checksums is None:
             self.checksums = delta.compute_checksums(self.new)
         files = self._files(self.checksums, held)
@@ -215,7 +215,7 @@ class _Attempt:
         return files
 
     def commit(self, restore_bound: float, encoding: codec.Encoding | None) -> None:
-        """Upload files, then the index that makes the version exist. Raises Conflict where it exists by now."""
+        """Upload files, then the index that makes the version exist. Raises Conflict if it exists already."""
         assert self.full is not None
         store, main = self.chain.store, self.full
         if self.delta is not None and self.delta.tuneloop.restore_cost <= restore_bound:
@@ -243,8 +243,8 @@ class _Attempt:
             self.chain.store.upload(f"{place}/{name}", source)
         self.sent += index.tuneloop.stored_bytes
 
-    def stand_by(self) -> Published:
-        """Make sure that the version which exists is ours, and that the pointer says so."""
+    def adopt_existing(self) -> Published:
+        """Verify that the existing version has our weights, and move the pointer to it."""
         assert self.full is not None
         if not self.chain.entry(self.version).index.same_state(self.full):
             remedy = f"{self.chain.store.url}/{self.place} holds other weights; publish under a new number"
@@ -258,7 +258,7 @@ class _Attempt:
         step = self.chain.delta(entry)
         kept = entry.keys() | (step.keys() if step else set())
         for key in store.keys(self.place):
-            if key not in kept and not key.rpartition("/")[2].startswith("."):  # hidden: somebody is writing it
+            if key not in kept and not key.rpartition("/")[2].startswith("."):  # hidden: another process is writing it
                 store.delete(key)
         ref = versions.get_version_reference(entry)
         pointer.advance_pointer(store, pointer.Latest(version=self.version, ref=ref))
@@ -277,5 +277,5 @@ class _Attempt:
 
 
 def _not_the_base(base: Path | str, standing: Entry) -> Corrupt:
-    remedy = f"is not version {standing.version} as published; leave `base` out, and it is derived from the store"
+    remedy = f"is not version {standing.version} as published; without `base` it is derived from the store"
     return Corrupt("base", str(base), remedy)

@@ -1,8 +1,8 @@
-"""The role of each tensor of a model, so that a reader of a part of it reads no more (`read_tensors`).
+"""The role of each tensor of a model, so that a reader that needs a part reads only that part (`read_tensors`).
 
-``embedding`` and ``head`` have a row a token. Of ``attention``, ``mlp`` and ``expert``, ranks of tensor parallelism
-split the rows of a ``…_column`` and the columns of a ``…_row``. Each needs all of a ``norm``, a ``router``, a ``scale``
-(of a quantized matrix), and of what is ``replicated``: nothing is known that would cut it."""
+``embedding`` and ``head`` have one row for each token. For ``attention``, ``mlp`` and ``expert``, the ranks of tensor
+parallelism split the rows of a ``…_column`` and the columns of a ``…_row``. Each rank needs the whole of a ``norm``, a
+``router``, a ``scale`` (of a quantized matrix), and of ``replicated`` tensors, for which no split is known."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -24,17 +24,17 @@ _PATTERNS = [
     (r"\.(gate_proj|up_proj|gate_up_proj|fc1|w1|w3)\.", "mlp_column"),
     (r"", "replicated"),
 ]
-"""Of the names that Hugging Face gives tensors; the first that matches decides."""
+"""Pattern of Hugging Face's tensor names → role; the first match decides."""
 
 
 def classify_tensors(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Give each tensor of a model directory its role: by transformers' own plan of which modules ranks share, and how;
-    where that does not say (experts are one module, and many tensors in files), by its name."""
+    """Give each tensor of a model directory its role: by the tensor-parallel plan of transformers, or where that lacks
+    the tensor (experts are one module, but many tensors in files), by its name."""
     config, plan = directory / "config.json", dict[str, str]()
     if config.is_file() and '"model_type"' in config.read_text():
         from transformers import AutoConfig
 
-        with suppress(ValueError):  # a model that transformers does not know, or knows by code that comes with it
+        with suppress(ValueError):  # transformers does not know the model, or only by code that comes with it
             about = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             plan = about.get_text_config().base_model_tp_plan or {}
     return {name: _find_role(name, plan) for name in names}

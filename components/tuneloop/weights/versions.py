@@ -1,4 +1,4 @@
-"""What lies below a weights URL: versions, how each is stored, and how they follow from one another::
+"""The layout below a weights URL: versions, how each is stored, and how they follow from one another::
 
     <root>/latest                                           the pointer (`pointer.py`), moved last
     <root>/weight_v000016/model.safetensors.index.json      created last: its existence means the version is whole
@@ -49,7 +49,7 @@ class Metadata(BaseModel, frozen=True, extra="forbid"):
 
 
 class Extra(BaseModel, frozen=True, extra="forbid"):
-    """What tuneloop adds, under a key of its own that other readers ignore."""
+    """The fields that tuneloop adds, under its own key, which other readers ignore."""
 
     format: Literal[1] = 1
     files: dict[str, File]
@@ -103,7 +103,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
 
 
 class Entry:
-    """An index as it lies in the store, with its digest and place."""
+    """An index in the store, with its digest and place."""
 
     def __init__(self, store: Store, place: str) -> None:
         if (data := store.get(f"{place}/{INDEX}")) is None:
@@ -140,7 +140,7 @@ class Chain:
 
     def __init__(self, root: str | Store) -> None:
         self.store = root if isinstance(root, Store) else Store(root)
-        self.pointed = pointer.read_pointer(self.store)  # before the listing, which then has what it names
+        self.pointed = pointer.read_pointer(self.store)  # before the listing, which must include it
         self.keys = self.store.keys()
         found = (match for key in self.keys if (match := _DIRECTORY.fullmatch(key)))
         self.versions = sorted(int(match[2]) for match in found if match[1] == get_version_directory(int(match[2])))
@@ -148,10 +148,10 @@ class Chain:
         self._named: dict[int | None, str] = {at.version: at.ref.rpartition(":")[2] for at in [self.pointed] if at}
 
     def entry(self, version: int) -> Entry:
-        """Read the index of a version, proved by those that follow it, up to the one that the pointer names."""
+        """Read the index of a version, verified by the later indexes, up to the one that the pointer names."""
         latest = -1 if self.pointed is None or version in self._entries else self.pointed.version
         for later in [v for v in reversed(self.versions) if version < v <= latest]:
-            with contextlib.suppress(UserError):  # that one is damaged, and proves nothing
+            with contextlib.suppress(UserError):  # a damaged index verifies nothing
                 self._read_entry(later)
         return self._read_entry(version)
 

@@ -129,7 +129,7 @@ def _parse(source: str) -> ast.expr:
             if name not in FUNCTIONS:
                 raise ExpressionError(f"the function {name} is not supported")
         if isinstance(node, ast.Compare) and len(node.ops) > 1:
-            raise ExpressionError("one comparison of another needs parentheses")
+            raise ExpressionError("a comparison of comparisons needs parentheses")
     return parsed
 
 

@@ -27,11 +27,11 @@ class StageSpec:
     ) -> None:
         self.component, self.processes, self.nodes = component, processes, nodes
         self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
-        if self.parameters.get("backend", "native") not in (None, "native"):  # which starts the ranks itself
+        if self.parameters.get("backend", "native") not in (None, "native"):  # such a backend starts the ranks itself
             self.parameters["expected_world_size"], self.processes = processes, 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
-        """Return the stage with those of `values` besides that are parameters of it."""
+        """Return the stage with additional parameters: those of `values` that it has."""
         made = copy.copy(self)
         made.parameters = {**self.parameters, **{name: values[name] for name in self.accepted(list(values))}}
         return made
@@ -151,7 +151,7 @@ def output_of(wire: str) -> str:
 
 
 class Outputs:
-    """The outputs of a task, each an attribute: ``data.prompts``; `read` gives the one of a name."""
+    """The outputs of a task, each an attribute: ``data.prompts``; `read` looks one up by name."""
 
     def __init__(self, read: Callable[[str], Any]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""What the local executor understands of a Workflow: everything else is refused by name before anything runs."""
+"""The fields of a Workflow that the local executor supports: any other is refused by name before anything runs."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
     templates: Sequence[Mapping[str, Any]] = spec.get("templates", [])
     for template in templates:
         if "resource" in template:
-            told = "is an object of a cluster: submit it to one, or say nodes=1, and as many processes"
+            told = "needs a cluster: submit it to one, or set nodes=1, and processes to their total"
             raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
     for path in _unknown(spec, "spec", "spec"):
         raise UserError(path, "…", UNSUPPORTED)
@@ -63,7 +63,7 @@ def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_at_template(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Return `workflow` from another template on, which gets `arguments`."""
+    """Return `workflow` with another template as its entrypoint, which gets `arguments`."""
     spec = workflow["spec"]
     given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
     given |= {name: {"name": name, "value": value} for name, value in arguments.items()}
@@ -105,7 +105,7 @@ def _check_pod(template: Mapping[str, Any]) -> None:
 
 
 def mounts_token(spec: Mapping[str, Any]) -> bool:
-    """Say whether pods of a workflow mount the token of its servers; those of a template that is not here may."""
+    """Say whether pods of a workflow mount the token of its servers; pods of a WorkflowTemplate elsewhere may."""
     return TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec
 
 

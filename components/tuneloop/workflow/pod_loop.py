@@ -10,12 +10,12 @@ PROGRAM = "tuneloop.local.iterations"
 PerPod = int | Literal["auto"]
 """Iterations that a pod runs; 0: each stage has a pod of its own; auto: the pod decides (`count_iterations`)."""
 BEARABLE = 0.1
-"""Share of a loop's time that may go by between pods and while they start."""
+"""The fraction of a loop's time that may be spent between pods and while they start."""
 
 
 def count_iterations(lost_s: float, iteration_s: float) -> int:
-    """Count the iterations that a pod has to run, at least one, for the seconds that a new pod costs to be at most the
-    share `BEARABLE` of the time from one pod to the next: n ≥ lost · (1 / BEARABLE - 1) / iteration."""
+    """Compute how many iterations a pod must run (at least one) so that the seconds that a new pod costs are at most
+    the fraction `BEARABLE` of the time from pod to pod: n ≥ lost · (1 / BEARABLE - 1) / iteration."""
     return max(1, math.ceil(lost_s * (1 / BEARABLE - 1) / iteration_s))
 
 

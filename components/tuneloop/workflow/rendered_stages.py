@@ -18,8 +18,8 @@ LOOP: tuple[Role, ...] = ("sampler", "scorer", "trainer")
 @dataclass(frozen=True)
 class Stage:
     """A template that runs a tuneloop stage: `module` is what its container starts (None: another program), `flags` are
-    the texts that it gets, by name in snake_case, `ranks` are those of torchrun in each of the `nodes` pods, which work
-    together, and `memory` is what a pod requests, as Kubernetes writes it."""
+    the texts that it gets, by name in snake_case, `ranks` is the number of torchrun's processes in each of the `nodes`
+    pods, which work together, and `memory` is a pod's memory request, as Kubernetes writes it."""
 
     name: str
     module: str | None
@@ -79,7 +79,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
     ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
     world = flags.get("expected_world_size", "")
     ranks = int(world or 1) if "backend" in flags else ranks  # another backend starts them
-    only_reads = world.isdigit() and int(world) != ranks * nodes  # what the JobSet before it has committed
+    only_reads = world.isdigit() and int(world) != ranks * nodes  # the output of the JobSet before it
     module = started[-1] if started and not only_reads else None
     memory = resources.get("requests", {}).get("memory", "")
     return Stage(template["name"], module, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
@@ -102,7 +102,7 @@ def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
 
 
 def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the container that works: the template's, or that of the JobSet `job` it applies; empty without one."""
+    """Return the stage's container: the template's, or that of the JobSet `job` it applies; empty without one."""
     if job.get("kind") == "JobSet":
         return group_of(job)["template"]["spec"]["containers"][0]
     return template.get("container") or template.get("script") or {}

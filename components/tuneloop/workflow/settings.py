@@ -13,7 +13,7 @@ PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DELETE_DELAY = "600s"
 """Delay after which Argo deletes a pod that succeeded."""
 QUEUE, SAMPLER_QUEUE = "tuneloop", "tuneloop-samplers"
-"""LocalQueues of ``manifests/base``. Servers have their own, so that they never hold what stages wait for."""
+"""LocalQueues of ``manifests/base``. Servers have their own, so that they never hold quota that stages wait for."""
 GROUP_LABEL = "tuneloop.dev/share-group"
 """Label of the pods and claims of a `Share`."""
 ROLE_LABEL = "tuneloop.dev/role"
@@ -32,7 +32,7 @@ SANDBOX = "tuneloop-sandbox", "/run/tuneloop/sandbox-token"
 """Secret with that token, under `TOKEN_KEY`, and where it is mounted."""
 AUTO = "auto"
 UNKNOWN = "2Gi"
-"""Memory that a stage requests whose needs are not known."""
+"""The memory request of a stage whose needs are unknown."""
 MEMORY = r"\d+(\.\d+)?[KMGTPE]i"
 
 
@@ -44,21 +44,21 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
     device_class: str = Field("", description="DRA DeviceClass of the devices; empty: no claim, runs only take turns")
-    count: int = Field(1, ge=1, description="devices of a claim; every run that sits on it sees all of them")
+    count: int = Field(1, ge=1, description="devices of a claim; every run that uses the claim sees all of them")
     selector: str = Field("", description="CEL expression that each device satisfies")
     runs_per_claim: int = Field(
         2,
         ge=1,
-        description="runs on one claim, which no queue accounts for; for the next run another claim is made; 1: each "
-        "pod has a claim of its own, nobody takes turns, and Kueue accounts for it where it maps the device class",
+        description="runs that share a claim, which no queue accounts for; a further run gets another claim; 1: each "
+        "pod has its own claim, without turns, and Kueue accounts for it where it maps the device class",
     )
     policy: Literal["fifo", "lrs"] = Field(
-        "fifo", description="whose turn is next: who asked first, or who was served least recently"
+        "fifo", description="whose turn is next: fifo: the first to ask; lrs: the least recently served"
     )
     patience: float = Field(30.0, ge=1, description="seconds after which a silent holder has lost its turn")
     roles: Literal["together", "apart", "strict"] = Field(
         "together",
-        description="together: trainers and samplers sit on one claim; apart: each on its own, on nodes labelled "
+        description="together: trainers and samplers share one claim; apart: each has its own, on nodes labelled "
         "tuneloop.dev/role=trainer or sampler where there are any; strict: on such nodes only",
     )
     request: str = Field(
@@ -69,19 +69,19 @@ class Share(BaseModel, frozen=True, extra="forbid"):
     node_memory: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="memory (64Gi) of the node where runs share; what cannot fit there is refused; empty: not checked",
+        description="memory (64Gi) of the node that runs share; a run that cannot fit is refused; empty: not checked",
     )
     overhead: str = Field("4Gi", pattern=rf"^{MEMORY}$", description="memory (4Gi) of the node that is not the runs'")
 
     @property
     def alone(self) -> bool:
-        """Whether every pod has its devices to itself, so that nobody takes turns."""
+        """Whether every pod has its devices to itself, so that no device lease is needed."""
         return bool(self.device_class) and self.runs_per_claim == 1
 
     @model_validator(mode="after")
     def _devices(self) -> Share:
         if not self.device_class and (self.count > 1 or self.selector):
-            raise ValueError("count and selector are of a claim: set device_class")
+            raise ValueError("count and selector describe a claim: set device_class")
         return self
 
 
@@ -94,31 +94,31 @@ SharedMemory = Annotated[
     str,
     Field(
         pattern=rf"^({AUTO}|{MEMORY})?$",
-        description="most (8Gi) that an in-memory /dev/shm holds, as a part of the pod's memory; auto: as much as "
-        "that; empty: the runtime's 64 MiB",
+        description="size limit (8Gi) of an in-memory /dev/shm, which counts as the pod's memory; auto: all of the "
+        "pod's memory; empty: the runtime's 64 MiB",
     ),
 ]
 Grace = Annotated[
     int,
     Field(
         ge=0,
-        description="seconds between SIGTERM and SIGKILL: the last step, and the resume point; tasks of Kubeflow "
-        "Pipelines have 30, a TrainJob what its runtime says",
+        description="seconds between SIGTERM and SIGKILL, for the last step and a resume point; tasks of Kubeflow "
+        "Pipelines have 30, a TrainJob has what its runtime sets",
     ),
 ]
 
 
 class Toleration(BaseModel, frozen=True, extra="forbid"):
-    """Of a taint of nodes, in the words of Kubernetes."""
+    """A toleration of a node's taint, with the fields of Kubernetes."""
 
-    key: str = Field("", description="of the taint; empty: any")
+    key: str = Field("", description="key of the taint; empty: any")
     operator: Literal["Equal", "Exists"] = "Equal"
-    value: str = Field("", description="of the taint, where the operator is Equal")
+    value: str = Field("", description="value of the taint, where the operator is Equal")
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
 
 
 class Resources(BaseModel, frozen=True, extra="forbid"):
-    """What a pod of a role asks for."""
+    """The resources that a pod of a role requests."""
 
     cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that a pod requests: 500m, 2")
     memory: str = Field(
@@ -130,8 +130,8 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
     memory_on_retry: str = Field(
         "",
         pattern=rf"^({MEMORY})?$",
-        description="memory limit (4Gi) of attempts after the first: a stage that ran out of memory is tried "
-        "once more; empty: it is not",
+        description="memory limit (4Gi) of attempts after the first: a stage that ran out of memory is retried "
+        "once; empty: it is not retried",
     )
     shm: SharedMemory = ""
     grace_s: Grace = GRACE_S
@@ -162,7 +162,7 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
 
 
 class AcceleratorResources(Resources):
-    """What a pod of a role asks for that computes on accelerators."""
+    """The resources that a pod requests whose role computes on accelerators."""
 
     gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
     queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: that of cluster.queue")
@@ -191,7 +191,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     scorer: AcceleratorResources = Field(
         AcceleratorResources(), description="pods of stages that score with a model and train none"
     )
-    cpu: Resources = Field(Resources(), description="all other pods, those among them that only call a server")
+    cpu: Resources = Field(Resources(), description="all other pods, including those that only call a server")
     claim: str = Field("", description="PersistentVolumeClaim that stages see at /store; for --store file:///store/…")
     sandbox: str = Field(
         PROCESS,
@@ -203,7 +203,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _either(self) -> Cluster:
         if self.share and self.share.device_class and any(map(self.count_gpus, ROLES)):
-            raise ValueError("gpus are this run's alone, share.device_class is of a claim: set one of them")
+            raise ValueError("gpus belong to this run alone, share.device_class to a shared claim: set one of them")
         return self
 
     @property
@@ -232,7 +232,7 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         return first, self if first == "cpu" else self.adjust_role(first, gpus=gpus)
 
     def build_queue_labels(self, role: ResourceRole) -> dict[str, str]:
-        """Build what makes Kueue admit a pod of a role, or its job; nothing of cpu, without a queue, or on a claim."""
+        """Build the labels by which Kueue admits a role's pod or job; none for cpu, without a queue, or on a claim."""
         own = self.resources(role)
         claimed = self.share and self.share.device_class and not self.share.alone
         if claimed or not isinstance(own, AcceleratorResources):
@@ -244,6 +244,6 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
 
 NEXT = "next"
-"""The output that says where a run goes on: ``{"entrypoint": …, "arguments": {…}}``; of the last part there is none."""
+"""The output that says where a run continues: ``{"entrypoint": …, "arguments": {…}}``; the last workflow has none."""
 LOCAL = "TUNELOOP_LOCAL"
 """Set in the environment of pods on this machine."""

@@ -98,11 +98,11 @@ def test_a_workflow_that_would_take_no_seat_is_refused() -> None:
         with DAG(name="main"):
             stage(name="rollout", arguments={"policy": "p", "prompts": "q", "rollouts": "r"})
     (fault,) = find_placement_errors(built.to_dict())
-    assert "give workflow() the cluster" in str(fault)
+    assert "give define_workflow() the cluster" in str(fault)
 
 
 def test_what_cannot_share_says_so() -> None:
-    with pytest.raises(UserError, match=r"cluster.share.group: 'demo': is for stages of one pod"):
+    with pytest.raises(UserError, match=r"cluster.share.group: 'demo': supports only stages of one pod"):
         grpo("nodes=2")
     with pytest.raises(UserError, match=r"cluster.share.roles: 'apart': loop.iterations_per_pod trains and samples"):
         grpo("cluster.share.roles=apart", "loop.iterations_per_pod=2")

@@ -72,13 +72,13 @@ def test_every_pod_is_told_where_programs_of_the_policy_run() -> None:
         (mount,) = (m["mountPath"] for m in container["volumeMounts"] if m["name"] == secret["name"])
         assert env["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{mount}/token" and secret["secret"]["optional"]
     assert "SANDBOX" not in json.dumps(rendered("nodes=2"))
-    with pytest.raises(UserError, match=r"cluster\.sandbox: 'gvisor': does not fit"):
+    with pytest.raises(UserError, match=r"cluster\.sandbox: 'gvisor': is not valid"):
         rendered("cluster.sandbox=gvisor")
 
 
 def test_one_machine_refuses_them_by_name() -> None:
     made = rendered("nodes=2")["spec"]
-    with pytest.raises(UserError, match=r"-job\.resource.*say nodes=1"):
+    with pytest.raises(UserError, match=r"-job\.resource.*set nodes=1"):
         manifest.check_workflow(made)
 
 
@@ -110,7 +110,10 @@ def test_a_pod_of_argos_asks_for_what_argos_own_container_does_beside() -> None:
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (f"a{'0' * 26}", "policy-update-1000-node-0-2-x7k2p: take a name at least 1 characters shorter"),
+        (
+            f"a{'0' * 26}",
+            "policy-update-1000-node-0-2-x7k2p, which is too long: use a name at least 1 characters shorter",
+        ),
         ("2nd", "begin with a letter"),
     ],
 )
@@ -128,7 +131,7 @@ def test_a_schedule_leaves_room_for_the_names_of_its_runs() -> None:
     nowhere = Connection("tuneloop", "", "", core=None, custom=None, auth=None)
     about = {"store": "s3://b", "cron": "@daily"}
     made = rendered("loop.iterations=1000", "nodes=3")
-    with pytest.raises(UserError, match="take a name at least 1 characters shorter"):
+    with pytest.raises(UserError, match="use a name at least 1 characters shorter"):
         apply_schedule(nowhere, made, name=f"a{'0' * 17}", **about)
     with pytest.raises(AttributeError, match="read_namespace"):
         apply_schedule(nowhere, made, name=f"a{'0' * 16}", **about)

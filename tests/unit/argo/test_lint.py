@@ -89,7 +89,7 @@ RULES: list[tuple[Change, str, str]] = [
         "tasks.b",
         "may be skipped",
     ),
-    (lambda s, pod, loop, main: update(loop, timeout="1m"), "templates.loop.timeout", "a DAG takes none"),
+    (lambda s, pod, loop, main: update(loop, timeout="1m"), "templates.loop.timeout", "a DAG has no timeout"),
     (lambda s, pod, loop, main: pod["container"].pop("resources"), "templates.pod.resources", "request cpu"),
     (lambda s, pod, loop, main: pod["container"].pop("securityContext"), "templates.pod.securityContext", "restricted"),
     (lambda s, pod, loop, main: pod.pop("retryStrategy"), "templates.pod.retryStrategy", "evicted"),
@@ -134,7 +134,7 @@ RULES: list[tuple[Change, str, str]] = [
     (
         lambda s, pod, loop, main: (update(pod, daemon=True), update(s, parallelism=1)),
         "spec.parallelism",
-        "the daemon pod takes a place",
+        "the daemon pod counts, too",
     ),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from hera.workflows import DAG, Container, Parameter
 
 from tests.waiting import LIMIT_S, until
-from tuneloop.argo.lease_sidecar import take_turns
+from tuneloop.argo.lease_sidecar import add_lease_sidecar
 from tuneloop.argo.pod_fields import pod_fields
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
@@ -51,7 +51,7 @@ def build(tasks: int, command: tuple[str, ...] = ("bash", "-c", SCRIPT)) -> dict
             args=["{{inputs.parameters.to}}"],
             **pod_fields("base", "scorer", SHARED),
         )
-        take_turns(stage, SHARED, "trainer")
+        add_lease_sidecar(stage, SHARED, "trainer")
         with DAG(name="main"):
             for i in range(tasks):
                 stage(name=f"t{i}", arguments={"to": "{{workflow.parameters.store}}/%s" % i})

@@ -160,7 +160,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["run", "sft", "--set", "base_model=./nope"], "base_model: './nope': is not a directory here"),
         (
             ["plan", "grpo", "--set", "cluster.trainer.memory=2GB"],
-            "cluster.trainer.memory: '2GB': does not fit; it is: memory that a pod",
+            "cluster.trainer.memory: '2GB': is not valid; expected: memory that a pod",
         ),
         (
             ["plan", "grpo", "--set", "engine.gpus=2"],
@@ -208,16 +208,16 @@ def test_every_option_has_help(call: Call) -> None:
         ),
         (
             ["plan", "sft", "--set", "sft.backend=torchtune"],
-            "sft.backend: 'torchtune': does not train for stages: take native or trl",
+            "sft.backend: 'torchtune': cannot train for a stage: use native or trl",
         ),
         (["plan", "sft", "--set", "sft.backend=trll"], "backends: 'trll': unknown; known: native, torchtune, trl"),
         (
             ["render", "sft_then_grpo", "--set", "sft.backend=trl", "--set", "sft.lora.r=8"],
-            "sft.backend: 'trl': trains without lora, which is Lora(",
+            "sft.backend: 'trl': does not support lora, which is Lora(",
         ),
         (
             ["render", "dpo", "--set", "preference.backend=trl", "--set", "preference.algorithm=my:loss"],
-            "preference.backend: 'trl': has no algorithm my:loss, but dpo, ipo and kto",
+            "preference.backend: 'trl': has no algorithm my:loss: choose dpo, ipo or kto",
         ),
         (
             ["render", "sft", "--set", "sft.backend=trl", "--set", "nodes=2"],
@@ -228,7 +228,7 @@ def test_every_option_has_help(call: Call) -> None:
             "tokenize: True: is for the backend native: leave it out, or preference.backend",
         ),
         (["render", "sft", "--set", "sft.backend_args.x=1"], "sft.backend: None: has no backend_args"),
-        (["render", "grpo", "--template", "--servers", "x"], "--template: 'true': is a form of the workflow"),
+        (["render", "grpo", "--template", "--servers", "x"], "--template: 'true': cannot be combined with --servers"),
         (["plan", "sft_then_grpo", "--set", "update.backend=trl"], "unknown key; did you mean sft.backend?"),
         (["render", "grpo", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
         (["render", "sft", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
@@ -236,7 +236,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
         (
             ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],
-            "colocate is of the run's own",
+            "colocate needs the run's own",
         ),
         (
             ["plan", "grpo", "--set", "engine.colocate=true", "--set", "loop.asynchronous=true"],
@@ -254,7 +254,7 @@ def test_every_option_has_help(call: Call) -> None:
         (["status", "demo", "--to", "argo", "--context", "nowhere"], "cluster: 'nowhere': no usable cluster"),
         (["submit", "grpo", "--run", "Demo", "--store", "s3://b"], "--run: 'Demo': use at most 40 lower-case"),
         (["submit", "grpo", "--run", "x", "--store", "s3://"], "store: 's3://': names no bucket; write s3://BUCKET"),
-        (["run", "sft", "--set", "nodes=2"], "is an object of a cluster"),
+        (["run", "sft", "--set", "nodes=2"], "needs a cluster: submit it"),
     ],
 )
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], says: str) -> None:
@@ -610,7 +610,7 @@ def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
 
 def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:
     told = call("turns", "g", "--store", "runs")
-    assert (told.code, told.out) == (0, "no turn is had or waited for in group g\n")
+    assert (told.code, told.out) == (0, "no run holds or waits for a lease in group g\n")
     open_turns("runs/.turns/g", who="r").change(lambda document: document.ask("r.1", "r").take("r.1"))
     assert "  holds  r  since " in call("turns", "g", "--store", "runs").out
 

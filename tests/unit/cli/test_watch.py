@@ -117,7 +117,7 @@ def test_a_run_elsewhere_has_ended_by_one_rule_for_watch_and_track(
     assert tracking.find_phase(Run.open("far", "runs")) == "running", "what was exported is not evaluated yet"
     monkeypatch.setattr(tracking, "DAY", 0.0)
     assert tracking.find_phase(Run.open("far", "runs")) == "elsewhere" and run_cli(["watch", "far"]) == 75
-    told = "\nfar: elsewhere: nothing was committed for a day, and nothing says how it ended\n"
+    told = "\nfar: elsewhere: nothing was committed for a day, and it is unknown how it ended\n"
     assert capsys.readouterr().out.endswith(told)
     failure = dump_checked_json({"message": "no memory", "time": time.time() + 1e6}, "failure.json")
     (tmp_path / "runs/far/rollout").mkdir()

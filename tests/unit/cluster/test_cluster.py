@@ -222,7 +222,7 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         assert said.err.startswith(
             "error: prompts: None: too few (in rollout; see `tuneloop cluster logs demo rollout`"
         )
-        assert "submit it again under this name: it goes on where it ended" in said.err
+        assert "submit it again with this name: it continues where it ended" in said.err
 
         assert run_cli(["cluster", "status", "demo"]) == 0
         shown = capsys.readouterr().out

@@ -126,7 +126,7 @@ def test_the_tag_of_an_image(image: str, tag: str) -> None:
 
 def test_settings_are_of_a_pipeline(capsys: Output) -> None:
     assert run_cli(["doctor", "--set", "a=1"]) == 2
-    assert "is of a pipeline: name one" in capsys.readouterr().err
+    assert "needs a pipeline: name one" in capsys.readouterr().err
 
 
 def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys: Output) -> None:
@@ -136,7 +136,7 @@ def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys
     lines = capsys.readouterr().out.splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("warning ")]
     assert (
-        "queue              'tuneloop': gives rollout servers, for as long as their runs, quota that stages"
+        "queue              'tuneloop': gives rollout servers quota that stages wait for, as long as their r"
         in lines[at]
     )
     assert lines[at + 1].strip() == "tuneloop … --set cluster.sampler.queue=tuneloop-samplers"

@@ -138,10 +138,7 @@ def test_a_head_that_does_not_answer_is_said(capsys: pytest.CaptureFixture[str])
     server = Rays(*[READY] * 20, FAILED)
     server.head = f"127.0.0.1:{free_port()}"
     assert launched(server, 0.0) == 1
-    assert (
-        "demo-rows: nobody has submitted it, and its head can not be asked to run it: Connect"
-        in capsys.readouterr().out
-    )
+    assert "demo-rows: it was not submitted, and the request to its head failed: Connect" in capsys.readouterr().out
 
 
 def test_one_that_only_its_submitter_can_submit_in_full_is_left_to_it(
@@ -150,5 +147,5 @@ def test_one_that_only_its_submitter_can_submit_in_full_is_left_to_it(
     monkeypatch.setitem(JOB, "spec", {**JOB["spec"], "entrypointNumGpus": 1})  # type: ignore[dict-item]
     server = Rays(*[READY] * 20, FAILED)
     assert launched(server, 0.0) == 1 and not server.submitted
-    said = "demo-rows: nobody has submitted it; with spec.entrypointNumGpus KubeRay's pod alone can: see why"
+    said = "demo-rows: it was not submitted; with spec.entrypointNumGpus only KubeRay's pod can do so: see why"
     assert said in capsys.readouterr().out

@@ -137,8 +137,8 @@ def test_schedules_are_listed_with_what_came_of_their_looks(
         shown = capsys.readouterr().out.splitlines()
         assert run_cli(["cluster", "schedules", "--json"]) == 0
         nightly, weekly = json.loads(capsys.readouterr().out)["schedules"]
-    assert shown[0] == "nightly  @daily UTC  last tick: 2026-01-01T03:00:00Z"
-    assert "weekly  @daily UTC  last tick: never  suspended" in shown
+    assert shown[0] == "nightly  @daily UTC  last check: 2026-01-01T03:00:00Z"
+    assert "weekly  @daily UTC  last check: never  suspended" in shown
     assert [(each["phase"], each["said"]) for each in nightly["looks"]] == [
         ("Running", ""),
         ("Succeeded", "skipped: no new data since nightly-1f0c93ab"),

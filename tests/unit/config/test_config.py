@@ -67,7 +67,7 @@ def test_a_run_says_how_its_chain_begins() -> None:
         begins = [flags[flags.index(name) + 1] for name in ("--weight-encoding", "--publish-weights")]
         assert begins == [encoding, published]
     assert "set name endpoint, and pull" in str(refusal(grpo, None, "engine.pull=true", "engine.fleet_has_base=true"))
-    assert "are of what is published: set pull" in str(refusal(grpo, None, "engine.encoding=xor"))
+    assert "apply to published versions: set pull" in str(refusal(grpo, None, "engine.encoding=xor"))
 
 
 def test_a_dumped_configuration_reads_back_as_itself(small: Pipeline) -> None:

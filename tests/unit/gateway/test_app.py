@@ -180,7 +180,7 @@ def test_a_body_has_its_time_and_all_together_a_limit(tmp_path: Path, monkeypatc
     assert refused.status_code == 503 and "try again" in refused.json()["error"]
     monkeypatch.setattr(app, "BODY_S", 0.1)
     late = asyncio.run(post(send_slowly()))
-    assert late.status_code == 408 and "was not there in 0.1 s" in late.json()["error"]
+    assert late.status_code == 408 and "did not arrive in 0.1 s" in late.json()["error"]
     assert made.held == 0
 
 
@@ -213,7 +213,7 @@ def test_over_quota_is_refused_until_one_ends(gateway: SimpleNamespace) -> None:
     made = [answer.json()["id"] for answer in answers if answer.status_code == 201]
     over = [answer for answer in answers if answer.status_code == 429]
     assert (len(made), len(over)) == (2, 3)
-    assert over[0].json()["error"].startswith("quota: namespace 'local' has 2 of 2 sessions, and 1 more asked")
+    assert over[0].json()["error"].startswith("quota: namespace 'local' has 2 of 2 sessions, and 1 more requested")
     gateway.http.delete(f"/v1/sessions/{made[0]}")
     until(lambda: make(gateway, "again").status_code == 201)  # once its process is gone
     gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 3}}))  # read anew
@@ -246,7 +246,7 @@ def test_an_address_that_somebody_else_has_is_forgotten(tmp_path: Path) -> None:
         address, wanted = f"127.0.0.1:{stranger.server_port}", Wanted(namespace="local")
         before = Session("session-0", wanted, "me", "", "running", "", "key", address)
         made._found[before.id] = before
-        with pytest.raises(Refused, match="is not where it was") as caught:
+        with pytest.raises(Refused, match="its worker has moved") as caught:
             asyncio.run(
                 made.forward(Caller("me", namespace="local"), before.id, "POST", "/api/v1/optim_step", {}, b"{}")
             )
@@ -303,7 +303,7 @@ def test_a_worker_that_dies_is_a_session_that_failed(gateway: SimpleNamespace) -
         return answer if answer.status_code != 503 else None
 
     answer = until(beat)
-    assert answer.status_code == 410 and "is over (failed): exit -9" in answer.json()["error"]
+    assert answer.status_code == 410 and "has ended (failed): exit -9" in answer.json()["error"]
     assert gateway.http.get(f"/v1/sessions/{id}").json()["phase"] == "failed"
     assert make(gateway, "next").status_code == 201  # it counts no longer
 

@@ -118,10 +118,10 @@ def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace
 def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway: SimpleNamespace) -> None:
     session, asked, log = begin_session(gateway, "b")
     gateway.process.send_signal(signal.SIGTERM)
-    until(lambda: "is to end: takes nothing new" in log.read_text(), child=gateway.process)
+    until(lambda: "is ending: accepts no new requests" in log.read_text(), child=gateway.process)
     again = {"model_id": f"{session}:train:0", "seq_id": 2 * STEPS, "adam_params": {"learning_rate": 0.01}}
     late = gateway.http.post("/api/v1/optim_step", json={**again, "seq_id": 2 * STEPS + 1})
-    assert late.status_code == 503 and "takes nothing new" in late.json()["error"]
+    assert late.status_code == 503 and "its session is ending" in late.json()["error"]
     assert ask(gateway, "optim_step", **again) == asked[-1], "sent again"
     assert gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"}).status_code == 503
     check_done(gateway, asked)
@@ -190,7 +190,7 @@ def test_models_are_saved_in_time_however_much_was_accepted(tmp_path: Path, monk
     worker.stopping.set()
     assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
     assert driver.session.ledger.future(asked[0]).exception(0) is None
-    with pytest.raises(Refused, match="not done: its session ends; continue what it saved"):
+    with pytest.raises(Refused, match="not done: its session is ending; continue from its checkpoints"):
         driver.session.ledger.future(asked[-1]).result(0)
 
 

@@ -55,7 +55,7 @@ def test_a_number_is_one_request() -> None:
     ledger = Ledger()
     ledger.open("m", 0)
     assert ledger.submit("m", 0, entry("a")) == ledger.submit("m", 0, entry("a")) == "m:0"
-    with pytest.raises(Refused, match="m:0 was another request; take a number that is free"):
+    with pytest.raises(Refused, match="m:0 was another request; use a free number"):
         ledger.submit("m", 0, entry("b"))
     for wrong in ("m:1", "n:0", "m", ""):
         with pytest.raises(Refused, match="not known here"):
@@ -96,7 +96,7 @@ def test_requests_that_wait_for_one_that_never_comes_have_a_limit(monkeypatch: p
     ledger.open("m", 0)
     for number in range(1, 7):
         ledger.submit("m", number, entry(f"r{number}"))
-    with pytest.raises(Refused, match="m: 6 requests wait"):
+    with pytest.raises(Refused, match="m: 6 requests or results are waiting"):
         ledger.submit("m", 7, entry("r7"))
     assert ledger.submit("m", 6, entry("r6")) == "m:6", "a known one is the same"
     ledger.submit("m", 0, entry("r0"))

@@ -37,7 +37,7 @@ def test_bodies_have_a_quota_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asyncio.run(post(60)).status_code == 422
     refused = asyncio.run(post(60))
     assert refused.status_code == 429
-    told = "quota: 'local' has 60 of 100 bytes_per_day, and 60 more asked; wait for tomorrow (UTC), or ask for a larger"
+    told = "quota: 'local' has 60 of 100 bytes_per_day, and 60 more requested; wait for tomorrow (UTC), or ask"
     assert refused.json()["error"].startswith(told)
     assert asyncio.run(post(40)).status_code == 422, "as many as are left"
     assert asyncio.run(post(1)).status_code == 429 and made.held == 0
@@ -65,7 +65,9 @@ def test_a_session_computes_no_more_tokens_than_it_is_left(tmp_path: Path) -> No
     driver.forward_backward(data(**SUPERVISED), "cross_entropy")
     driver.forward_backward(data(**SUPERVISED), "cross_entropy")
     assert driver.session.meter.count("") == 32
-    with pytest.raises(Refused, match=f"session '{driver.session.id}' has 32 of 40 tokens_per_day, and 16 more asked"):
+    with pytest.raises(
+        Refused, match=f"session '{driver.session.id}' has 32 of 40 tokens_per_day, and 16 more requested"
+    ):
         driver.forward_backward(data(**SUPERVISED), "cross_entropy")
     assert driver.session.meter.count("") == 32
     driver.step()
@@ -99,22 +101,24 @@ def test_the_sessions_of_a_namespace_share_its_tokens(gateway: SimpleNamespace, 
     assert len(fetch(gateway, sample(gateway, first, 1)).json()["sequences"][0]["tokens"]) == 4  # 5 of 20
     assert "error" not in fetch(gateway, sample(gateway, second, 1)).json()  # 10
     beyond = fetch(gateway, sample(gateway, second, 2, num_samples=3)).json()
-    told = f"quota: session '{second}' has 5 of 15 tokens_per_day, and 13 more asked; wait for tomorrow"
+    told = f"quota: session '{second}' has 5 of 15 tokens_per_day, and 13 more requested; wait for tomorrow"
     assert beyond["category"] == "user" and beyond["error"].startswith(told)
     assert "error" not in fetch(gateway, sample(gateway, second, 3, num_samples=2)).json()  # 19
     model = {"session_id": first, "base_model": base.ref}
     assert "error" not in fetch(gateway, ask(gateway, "create_model", **model)).json()
     inputs = {"model_id": f"{first}:train:0", "seq_id": 1}
     inputs["forward_backward_input"] = {"data": [DATUM], "loss_fn": "cross_entropy"}
-    assert "3 more asked" in fetch(gateway, ask(gateway, "forward_backward", **inputs)).json()["error"]
+    assert "3 more requested" in fetch(gateway, ask(gateway, "forward_backward", **inputs)).json()["error"]
     one = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_session_id": f"{first}:sample:0", "seq_id": 2}
     exact = {**one, "sampling_params": {"max_tokens": 1, "stop": []}}
-    assert "2 more asked" in fetch(gateway, ask(gateway, "asample", **exact)).json()["error"]
+    assert "2 more requested" in fetch(gateway, ask(gateway, "asample", **exact)).json()["error"]
     gateway.config.write_text(yaml.safe_dump({"default": {"sessions": 2, "tokens_per_day": 19}}))
     refused = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"})
     assert refused.status_code == 429, "the settings are read anew all the same"
     refused = gateway.http.post("/api/v1/asample", json={**exact, "seq_id": 3})
     assert refused.status_code == 429
-    assert refused.json()["error"].startswith("quota: namespace 'local' has 19 of 19 tokens_per_day, and 1 more asked")
+    assert refused.json()["error"].startswith(
+        "quota: namespace 'local' has 19 of 19 tokens_per_day, and 1 more requested"
+    )
     beat = gateway.http.post("/api/v1/session_heartbeat", json={"session_id": first})
     assert beat.status_code == 200, "what takes no tokens goes on"

@@ -101,7 +101,7 @@ def test_a_session_that_ends_while_its_samples_wait_for_the_sampler_saves_its_mo
     thread.join()
     assert Artifact(f"{tmp_path}/sessions/local/session-0123456789/train-0/weights/drained").manifest
     for sample in samples:
-        with pytest.raises(Refused, match="its session ends"):
+        with pytest.raises(Refused, match="its session is ending"):
             session.ledger.future(sample).result(0)
 
 

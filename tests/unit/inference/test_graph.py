@@ -236,7 +236,7 @@ def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.
     path.write_text(BETA)
     line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--fleet", str(path)]
     assert run_cli([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
-    assert "a graph's name says its URL: set fleet or rollout_endpoint_url" in capsys.readouterr().err
+    assert "a Dynamo graph's name gives its URL: set fleet or rollout_endpoint_url" in capsys.readouterr().err
     assert run_cli([*line, "--server", "http://argo"]) == 2
     assert "--fleet" in capsys.readouterr().err
     path.write_text("a: [")

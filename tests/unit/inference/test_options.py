@@ -47,8 +47,8 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
         ),
         (("engine.args.deterministic=1",), "engine.args.deterministic", "must be true or false"),
         (("engine.deterministic=true", "engine.name=transformers"), "engine", "set name vllm"),
-        (("engine.deterministic=true", "engine.replicas=2"), "engine", "which of them are there"),
-        (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "which of them are there"),
+        (("engine.deterministic=true", "engine.replicas=2"), "engine", "replicas that are up"),
+        (("engine.args.deterministic=true", "engine.replicas=2"), "engine", "replicas that are up"),
         (("evaluate.environment_args.seconds=1",), "evaluate.environment_args", "goes with environment"),
         (
             ("rollout.prompts_per_iteration=8", "rollout.oversampled_prompts=7"),
@@ -61,7 +61,7 @@ def test_options_are_looked_at_without_what_the_engines_run_on() -> None:
         (
             ("rollout.carry_after=2", "rollout.oversampled_prompts=32", "rollout.environment=calculator"),
             "rollout.carry_after",
-            "the state of an environment",
+            "an environment's state cannot continue",
         ),
         (
             ("rollout.carry_after=2", "rollout.oversampled_prompts=32", "loop.asynchronous=true"),
@@ -115,7 +115,7 @@ def test_all_that_sample_and_the_server_are_told_to_be_deterministic() -> None:
     asked = {"snapshot": True, "colocate": True}
     suspended = {"max_model_len": 256, "enforce_eager": True, "snapshot": True, "enable_sleep_mode": True}
     assert pipeline.Config(engine=asked).engine.options == suspended
-    with pytest.raises(UserError, match="deterministic goes with one"):
+    with pytest.raises(UserError, match="deterministic needs a single one"):
         vllm.open_engine("http://a:1,http://b:1", short, 1.0)
 
 

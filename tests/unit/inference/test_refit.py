@@ -75,7 +75,7 @@ def test_a_fleet_that_grows_and_shrinks_meanwhile(crew: Crew) -> None:
 
 def test_a_fleet_that_does_not_come_to_rest(crew: Crew) -> None:
     fleet = Listed(crew, [lambda: crew.hire(f"w{len(crew.members)}")] * 9)  # type: ignore[list-item]
-    with pytest.raises(Retryable, match="5 looks found 5 workers, and others still"):
+    with pytest.raises(Retryable, match="5 passes found 5 workers, and new ones each time"):
         refit_fleet(fleet, NEW)
     assert len(fleet.looks) == 4
 
@@ -107,7 +107,7 @@ def test_a_worker_that_is_gone_counts_no_more_one_that_is_only_silent_does(crew:
 
 
 def test_no_worker(crew: Crew) -> None:
-    with pytest.raises(Retryable, match="1 looks found no worker"):
+    with pytest.raises(Retryable, match="1 passes found no worker"):
         refit_fleet(Listed(crew), NEW, passes=1)
 
 
@@ -155,7 +155,7 @@ def test_a_fleet_that_is_none(url: str, said: str) -> None:
 
 def test_a_graph_is_found_by_name_in_pods_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UserError, match="in pods only"):
+    with pytest.raises(UserError, match="only pods can find a graph"):
         open_fleet("dynamo://graph.ours").discover()
 
 

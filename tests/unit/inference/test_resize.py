@@ -145,7 +145,7 @@ def test_what_is_refused_is_said_once_and_the_server_serves(api: Api) -> None:
         lines = read_until(child, "while it sleeps")
         sleep(address, False)
         assert ask(address, "POST", "/generate", BODY)[0] == 200
-    refused = [line for line in lines if "its pod keeps what it requests" in line]
+    refused = [line for line in lines if "its pod's requests do not change" in line]
     assert len(refused) == 1 and 'refused (403): pods "a-run-serve-1" is forbidden' in refused[0], lines
 
 
@@ -156,7 +156,7 @@ def test_a_pod_that_cannot_grow_at_once_serves_with_what_it_has(api: Api, reason
         read_until(child, "while it sleeps")
         api.pending = reason
         sleep(address, False)
-        said = f"its pod cannot request cpu 2, memory 4352Mi awake ({reason}: too little cpu); it serves all the same"
+        said = f"its pod cannot request cpu 2, memory 4352Mi awake ({reason}: too little cpu); the server continues"
         read_until(child, said)
         assert ask(address, "POST", "/generate", BODY)[0] == 200
         assert api.requests == AWAKE and api.actual == ASLEEP

@@ -115,11 +115,11 @@ def test_one_that_is_weaker_than_asked_for_runs_nothing(told: SimpleNamespace, m
     assert run_in_sandbox("print(1)", "", None, LIMITS).kind == "done"
     monkeypatch.setenv(SANDBOX_VARIABLE, f"{told.url}#gvisor")
     with pytest.raises(
-        UserError, match=r"TUNELOOP_SANDBOX: .*#gvisor.* answers 400.*proves to be no more than process"
+        UserError, match=r"TUNELOOP_SANDBOX: .*#gvisor.* answers 400.*proves only the isolation process"
     ):
         run_in_sandbox("print(1)", "", None, LIMITS)
     outcome = judge("print(42)")
-    assert outcome.outcome == "infra_error" and "no more than process" in str(outcome.breakdown["code"])
+    assert outcome.outcome == "infra_error" and "proves only the isolation process" in str(outcome.breakdown["code"])
 
 
 def test_a_kernel_log_is_gvisors_or_proves_nothing() -> None:
@@ -242,7 +242,7 @@ def test_more_than_may_wait_are_told_to_ask_again_and_accepted_ones_are_answered
         answers = [each.result(LIMIT_S) for each in asked]
         assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 3
         assert all(a.json()["ending"]["stdout"] == "42\n" for a in answers if a.status_code == 200)
-        assert all("ask again" in a.json()["error"] for a in answers if a.status_code == 503)
+        assert all("try again" in a.json()["error"] for a in answers if a.status_code == 503)
         assert server.child.wait(LIMIT_S) == 0
 
 

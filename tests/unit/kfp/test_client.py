@@ -136,10 +136,10 @@ def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.C
     assert run_cli(watch) == 0 and "iterations/1/policy-update" in capsys.readouterr().out
     assert run_cli([*watch, "--namespace", "x"]) == 2
     assert capsys.readouterr().err.startswith(
-        f"error: --kfp: '{backend.url}': takes a URL, for runs there, and --namespace is"
+        f"error: --kfp: '{backend.url}': is the URL for runs on KFP, and --namespace is"
     )
     assert run_cli(["watch", "typo", *watch[2:]]) == 2
-    told = f"error: run: 'typo': no run of that name on this backend; nor has {tmp_path} anything of it\n"
+    told = f"error: run: 'typo': no run of that name on this backend; {tmp_path} has no artifact of it, either\n"
     assert capsys.readouterr().err == told
 
 
@@ -163,7 +163,7 @@ def test_an_option_is_named_that_names_no_api(
             told = f"error: --kfp: '{url}': does not answer (MaxRetryError); give the API's address\n"
             assert capsys.readouterr().err == told
     assert run_cli([*command, "--store", str(tmp_path), "--kfp", ""]) == 2
-    assert capsys.readouterr().err.startswith("error: --kfp: '': takes a URL, for runs there")
+    assert capsys.readouterr().err.startswith("error: --kfp: '': is the URL for runs on KFP")
 
 
 def test_where_every_template_is_retried_tasks_have_a_row_and_logs(

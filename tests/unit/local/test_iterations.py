@@ -178,7 +178,7 @@ def test_a_number_of_its_own_or_none_where_one_pod_cannot_run_the_loop() -> None
     assert (chosen(), chosen("loop.iterations_per_pod=4"), chosen("loop.iterations_per_pod=0")) == ("auto", 4, 0)
     assert chosen("loop.iterations_per_pod=4", *shared) == 4
     for wrong in ("-1", "many", "1.5"):
-        with pytest.raises(UserError, match=r"^loop.iterations_per_pod: .* must be auto, or a number"):
+        with pytest.raises(UserError, match=r"^loop.iterations_per_pod: .* must be auto or a number"):
             chosen(f"loop.iterations_per_pod={wrong}")
     auto = find_pod(found.build(found.configure()))["container"]["args"]
     assert auto[auto.index("--per-pod") + 1 :][:2] == ["{{workflow.parameters.per-workflow}}", "--auto"]

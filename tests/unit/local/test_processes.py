@@ -430,7 +430,7 @@ def test_a_shared_warm_process_of_another_environment_is_not_used(
     (tmp_path / "one.end").touch()
     assert process.ended.wait(LIMIT_S) and process.code == 0
     launcher.close()
-    assert "no warm process: that of TUNELOOP_WARM was started with other variables" in caplog.text
+    assert "no warm process: the process of TUNELOOP_WARM was started with other variables" in caplog.text
 
 
 def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> None:

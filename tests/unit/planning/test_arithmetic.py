@@ -122,7 +122,7 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
             ["--device", "TPU", "--svg", str(tmp_path / "a.svg")],
             "--device: 'TPU': is not known; known: B200, H200, H100, H100 PCIe, A100, L40S, L4",
         ),
-        (["--device", "H100", "--measured", "r"], "--device: 'H100': is for where no run was measured"),
+        (["--device", "H100", "--measured", "r"], "--device: 'H100': estimates without a measured run"),
         (
             ["--device", "H100", "--set", "base_model=a/b"],
             "--device: 'H100': needs the shape of the model: a/b: ",

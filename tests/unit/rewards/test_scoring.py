@@ -18,7 +18,7 @@ from tests.unit.rewards import bad
 from tests.waiting import until
 from tuneloop.core.errors import UserError
 from tuneloop.rewards import exact
-from tuneloop.rewards.scoring import Outcome, find_reward, full_marks, parse_spec, score_all
+from tuneloop.rewards.scoring import Outcome, compute_full_marks, find_reward, parse_spec, score_all
 
 BAD = "tests.unit.rewards.bad"
 
@@ -200,8 +200,8 @@ def test_malformed_spec() -> None:
 
 
 def test_full_marks_take_the_end_that_the_weight_favours() -> None:
-    assert full_marks({"exact": 2.0, "length_penalty": 0.5}) == 2.0
-    assert full_marks({"exact": -1.0, f"{BAD}:good": 1.0}) == 2.0
+    assert compute_full_marks({"exact": 2.0, "length_penalty": 0.5}) == 2.0
+    assert compute_full_marks({"exact": -1.0, f"{BAD}:good": 1.0}) == 2.0
     assert find_reward(f"{BAD}:good").high == 2.0
 
 

@@ -44,8 +44,8 @@ def test_what_comes_out_otherwise_is_named(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (["7"], "iteration: 7: holds no artifact of toy; there: none"),
-        (["1", "--stage", "sft"], "iteration: 1: holds no sft of toy; there: policy-update, reward, rollout"),
+        (["7"], "iteration: 7: has no artifact in toy; known: none"),
+        (["1", "--stage", "sft"], "iteration: 1: has no sft in toy; known: policy-update, reward, rollout"),
     ],
 )
 def test_what_is_not_there_is_not_replayed(
@@ -76,7 +76,7 @@ def commit(url: str, weight: float, loss: float) -> None:
 @pytest.mark.parametrize(
     ("weight", "loss", "found"),
     [
-        (4.0, 0.5, "equal as far as both go"),
+        (4.0, 0.5, "equal in all artifacts that both have"),
         (5.0, 0.5, "file model/w.safetensors: tensor b, element [1, 1]: 4, 5 (1 differ)"),
         (4.0, 0.25, 'file metrics.jsonl: line 2: {"loss": 0.5}, {"loss": 0.25}'),
     ],

@@ -39,12 +39,12 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
     resume = dead.pop("sft/resume")
     assert resume[0] == "resume point of a stage that has committed"
     assert dead == {
-        "iterations/1/policy-update/state": ("attempt that was not the one to commit", 7),
-        "iterations/3/policy-update/state/data-dead": ("attempt that was not the one to commit", 7),
-        "iterations/2/rollout/data-dead": ("attempt that was not the one to commit", 5),
+        "iterations/1/policy-update/state": ("attempt that lost the race to commit", 7),
+        "iterations/3/policy-update/state/data-dead": ("attempt that lost the race to commit", 7),
+        "iterations/2/rollout/data-dead": ("attempt that lost the race to commit", 5),
         "iterations/4/policy-update/data-dead": ("attempt of a stage that did not commit", 5),
         "iterations/4/rollout/data-dead": ("attempt of a stage that did not commit", 5),
-        "sft/data-dead": ("attempt that was not the one to commit", 5),
+        "sft/data-dead": ("attempt that lost the race to commit", 5),
     }
     delete_leftovers(run, find_leftovers(run, idle=-1))
     assert find_leftovers(run, idle=-1) == []
@@ -61,7 +61,7 @@ def test_writes_that_did_not_end_go(run: Run) -> None:
         Path(run.directory, key).parent.mkdir(parents=True, exist_ok=True)
         Path(run.directory, key).write_bytes(b"12")
     assert [(item.key, item.why, item.size) for item in find_leftovers(run, idle=-1)] == [
-        (key, "write that did not end", 2) for key in left
+        (key, "unfinished write", 2) for key in left
     ]
     assert find_leftovers(run, idle=3600) == []
 

@@ -43,7 +43,7 @@ def test_rewards_say_how_they_were_obtained(store: Path) -> None:
     ]  # fmt: skip
     latest = run.latest_reward()
     assert latest and latest.entry.key == "evaluate-after"
-    assert run.judged(latest.entry) == 4
+    assert run.count_scored_completions(latest.entry) == 4
 
 
 def test_curves_have_every_point_and_its_place(store: Path) -> None:

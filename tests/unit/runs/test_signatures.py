@@ -251,7 +251,7 @@ def test_the_statement_of_another_model_is_refused(tmp_path: Path, run: Run, key
     ours = signing.Config().use_elliptic_key_signer(private_key=keys["our"])
     ours.set_hashing_config(hashing.Config().set_ignored_paths(paths=["model.sig"]))
     ours.sign(tmp_path / "v2", tmp_path / "v2/model.sig")
-    assert "it is of another model: weights.json is not as it says" in call(*verify, code=2)
+    assert "it describes another model: weights.json has another digest" in call(*verify, code=2)
     theirs = tmp_path / "theirs"
     attest(call, run, keys["other"], theirs, 2)
     shutil.copy(theirs / statement, tmp_path / "v2" / statement)

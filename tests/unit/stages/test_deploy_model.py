@@ -152,7 +152,7 @@ def test_a_gate_is_passed_or_nothing_changes(
     first = commit(tmp_path, "first", 0.5)
     untouched = copy.deepcopy(pods.objects[PLACE])
     assert deploy(first, endpoint, "--at-least", "0.6") == EXIT_NOT_PROMOTED
-    known = "tuneloop-model goes on serving what it did"
+    known = "tuneloop-model still serves its own model"
     assert said(capsys) == f"not promoted: mean_reward: 0.5: is below 0.6: {known}"
     assert pods.objects[PLACE] == untouched
 
@@ -162,7 +162,7 @@ def test_a_gate_is_passed_or_nothing_changes(
     assert spec["containers"][0]["env"][1] == {"name": "OTHER", "value": "kept"} and spec["volumes"] == ["kept"]
     worse, equal = commit(tmp_path, "worse", 0.4), commit(tmp_path, "equal", 0.5)
     assert deploy(worse, endpoint) == EXIT_NOT_PROMOTED, "what is served is better"
-    assert said(capsys) == f"not promoted: mean_reward: 0.4: is below 0.5: tuneloop-model goes on serving {first[0]}"
+    assert said(capsys) == f"not promoted: mean_reward: 0.4: is below 0.5: tuneloop-model still serves {first[0]}"
     assert deploy(equal, endpoint) == 0 and pods.model == equal[0]
     assert Artifact(equal[2]).manifest.notes["former"] == first[0]
     generation = pods.objects[PLACE]["metadata"]["generation"]
@@ -178,7 +178,7 @@ def test_what_does_not_start_or_answer_is_taken_back(
     assert not before or deploy(good, endpoint) == 0
     stood = pods.model
     pods.broken.add(bad[0])
-    back = f"tuneloop-model serves {stood or 'what it did'}"
+    back = f"tuneloop-model serves {stood or 'its own model'} again"
     assert deploy(bad, endpoint) == EXIT_NOT_PROMOTED
     unready = "the pods of tuneloop-model are not all ready after 1 s"
     assert said(capsys) == f"not promoted: --model: '{bad[0]}': {unready}; {back}"
@@ -202,7 +202,7 @@ def test_pods_that_serve_another_model_are_no_proof(
 ) -> None:
     monkeypatch.setattr(Pods, "served", property(lambda _: "other", lambda *_: None))
     assert deploy(commit(tmp_path, "good", 0.5), endpoint) == EXIT_NOT_PROMOTED
-    assert f"{endpoint} serves tuneloop, other, not this, after 1 s; " in said(capsys)
+    assert f"{endpoint} serves tuneloop, other instead after 1 s; " in said(capsys)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2], ids=["before it is set", "before it is proved", "before it is taken back"])

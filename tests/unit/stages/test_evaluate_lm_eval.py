@@ -141,7 +141,7 @@ def test_other_task_files_are_other_work(tmp_path: Path, policy: Artifact, tasks
             {"metric": "acc_nrm", "model_args": {"heads": 3}},
             "metric: 'acc_nrm': is none of digits_choose, which has acc, ",
         ),
-        ({"tasks": ["digits_say"], "gen_kwargs": {"heads": 3}, "limit": 1}, "arguments: .*: lm-eval cannot do .*heads"),
+        ({"tasks": ["digits_say"], "gen_kwargs": {"heads": 3}, "limit": 1}, "arguments: .*: lm-eval refuses it.*heads"),
         ({"model_args": {"heads": 3}}, "model_args: {'heads': 3}: .*unexpected keyword argument 'heads'"),
         ({"engine": "endpoint"}, "--endpoint: None: is required: an OpenAI API"),
         (
@@ -246,5 +246,5 @@ def test_a_task_of_the_hub_where_no_hub_is_to_be_asked(
 
     for library in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{library}.HF_HUB_OFFLINE", True)  # which they read when they are imported
-    with pytest.raises(UserError, match=r"tasks: \['arc_easy'\]: lm-eval cannot do with it: .*[Oo]ffline"):
+    with pytest.raises(UserError, match=r"tasks: \['arc_easy'\]: lm-eval refuses it: .*[Oo]ffline"):
         measure(tmp_path / "m", policy, str(Path(lm_eval.tasks.__file__).parent / "arc"), tasks=["arc_easy"])

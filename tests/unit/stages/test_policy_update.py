@@ -205,7 +205,7 @@ def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
     )
     assert reset.manifest.facts["base"] == policy.ref
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(UserError, match="checkpoint under the adapters is gone"):
+    with pytest.raises(UserError, match="base checkpoint of the adapters is gone"):
         run(tmp_path / "gone", policy, rewards_artifact(tmp_path / "t", policy), lora={"r": 2})
 
 
@@ -384,7 +384,7 @@ def test_bad_input(policy, tmp_path):
         run(out, policy, rewards_artifact(tmp_path / "greedy", policy, sampling={"temperature": 0}))
     with pytest.raises(UserError, match="has no rows"):
         run(out, policy, rewards_artifact(tmp_path / "none", policy, []))
-    with pytest.raises(UserError, match="does not say its version"):
+    with pytest.raises(UserError, match="does not state its version"):
         run(out, policy, policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"))
     cut = [{k: v for k, v in s.items() if k != "logprobs"} for s in rollout_rows(policy)]
     with pytest.raises(UserError, match="'logprobs': is not a column"):

@@ -119,7 +119,7 @@ def test_trl_judges_rows_by_their_own_rewards() -> None:
 @pytest.mark.parametrize(
     ("row", "function", "told"),
     [
-        ({"prompt": "[]", "chat": True}, "a.b", "holds chats as text, which TRL takes for words; bring it by"),
+        ({"prompt": "[]", "chat": True}, "a.b", "holds chats as JSON, which TRL reads as plain text; fetch it by"),
         ({"prompt": "2 + 2 =", "chat": False}, "think_format_reward", "reads messages, and prompts in .* are plain"),
         ({"prompt": [{"role": "user", "content": "?"}]}, "accuracy_reward", "reads the column solution, which"),
         (
@@ -281,7 +281,7 @@ def test_one_command_in_every_form(capfd: pytest.CaptureFixture[str]) -> None:
         assert {"name": "PET_NPROC_PER_NODE", "value": "2"} in container["env"]
     assert run_here(made) == 3
     assert capfd.readouterr().out == "2 a=1\n"
-    with pytest.raises(UserError, match="this is one machine"):
+    with pytest.raises(UserError, match="needs several machines"):
         run_here(Echo(nodes=2, args={"a": 1}))
     assert json.dumps(job)
 

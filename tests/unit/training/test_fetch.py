@@ -23,7 +23,7 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pyte
     for into in (mine, mine / "thesis.tex"):
         assert main(["--into", str(into), ref]) == 2
         said = capsys.readouterr().err
-        assert said == f"error: --into: '{into}': holds what no fetch has put there; choose another directory\n"
+        assert said == f"error: --into: '{into}': holds files that no fetch has written; choose another directory\n"
     assert [p.name for p in mine.iterdir()] == ["thesis.tex"] and (mine / "thesis.tex").read_text() == "mine"
 
 

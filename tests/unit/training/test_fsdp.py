@@ -173,7 +173,7 @@ def test_bad_models_and_devices(tmp_path, monkeypatch):
             Ranks("cuda")
     monkeypatch.setenv("CXX", "no-such-compiler")
     for option, why in {
-        "cpu_offload": "no GPU to take anything off",
+        "cpu_offload": "needs a GPU, and this trains on the CPU",
         "use_liger_kernel": "run on a GPU only",
         "torch_compile": "install no-such-compiler",
     }.items():

@@ -43,7 +43,7 @@ def test_chats_become_lists(tmp_path: Path) -> None:
     [
         ((PLAIN, CHAT), "holds chats and plain text: keep one kind a file"),
         ((CHAT, WHOLE), "holds chats and conversations"),
-        (({**CHAT, "prompt": json.dumps([{**ASKED[1], "tool_calls": []}])},), "must have a role and a text"),
+        (({**CHAT, "prompt": json.dumps([{**ASKED[1], "tool_calls": []}])},), "must have only a role and a text"),
     ],
 )
 def test_what_has_no_one_form_is_refused_and_left_alone(tmp_path: Path, rows: tuple[Any, ...], told: str) -> None:

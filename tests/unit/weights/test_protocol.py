@@ -177,7 +177,7 @@ def test_a_restarted_trainer_continues_the_chain(tmp_path: Path) -> None:
         publish_version(f"{root}2", 1, tmp_path / "b", base=tmp_path / "a"),
     )
     assert with_base[1].ref == without_base.ref, "the same bytes, wherever the base came from"
-    with pytest.raises(Corrupt, match="leave `base` out"):
+    with pytest.raises(Corrupt, match="without `base` it is derived"):
         publish_version(root, 2, tmp_path / "a", base=tmp_path / "a")
 
 
@@ -204,7 +204,7 @@ def test_a_chain_starts_on_a_model_that_its_readers_hold(tmp_path: Path, capsys:
         assert run_cli(["weights", "materialize", root, str(tmp_path / "refused"), *flags]) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert re.search(
-            rf"--base.* its weights are {found}, and version 0, which stores none, is {digest}; give", said
+            rf"--base.* its weights are {found}, but version 0, which stores no weights, needs {digest}; give", said
         )
         assert not content(tmp_path / "refused")
     with pytest.raises(UserError, match="--base"):

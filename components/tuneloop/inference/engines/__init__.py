@@ -47,14 +47,14 @@ class Engine(Protocol):
         """Compute the log-probability at temperature 1 of each id but the first, given those before it."""
 
     def close(self) -> None:
-        """Give back memory and connections."""
+        """Release memory and connections."""
 
 
 @runtime_checkable
 class Remote(Engine, Protocol):
-    """An engine in another process, which may die and be restarted while it is used. `check` is called while that
-    process is waited for; what it raises ends the wait. `prove` is called with the engine once a restarted process
-    serves the policy, and raises where it does not."""
+    """An engine in another process, which may die and be restarted while it is used. `check` is called during a wait
+    for that process; an error that it raises ends the wait. `prove` is called with the engine once a restarted process
+    serves the policy, and raises an error if it does not."""
 
     check: Callable[[], None]
     prove: Callable[[Engine], None]

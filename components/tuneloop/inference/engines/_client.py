@@ -4,8 +4,8 @@ Requests are sent in groups, up to `PROMPTS` and `TOKENS` per POST. The reply is
 finished request, with empty lines while nothing has finished: they tell a slow server from a dead one. Closing the
 connection makes the server drop what it still runs.
 
-When the server is lost, the client keeps the completions that it has, waits until the address answers again, has the
-policy loaded there (a restarted server boots with its own ``--policy``), has it proved anew, and asks for the rest.
+When the server is lost, the client keeps the completions that it has, waits until the address answers again, loads the
+policy there (a restarted server boots with its own ``--policy``), verifies it again, and requests the rest.
 """
 
 import ipaddress
@@ -29,19 +29,19 @@ from tuneloop.inference.engines import Done, Engine, Sampling
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
 PROMPTS, TOKENS = 4096, 2**19
-"""Of one POST: a server takes 4 MiB, of which a token's id needs up to 8 bytes, a seed 24, the rest of a prompt 256."""
+"""Limits of one POST: a server accepts 4 MiB; a token id takes up to 8 bytes, a seed 24, the rest of a prompt 256."""
 LOSSES = 3
-"""Losses of the server in a row, with no request finished in between, after which the client gives up."""
+"""The client gives up after so many losses of the server in a row without a finished request in between."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
 """Set in every pod, on a cluster and on this machine."""
 HERE_S = 1800.0
-"""Seconds that the server of a workflow here may be away: it is restarted at its address, and loads for minutes."""
+"""Seconds that a local workflow's server may be away: it is restarted at the same address, and loads for minutes."""
 ELSEWHERE_S = 30.0
-"""Seconds for any other server: a restarted pod has a new address, which only the stage's next attempt is told."""
+"""Seconds that another server may be away: a restarted pod's new address is only known to the stage's next attempt."""
 
 
 class Lost(Unavailable):
-    """The server cannot be reached, broke off, or cannot answer now."""
+    """The server cannot be reached, closed the connection, or cannot answer now."""
 
 
 class Client:
@@ -53,17 +53,17 @@ class Client:
     Args:
         endpoint: ``http://host:port``.
         timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
-        sleeps: the server has its device by turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
-            which drops the weights, or has them in its snapshot. Untested: it needs a GPU.
-        deterministic: require it of the server, and keep nothing of a lost POST: its rest would be another batch.
+        sleeps: the server shares its device in turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
+            which drops the weights, or keeps them in its snapshot. Untested: it needs a GPU.
+        deterministic: require a deterministic server, and discard a lost POST whole: its rest would be another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
             for an address that never answered.
 
     Attributes:
         fail_fast: give up on a lost server at once; other replicas take its requests.
-        pulled: where the server follows published versions, what the last pull took.
+        pulled: the timings of the last pull, if the server follows published versions.
         determinism: `Vllm.determinism` of a deterministic server.
-        keep_s: seconds for which the server keeps what `load` loads, unless it has generated with it before.
+        keep_s: seconds for which the server keeps the weights that `load` loads, unless it generates with them sooner.
     """
 
     name = "vllm"
@@ -104,7 +104,7 @@ class Client:
     def generate_into(
         self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done, **more: Any
     ) -> None:
-        """Add to `results`, under the keys of `requests`, the completions that it lacks. `more`: fields of the body."""
+        """Add the missing completions to `results`, under the keys of `requests`. `more`: other fields of the body."""
 
         longest = max((len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()), default=1)
         size = min(PROMPTS, TOKENS // longest) or 1
@@ -114,7 +114,7 @@ class Client:
                 waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
                 made, before = (dict[int, list[Completion]](), len(results)) if self.deterministic else (results, 0)
                 body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version} | more
-                body["digest"] = self.digest or None  # nothing was loaded: any will do
+                body["digest"] = self.digest or None  # nothing was loaded: any weights will do
                 with self._open("POST", "/generate", body) as response:
                     for line in response.lines():
                         if line.strip():  # an empty one only says that the server is alive
@@ -136,7 +136,7 @@ class Client:
         return results[0][0].prompt_logprobs or []
 
     def close(self) -> None:
-        """Give the device back, if it is had by turns; connections live as long as a call."""
+        """Release the device if it is shared in turns; connections live only as long as a call."""
         if self.sleeps and not self._given_up:
             self._persist(lambda: self._json("POST", "/sleep", {"level": 2}))
 
@@ -149,9 +149,9 @@ class Client:
         finished: Callable[[], int] = lambda: 0,
         total: int = 0,
     ) -> Value:
-        """Return the result of `attempt`, which is repeated after each loss of the server, once that answers again and
-        `renew` has made it ready. `finished` counts the finished requests of `total`."""
-        if self._renewing:  # who renews counts this loss
+        """Return the result of `attempt`, which is repeated after each loss of the server, once the server answers
+        again and `renew` has made it ready. `finished` counts the finished requests of `total`."""
+        if self._renewing:  # the outer call counts this loss
             return attempt()
         losses, before, renewed = 0, 0, True
         while True:
@@ -169,7 +169,7 @@ class Client:
                 self._await_return(lost, now, total)
 
     def _renew(self) -> None:
-        """Have the policy served and proved by a server that may be another process."""
+        """Load and verify the policy again, as the server may be another process now."""
         if self._policy is None:
             return
         self._renewing = True
@@ -260,17 +260,17 @@ class Client:
             time.sleep(POLL_S)
 
     def _refused(self, status: int, content: bytes, path: str, late: bool) -> None:
-        """Raise what the answer means; return where asking again may help."""
+        """Raise the error that fits a refusal; return if the request may succeed later."""
         text = content.decode(errors="replace")
         try:
             text = json.loads(text)["error"]
         except (ValueError, KeyError, TypeError):
             text = text[:300]
-        if status == 401 and build_token_headers():  # the token is being changed, and is not the new one everywhere
+        if status == 401 and build_token_headers():  # the token is being rotated, and not everybody has the new one
             raise Lost(f"{self.endpoint}: answers {status}: {text}")
         if status != 409 and not is_transient(status):
             raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")
-        # Of a server that had the policy, 409 says that it is another process by now, or had another one loaded.
+        # If the server had the policy, 409 means that it is another process now, or that another policy was loaded.
         changed = self._policy is not None and path != "/load"
         if status != 409 or changed:
             raise Lost(f"{self.endpoint}: answers {status}: {text}")

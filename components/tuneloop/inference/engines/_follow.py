@@ -28,13 +28,13 @@ from tuneloop.weights.publication import read_publication
 from tuneloop.weights.versions import Chain
 
 PROBE = 16
-"""After each change, one column in so many of layers that are packed is read back."""
+"""After each change, one column in so many is read back from the layers that are packed."""
 
 
 class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
     in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
-    version is not served; empty where it is. `pulled`: what the last pull took: seconds, bytes, and how many tensors
+    version is not served; empty where it is. `pulled`: the seconds and bytes of the last pull, and how many tensors
     the engine was found to hold."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Follower(threading.Thread):
             try:
                 self._look()
                 self.trouble = ""
-            except Exception as error:  # whatever it is: a follower that has died would serve old weights for ever
+            except Exception as error:  # any error: if the follower died, old weights would be served for ever
                 expected = isinstance(error, (UserError, Retryable, Refused))
                 trouble = str(error) if expected else f"{type(error).__name__}: {error}"
                 if trouble != self.trouble:
@@ -68,15 +68,15 @@ class Follower(threading.Thread):
             self._wake.clear()
 
     def wake(self) -> None:
-        """Look at the pointer now."""
+        """Read the pointer now, without waiting for the next poll."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End after the pull at hand, and say so."""
+        """End after the current pull, and withdraw the announcement."""
         self._stopping = True
         self.wake()
         if self._said[0] >= 0:
-            with suppress(UserError, Retryable):  # a lease that stays runs out
+            with suppress(UserError, Retryable):  # a lease that is not removed expires
                 live.withdraw_replica(self.store, self._name)
 
     def reach(self, version: int, digest: str, *, force: bool = False) -> None:
@@ -92,7 +92,7 @@ class Follower(threading.Thread):
         self._pull(version, force=force)
 
     def verify(self) -> tuple[int, Readback]:
-        """Compare all that the engine holds with its files, and return the version that is served with the result."""
+        """Compare all tensors of the engine with its files; return the version that is served, and the result."""
         engine = self.loop.engine
         with self._one:
             comparison = self.loop.call(lambda: (engine.version, read_back(engine.engine, self.directory)))
@@ -100,14 +100,14 @@ class Follower(threading.Thread):
 
     def _look(self) -> None:
         latest = pointer.read_pointer(self.store)
-        with self._one:  # in a change at hand the engine is neither here nor there
+        with self._one:  # during a change the engine has neither version
             lost = self.loop.trouble and not self.loop.broken and not self.loop.asleep
             if latest is not None and (latest.ref != self._seen or lost):
                 self._pull(latest.version)
                 self._seen = latest.ref
 
     def _announce(self) -> None:
-        """Say what is served where that is new, or was said a while ago."""
+        """Announce the served version, if it is new or the last announcement is old."""
         version, now = self.loop.engine.version, time.monotonic()
         if version < 0 or self._stopping or (version == self._said[0] and now - self._said[1] < live.RENEW_S):
             return
@@ -116,12 +116,12 @@ class Follower(threading.Thread):
             live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:
             remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
-            print(f"serve: cannot say what it serves ({error}); {remedy}", file=sys.stderr, flush=True)
+            print(f"serve: cannot announce the served version ({error}); {remedy}", file=sys.stderr, flush=True)
 
     def _pull(self, version: int, *, force: bool = False) -> None:
         with self._one:
             if force:
-                (self.directory / MARKER).unlink(missing_ok=True)  # from a full version, whatever is held
+                (self.directory / MARKER).unlink(missing_ok=True)  # rebuild from a full version
             done = materialize_version(self.store, version, self.directory, base=self.base, shared=True)
             digest = done.source or done.ref
             if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
@@ -148,7 +148,7 @@ class Follower(threading.Thread):
 
 
 def prove_tensors(engine: Vllm, model: Path) -> Readback:
-    """Prove that the engine holds every tensor in `model`. Raises RuntimeError: some differ, or cannot be read back."""
+    """Verify that the engine holds every tensor in `model`. Raises RuntimeError if some differ, or cannot be read."""
     comparison = read_back(engine.engine, model, PROBE)
     for names, what in ((comparison.different, "differ"), (comparison.unread, "cannot be read back from this engine")):
         if names:

@@ -1,9 +1,9 @@
 """The thread that owns a vLLM engine in a server: requests that come at the same time share its batches.
 
 Commands run in their order. A change of weights happens between two steps: running requests finish first (``wait``) or
-go on with the new weights afterwards (``keep``). Nothing is admitted or stepped meanwhile, as the same thread does
-that; whether or not the change succeeds, it then goes on with the waiting commands. So no pause can be forgotten,
-except one asked for from outside (`EngineLoop.pause`, for a fleet that is refitted). An idle loop sleeps.
+go on with the new weights afterwards (``keep``). No request is admitted or stepped meanwhile, as the same thread does
+that; whether or not the change succeeds, it then continues with the waiting commands. So no pause can be forgotten,
+except one that a client requests (`EngineLoop.pause`, for a fleet that is refitted). An idle loop sleeps.
 """
 
 import queue
@@ -45,8 +45,8 @@ class Ticket:
 
 class EngineLoop(threading.Thread):
     """Serves an engine to many callers. Any thread may use `call`, `cancel`, `stop` and `trouble`; `call` runs the
-    others on this one. `failed` is called once the engine has failed and the process can serve nothing any more, and
-    `change_phase` where the engine goes to sleep (True) or wakes up."""
+    other methods on this thread. `failed` is called once the engine has failed and the process can serve no more, and
+    `change_phase` when the engine goes to sleep (True) or wakes up."""
 
     def __init__(self, engine: Vllm) -> None:
         super().__init__(name="engine", daemon=True)
@@ -76,8 +76,8 @@ class EngineLoop(threading.Thread):
         self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
     ) -> dict[str, float]:
         """Change to the weights of a model directory. `check` runs after the change, before a request sees the new
-        weights; what it raises poisons the engine until a later change succeeds. Return seconds: ``drain``, in which
-        running requests end; then ``change`` and ``check``, the pause, in which nothing is stepped."""
+        weights; an error that it raises poisons the engine until a later change succeeds. Return seconds: ``drain``,
+        until running requests have ended; then ``change`` and ``check``, the pause, in which nothing is stepped."""
         begun = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
@@ -96,7 +96,7 @@ class EngineLoop(threading.Thread):
             self.engine.poison()
             failure = error
         self.waking = self.asleep
-        self._release()  # after a failure they are refused, until a version is loaded
+        self._release()  # after a failure requests are refused until a version is loaded
         if failure:
             raise Refused(503, f"loading version {version} failed ({failure}); load a version again") from failure
         return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
@@ -136,12 +136,12 @@ class EngineLoop(threading.Thread):
         self.paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`, or do nothing."""
+        """End a pause; nothing happens if there is none."""
         self.paused = False
         self._release()
 
     def sleep(self, level: int) -> None:
-        """Give back the device's memory once all requests have finished, as `Vllm.sleep` does; new ones wait."""
+        """Release the device's memory once all requests have finished, as `Vllm.sleep` does; new requests wait."""
         self._drain()
         self.engine.sleep(level)
         self.asleep = self.waking = True
@@ -155,13 +155,13 @@ class EngineLoop(threading.Thread):
         self._release()
 
     def call(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
-        """Run `work` in its turn on the engine's thread, between two steps; `generate` waits out a pause or sleep."""
+        """Queue `work` for the engine's thread, between two steps; `generate` waits until a pause or sleep is over."""
         answer: Future[Result] = Future()
 
         def execute() -> None:
             if work == self.generate and (self.paused or self.waking):
                 self._held.append(execute)
-            elif answer.set_running_or_notify_cancel():  # else nobody waits any more
+            elif answer.set_running_or_notify_cancel():  # else the caller no longer waits
                 try:
                     answer.set_result(work(*args, **kwargs))
                 except Exception as error:
@@ -179,7 +179,7 @@ class EngineLoop(threading.Thread):
         self._inbox.put(lambda: None)  # wake up
 
     def stop(self) -> None:
-        """End the thread after the step at hand."""
+        """End the thread after the current step."""
         self._stopping = True
         self._inbox.put(lambda: None)
 
@@ -193,7 +193,7 @@ class EngineLoop(threading.Thread):
                 self._step()
 
     def _release(self) -> None:
-        """Admit those who wait, unless they have to wait on."""
+        """Admit the waiting requests, unless the engine sleeps or is paused."""
         commands, self._held = self._held, []
         for execute in commands:
             execute()
@@ -215,7 +215,7 @@ class EngineLoop(threading.Thread):
             )
 
     def _step(self) -> None:
-        """Drop what was cancelled, run one step of the engine, hand out what it finished."""
+        """Drop cancelled requests, run one step of the engine, and emit finished completions."""
         while not self._cancelled.empty():
             ticket = self._cancelled.get()
             if self._tickets.pop(ticket.number, None):
@@ -225,7 +225,7 @@ class EngineLoop(threading.Thread):
         try:
             for key, answer in self.engine.step():
                 self._finish(key, answer)
-        except Exception as error:  # it is trusted no more: everybody who waits is told, and later callers too
+        except Exception as error:  # the engine is not trusted any more: tell all waiting and later callers
             self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             for ticket in self._tickets.values():
                 ticket.emit(-1, self.trouble)

@@ -23,8 +23,8 @@ EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|u
 
 
 def reload_weights(engine: Any, model: Path) -> None:
-    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps. Drop the prefix
-    cache, too, where vLLM's own reload leaves keys and values of the old weights: running requests renew theirs."""
+    """Change a running vLLM engine to the weights below `model`, in place, between two of its steps. Also drop the
+    prefix cache, as vLLM's reload keeps the old weights' keys and values; running requests compute theirs again."""
     engine.collective_rpc(_reload, args=(str(model),))
     reset_prefix_cache(engine)
 
@@ -36,9 +36,9 @@ def reset_prefix_cache(engine: Any) -> None:
 
 
 def _reload(worker: Any, model: str) -> None:
-    """Reload in vLLM's worker, and do what that leaves undone on a CPU, where layers multiply by packed weights."""
+    """Reload in vLLM's worker, and repack the weights that layers multiply by on a CPU, as the reload does not."""
     for module in worker.get_model().modules():
-        # The reload puts experts unpacked where the kernel wants them packed, wherever it finds a kernel made.
+        # Where a kernel exists already, the reload leaves experts unpacked, but the kernel wants them packed.
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if hasattr(getattr(kernel, "fused_experts", None), "isa"):
             module.quant_method.moe_kernel = None
@@ -47,7 +47,7 @@ def _reload(worker: Any, model: str) -> None:
 
 
 def _repack_head(worker: Any) -> None:
-    """Renew the packed copy that an output head tied to the embedding multiplies by: vLLM's reload passes it over."""
+    """Renew the packed weights of an output head that is tied to the embedding: vLLM's reload skips them."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -121,7 +121,7 @@ def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
 
 
 def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
-    """Cut out this worker's part of a tensor; None where that cannot be told from the sizes of the layer."""
+    """Cut out this worker's part of a tensor; None if the sizes of the layer do not determine it."""
     if shard := getattr(layer, "shard_indices", None):  # of a vocabulary, the last worker's part is shorter
         return want[shard.org_vocab_start_index : shard.org_vocab_end_index]
     width = getattr(layer, "input_size_per_partition", None) if want.ndim == 2 else None
@@ -174,7 +174,7 @@ class _Experts:
             self.parts[name] = int(place["expert"]), place["which"], own
 
     def held(self) -> dict[str, bool | None]:
-        """Name → whether the layer holds it; None for all where experts are spread, or packed with padding."""
+        """Return name → whether the layer holds it; all None if experts are distributed, or packed with padding."""
         identical: dict[str, bool | None] = {}
         size, whole = self.layer.intermediate_size_per_partition, self.layer.local_num_experts
         for attribute, rows in (("w13_weight", {"gate": 0, "up": size}), ("w2_weight", {"down": 0})):

@@ -1,8 +1,8 @@
 """Several rollout servers of one run, as one engine.
 
 A prompt belongs to one server, by its place in the first batch: its completions and later turns of its episodes find
-its tokens in that server's prefix cache. Seeds are the requests' own. A lost server is not used again until the engine
-is closed; the others get its unfinished requests, and only the last server left is waited for.
+its tokens in that server's prefix cache. Seeds belong to requests, not to servers. A lost server is not used again
+until the engine is closed; the others get its unfinished requests. Only the last remaining server is waited for.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Replicas:
         return scored[0]
 
     def close(self) -> None:
-        """Connections live as long as a call."""
+        """Do nothing: connections live only as long as a call."""
 
     def call_each(self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None) -> None:
-        """Do `work` with all replicas at the same time; one that is lost meanwhile is left out from then on. What
-        `poll` raises ends the wait. Raises Retryable: all are lost, and the last did not come back."""
+        """Call `work` on all replicas at the same time; a replica that is lost meanwhile is left out from then on. An
+        error of `poll` ends the wait. Raises Retryable if all are lost and the last one did not come back."""
         pending = list(self.live)
         while pending:
             for client in pending:
@@ -80,7 +80,7 @@ class Replicas:
                         self.live.remove(client)
                         self.replicas[client.endpoint]["lost"] = str(error.__cause__ or error)
                     else:
-                        pending = [client]  # the last: it is waited for
+                        pending = [client]  # wait for the last replica
 
     def _share_out(self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done) -> None:
         """Generate `requests` on the replicas that are not lost, and add what they finish to `results`."""

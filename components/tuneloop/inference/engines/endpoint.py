@@ -1,4 +1,4 @@
-"""An endpoint that others own: only ``POST <url>/generate`` is used, and its answers are checked.
+"""An endpoint that the user provides: only ``POST <url>/generate`` is used, and its answers are checked.
 
 The fleet behind it pulls published weights (docs/weights.md) or is brought to each version
 (`tuneloop.inference.fleet`), and may grow, shrink and lose replicas. Each prompt is a request of its own, for a load
@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.seeds import derive_seed
@@ -34,7 +34,7 @@ from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 Result = TypeVar("Result")
 Form = TypeVar("Form")
 LATER = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Answers after which asking again may help."""
+"""Statuses after which a retry may succeed."""
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -43,9 +43,9 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     max_staleness: int = Field(0, ge=0, description="versions that a token may be older than the policy")
     partial_rollout: bool = Field(False, description="stream tokens; if a replica is lost, another goes on from them")
     concurrency: int = Field(64, ge=1, description="requests at the same time")
-    max_retries: int = Field(60, ge=0, description="of one request")
-    retry_sleep: float = Field(1.0, ge=0, description="seconds between them, at most")
-    max_model_len: int = Field(1 << 30, ge=1, description="the most tokens that it takes, prompt and completion")
+    max_retries: int = Field(60, ge=0, description="retries of one request")
+    retry_sleep: float = Field(1.0, ge=0, description="maximum seconds between two retries")
+    max_model_len: int = Field(1 << 30, ge=1, description="maximum length of prompt and completion, in tokens")
     fleet: str | None = Field(
         None, description="URL of the workers to bring to each version (`tuneloop fleet --help`); none: they pull"
     )
@@ -57,9 +57,9 @@ class Options(BaseModel, frozen=True, extra="forbid"):
 
 
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
-    """Open the engine behind `endpoint`, an absolute URL to which ``/generate`` is appended, or several with commas
-    between; None: the fleet's, or its workers'. `args` are `Options`. `timeout_s`: seconds without a byte after which a
-    replica counts as lost. Raises UserError: no URL, or not one; an unknown option."""
+    """Open the engine behind `endpoint`, an absolute URL to which ``/generate`` is appended, or several separated by
+    commas; None: the fleet's URL, or those of its workers. `args` are `Options`. `timeout_s`: seconds without a byte
+    after which a replica counts as lost. Raises UserError for a missing or malformed URL, or an unknown option."""
     options = check_engine_args(args)
     fleet = open_fleet(options.fleet) if options.fleet else None
     where = endpoint or (fleet and fleet.endpoint)
@@ -73,7 +73,7 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> 
     try:
         return Options(**args)
     except ValidationError as error:
-        raise from_validation(error, prefix) from None
+        raise convert_validation_error(error, prefix) from None
 
 
 def check_url(url: str) -> str:
@@ -85,12 +85,12 @@ def check_url(url: str) -> str:
 
 
 def check_urls(text: str) -> list[str]:
-    """Check the URLs in `text`, which commas separate. Raises UserError where one of them is none."""
+    """Check the URLs in `text`, which are separated by commas. Raises UserError if one is not an absolute URL."""
     return [check_url(url.strip()) for url in text.split(",")]
 
 
 class Lost(RuntimeError):
-    """This attempt came to nothing; another may not. `about` is what was sent, as the hook left it."""
+    """This attempt failed; another may succeed. `about` is the request that was sent, as the hook returned it."""
 
     def __init__(self, why: str, about: Mapping[str, Any] | None = None) -> None:
         super().__init__(why)
@@ -135,12 +135,12 @@ class Partial:
         return "length" if len(self.ids) >= sampling.max_tokens else ""
 
     def derive_next_seed(self) -> int:
-        """Derive the seed of a request that goes on from here: the stream of the first would repeat itself."""
+        """Derive the seed of a request that continues from here: with the first seed its random stream would repeat."""
         return derive_seed(self.seed, "continue", len(self.ids)) if self.ids else self.seed
 
 
 class Endpoint:
-    """`Engine` over an opaque endpoint, at one URL or several. `refitted`: what its fleet's last refit took, if any."""
+    """`Engine` over an opaque endpoint, at one URL or several. `refitted`: timings of its fleet's last refit."""
 
     name = "endpoint"
 
@@ -177,7 +177,7 @@ class Endpoint:
                 done(len(futures) - len(left))
             return [future.result() for future in futures]
         finally:
-            self._stopping.set()  # whoever still waits hangs up; the endpoint drops what it runs
+            self._stopping.set()  # threads that still wait hang up, and the endpoint drops their requests
             pool.shutdown(cancel_futures=True)
 
     def score(self, ids: Sequence[int]) -> list[float]:
@@ -206,7 +206,7 @@ class Endpoint:
         return [part.done for part in parts if part.done]
 
     def _retry(self, attempt: Callable[[str], Result]) -> Result:
-        """Return what `attempt` of a URL does. Each goes to the next URL; the wait doubles once all had their turn."""
+        """Return the result of `attempt` at a URL. Each retry uses the next URL; waits double after a full round."""
         turn, tries = next(self._turns), 0
         while True:
             url = self.urls[(turn + tries) % len(self.urls)]
@@ -238,10 +238,10 @@ class Endpoint:
     ) -> None:
         """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
         for part in parts:
-            if part.done is None and (reason := part.find_end(sampling)):  # only the word that it ended was lost
+            if part.done is None and (reason := part.find_end(sampling)):  # only the message that it ended was lost
                 part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
         lengths = {len(part.ids) for part in parts if part.done is None}
-        for length in sorted(lengths):  # all 0 at first; after a loss each is where it was
+        for length in sorted(lengths):  # all 0 at first; after a loss each continues at its own length
             some = [part for part in parts if part.done is None and len(part.ids) == length]
             continued = [Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()]) for part in some]
             left = replace(sampling, max_tokens=sampling.max_tokens - length)
@@ -269,17 +269,17 @@ class Endpoint:
             raise Lost("a completion was aborted")
         told = fields.get("ids")
         if not (part.ids and isinstance(told, list) and part.ids[len(part.ids) - len(told) :] == told):
-            raise self._wrong("streams other tokens than it says that a completion has")
+            raise self._wrong("streams other tokens than the finished completion has")
         mixed = part.versions if len(set(part.versions)) > 1 else []
         whole = {**fields, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
         whole |= {"start_version": part.versions[0], "end_version": part.versions[-1]}
         return self._read(whole, sampling.max_tokens)
 
     def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
-        """Read a completion, if it can be one."""
+        """Read a completion, and check that it is a possible one."""
         completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
-            raise self._wrong("gives two versions, and not which of them made which token")
+            raise self._wrong("gives two versions, but no version for each token")
         ids, logprobs = completion.ids, completion.logprobs
         if not 0 < len(ids) <= max_tokens or len(logprobs) != len(ids):
             raise self._wrong(f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}")
@@ -309,7 +309,7 @@ class Endpoint:
             raise self._wrong(f"answers with version {version} where {bound} was demanded")
 
     def _wrong(self, what: str) -> UserError:
-        remedy = f"{what}; `tuneloop endpoint check` shows what it does not keep to"
+        remedy = f"{what}; `tuneloop endpoint check` shows which rules it breaks"
         return UserError("--endpoint", ", ".join(self.urls), remedy)
 
     @contextmanager
@@ -342,7 +342,7 @@ class Endpoint:
 
     def _refused(self, response: Response) -> None:
         text = " ".join(response.read().decode(errors="replace").split())[:300]
-        if response.status in LATER or (response.status == 401 and build_token_headers()):  # it is being changed
+        if response.status in LATER or (response.status == 401 and build_token_headers()):  # the token is being rotated
             raise Lost(f"answers {response.status}: {text}")
         raise UserError("--endpoint", ", ".join(self.urls), f"answers {response.status}: {text}")
 

@@ -1,4 +1,4 @@
-"""The engine that needs nothing but torch and transformers: in process, deterministic, for any decoder of theirs.
+"""The engine that needs only torch and transformers: in process, deterministic, for any decoder of transformers.
 
 Each step is one forward over all live rows. A prompt is prefilled once, however many completions it gets; rows leave
 the batch as they finish. Every completion draws its noise from a generator of its own, so the rest of the batch changes
@@ -40,8 +40,8 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
 
 
 class Transformers:
-    """`Engine` over a `transformers` model. `dtype`, of weights and arithmetic: ``auto`` is float32 on a CPU, what was
-    saved on a GPU. `max_model_len`: the most tokens of a sequence; None: the model's own limit."""
+    """`Engine` over a `transformers` model. `dtype` of weights and arithmetic: ``auto`` is float32 on a CPU, and the
+    saved dtype on a GPU. `max_model_len`: maximum tokens of a sequence; None: the model's own limit."""
 
     name = "transformers"
 
@@ -74,7 +74,7 @@ class Transformers:
         self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:
-        """Serve a model of this process, which stays the engine's."""
+        """Serve a model of this process; the engine owns it from then on."""
         self.model = model.to(self.device).eval()
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self.context = min(limit, self.max_model_len or limit)

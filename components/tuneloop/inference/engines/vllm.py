@@ -4,8 +4,8 @@ In process, the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIP
 faster and uses all cores. vllm is imported only when weights are loaded here; a server's client does not need it.
 
 With the argument ``deterministic``, completions are a function of the weights, the sampling and the requests of one
-call, if what docs/training.md lists is equal. These requests make one batch, in their order, which shares no step with
-another call and finds nothing of it in the prefix cache. vLLM takes batch-invariant kernels where there are any.
+call, provided that the conditions in docs/training.md are equal. These requests make one batch, in their order, which
+shares no step and no prefix cache with another call. vLLM uses batch-invariant kernels where they exist.
 """
 
 import ast
@@ -31,7 +31,7 @@ from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend
 DETERMINISTIC, SNAPSHOT = OWN = "deterministic", "snapshot"
 """The engine arguments that are tuneloop's own."""
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
-"""Engine arguments that tuneloop sets: another value would break what a rollout promises."""
+"""Engine arguments that tuneloop sets: with other values a rollout would not be what its manifest says."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Fields of a model's configuration that may differ between versions of one policy."""
 INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
@@ -58,7 +58,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
     sleeps, deterministic = any(map(args.get, ("enable_sleep_mode", SNAPSHOT))), bool(args.get(DETERMINISTIC))
     if endpoint and "," in endpoint:
         if deterministic:
-            remedy = "several servers share out a batch by which of them are there: deterministic goes with one"
+            remedy = "several servers divide a batch by which of them are up: deterministic needs a single one"
             raise UserError("--endpoint", endpoint, remedy)
         return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
     return Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic) if endpoint else Vllm(args)
@@ -110,7 +110,7 @@ class Vllm:
         self._streamed: dict[str, Tokens] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Serve `policy`. Raises UserError: vLLM is absent or refuses an argument, or a model of another shape runs."""
+        """Serve `policy`. Raises UserError: vLLM is absent or refuses an argument, or runs another architecture."""
         wanted = policy.manifest.facts["version"], policy.manifest.digest
         if (self.version, self.digest) != wanted or force:
             self.change(policy.part("model"), *wanted)
@@ -128,7 +128,7 @@ class Vllm:
         elif shape != self.shape:
             raise UserError("policy", str(model), "is a model of another shape; start another engine for it")
         else:
-            before, self.version, self.digest = self.version, -1, ""  # neither the old nor the new, until all is done
+            before, self.version, self.digest = self.version, -1, ""  # neither version is served during the change
             for state in self.engine.output_processor.request_states.values():
                 spans = self._spans.setdefault(state.external_req_id, [])  # the version that made each token
                 spans += [before] * (state.detokenizer.num_output_tokens() - len(spans))
@@ -161,13 +161,13 @@ class Vllm:
         return cast(Completion, finished[0][1]).prompt_logprobs or []
 
     def close(self) -> None:
-        """End the engine, and with it what vLLM keeps once a process: other engines in it end, too."""
+        """End the engine, and vLLM's state of this process with it: other engines in the process end, too."""
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         self.engine, self.version, self.digest = None, -1, ""
 
     def flush(self) -> None:
-        """Drop all cached keys and values; a deterministic engine does so before each batch, and not here."""
+        """Drop all cached keys and values; does nothing in a deterministic engine, which does so before each batch."""
         if self.engine is not None and not self.deterministic:
             reset_prefix_cache(self.engine)
 
@@ -181,8 +181,8 @@ class Vllm:
         self.version, self.digest = -1, ""
 
     def sleep(self, level: int) -> None:
-        """Give back the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them;
-        ``snapshot`` keeps the rest. Raises SnapshotFailed, UserError: the device cannot, or was not started for it."""
+        """Release the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them;
+        ``snapshot`` keeps the rest. Raises SnapshotFailed; UserError if device or engine do not support it."""
         if self.sleeps and not self.suspended:
             from vllm.platforms import current_platform
 
@@ -205,7 +205,7 @@ class Vllm:
             from vllm.platforms import current_platform
 
             if not current_platform.is_sleep_mode_available():
-                raise UserError("wake_up", current_platform.device_type, "nothing sleeps on this device")
+                raise UserError("wake_up", current_platform.device_type, "this device has no sleep mode")
             self.engine.wake_up()
 
     def submit(
@@ -229,7 +229,7 @@ class Vllm:
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # what ends a completion is said above, and not in a file beside the weights
+            ignore_eos=True,  # stop tokens are given above, not by a file beside the weights
             seed=seed,
             logprobs=0,
             prompt_logprobs=0 if prompt_logprobs else None,
@@ -249,13 +249,13 @@ class Vllm:
             self._streamed[key] = Tokens([], [], self.version)
 
     def count_requests(self) -> tuple[int, int]:
-        """Count what runs and what is queued, from any thread."""
+        """Count the running and the queued requests; any thread may call this."""
         core = self.engine and self.engine.engine_core.engine_core
         running, waiting = core.scheduler.get_request_counts() if core else (0, 0)
         return running, waiting
 
     def step(self) -> Iterator[tuple[str, Answer]]:
-        """Run one forward of all that is queued; yield names and answers of what ended, and of what is streamed."""
+        """Run one forward pass over the queued requests; yield the names and answers of finished or streamed ones."""
         for out in self.engine.step():
             key, output = out.request_id, out.outputs[0]
             new = Tokens(list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version)
@@ -269,7 +269,7 @@ class Vllm:
                 yield key, self._completion(key, out, new)
 
     def abort(self, keys: Sequence[str]) -> None:
-        """Drop what was queued under these names; unknown ones are passed over."""
+        """Drop the requests queued under these names; unknown names are ignored."""
         if keys and self.engine is not None:
             self.engine.abort_request(list(keys))
         for key in keys:
@@ -290,7 +290,7 @@ class Vllm:
 
 
 def quiet_vllm() -> None:
-    """Have vLLM, before it is imported, keep its core here and log errors only; variables that are set stay."""
+    """Before vLLM is imported, set its variables to keep its core here and log errors only; set ones are kept."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 

@@ -25,20 +25,20 @@ URLS = {"http": "urls", "https": "urls"}
 
 
 class Unreachable(Retryable):
-    """A worker does not answer: it may be gone, which the next look at the fleet tells."""
+    """A worker does not answer: it may be gone, as the next discovery of the fleet will tell."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker. `id` names its process: one that starts in its place has another, where the backend can tell. `url`
-    is that of its administration, without ``/engine``."""
+    """One worker. `id` names its process: a replacement has another id, if the backend can tell. `url` is the URL of
+    its administration, without ``/engine``."""
 
     id: str
     url: str
     routes: tuple[str, ...] = ROUTES
 
     def call(self, route: str, timeout_s: float, **body: Any) -> dict[str, Any]:
-        """Return the answer of a route. Raises Unreachable: none, or it breaks off; Retryable: a refusal or failure."""
+        """Return the answer of a route. Raises Unreachable: there is none; Retryable: it is a refusal or failure."""
         try:
             url = f"{self.url.rstrip('/')}/engine/{route}"
             status, content = send_request("POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s)
@@ -67,11 +67,11 @@ class Fleet(Protocol):
         """Where the fleet as a whole answers ``/generate``; None: only its workers do."""
 
     def discover(self) -> Sequence[Worker]:
-        """List the workers that there are now, each once. Raises UserError: no such fleet; Retryable: no answer."""
+        """List the current workers, each once. Raises UserError if there is no such fleet, Retryable for no answer."""
 
 
 def open_fleet(url: str) -> Fleet:
-    """Open the fleet at `url`, asking nothing yet. Raises UserError: an unknown scheme, or a URL of another form."""
+    """Open the fleet at `url`, without a request yet. Raises UserError for an unknown scheme, or a malformed URL."""
     scheme, address, _ = url.partition("://")
     name, known = URLS.get(scheme, scheme), plugins.list_variants("fleet")
     if not address or name not in known:

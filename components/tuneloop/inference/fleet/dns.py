@@ -1,5 +1,5 @@
 """A fleet behind a name with several addresses: ``dns://tuneloop-rollout-workers.tuneloop.svc:8000``. A headless
-Service has one per ready pod, all that tells workers apart. Rollouts in pods use it, as it takes no token."""
+Service has one for each ready pod, which identifies the worker. Rollouts in pods use it, as it needs no token."""
 
 import socket
 from urllib.parse import urlsplit

@@ -27,9 +27,9 @@ class Dynamo:
 
     @property
     def host(self) -> str:
-        """The frontend's. Raises UserError where asked outside a cluster."""
+        """The host name of the frontend. Raises UserError outside a cluster."""
         if "KUBERNETES_SERVICE_HOST" not in os.environ:
-            remedy = "a graph is found by its name in pods only; give rollout_endpoint_url and the workers' URLs here"
+            remedy = "only pods can find a graph by its name; give rollout_endpoint_url and the workers' URLs here"
             raise UserError("fleet", f"dynamo://{self.name}.{self.namespace}", remedy)
         return f"{self.name}-frontend.{self.namespace}"
 

@@ -26,14 +26,14 @@ GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeploym
 VERSIONS = ("v1beta1", "v1alpha1")
 POD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
 DOWN = (502, 503, 504)
-"""What a proxy answers for a server that is not there; any other answer is the server's own."""
+"""The statuses by which a proxy says that its server is down; any other status is the server's own."""
 
 Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One condition of readiness; `why` says what is found."""
+    """One condition of readiness; `why` describes the current state."""
 
     name: str
     open: bool
@@ -129,10 +129,10 @@ def bring_up(
     timeout: float = 1800.0,
     tell: Callable[[str], object] = print,
 ) -> str | None:
-    """Have `graph` ready within `timeout` seconds, then call `start`, tie the graph to the workflow whose name it
-    returns, and return that name. `recreate` replaces a graph that differs from `graph`; else it is used as it is, and
-    `tell` says where it differs. Raises UserError: the operator gave up, and what `start` raises; Retryable: not ready
-    in time. What this call made is deleted then."""
+    """Have `graph` ready within `timeout` seconds, then call `start`, make the workflow whose name it returns the owner
+    of the graph, and return that name. `recreate` replaces an existing graph that differs; else that is used as it is,
+    and `tell` says where it differs. Raises UserError if the operator gave up, Retryable if the graph is not ready in
+    time, and whatever `start` raises; a graph that this call created is deleted then."""
     name = str(graph["metadata"]["name"])
     created, started = _ensure(cluster, graph, recreate, tell), None
     try:
@@ -151,7 +151,7 @@ def bring_up(
 
 
 def _ensure(cluster: connection.Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
-    """Create the graph unless it stands; return whether it did."""
+    """Create the graph unless it exists; return whether it was created."""
     name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
     find_api_version(cluster)
     live = find_graph(cluster, name, version)
@@ -168,7 +168,7 @@ def _ensure(cluster: connection.Connection, graph: Object, recreate: bool, tell:
 
 
 def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
-    """List the paths at which `live` lacks or changes what is `wanted`; what it has beyond that is the operator's."""
+    """List the paths at which `live` lacks or changes a `wanted` value; additional values come from the operator."""
     if isinstance(wanted, Mapping):
         fields = live if isinstance(live, Mapping) else {}
         return [path for key in wanted for path in find_drift(wanted[key], fields.get(key), f"{at}.{key}")]
@@ -222,12 +222,12 @@ def pods_gate(pods: Sequence[Any]) -> Gate:
 
 
 def frontend_gate(status: int, reason: str = "") -> Gate:
-    """Check that something answers there, if only with 404. `status` is 0 where nobody does."""
+    """Check that the frontend answers, if only with 404. `status` is 0 if it does not."""
     return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else reason or "does not answer")
 
 
 def _probe(cluster: connection.Connection, service: str, port: int) -> tuple[int, str]:
-    """Ask for a Service's HTTP status, or for what is said in its place: from a pod by name, else through the API."""
+    """Return a Service's HTTP status, and why there is none: from a pod by its name, else through the API server."""
     if cluster.context == connection.IN_CLUSTER:
         try:
             return send_request("GET", f"http://{service}.{cluster.namespace}:{port}/health", timeout_s=10)[0], ""
@@ -245,7 +245,7 @@ def _probe(cluster: connection.Connection, service: str, port: int) -> tuple[int
 
 
 def _of_the_api(error: Any) -> bool:
-    """Return whether the API server itself answered, for want of the Service."""
+    """Return whether the API server answered itself, because it did not reach the Service."""
     try:
         status = json.loads(error.body)
         return bool(status["kind"] == "Status" and status["details"]["kind"] == "services")
@@ -254,7 +254,7 @@ def _of_the_api(error: Any) -> bool:
 
 
 def own_graph(cluster: connection.Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
-    """Have the graph go when the workflow goes, if it was made for that run."""
+    """Make the workflow the owner of the graph, if it was made for that run, so that both are deleted together."""
     name = str(graph["metadata"]["name"])
     owner = cluster.get(*connection.WORKFLOWS, workflow)
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
@@ -268,7 +268,7 @@ def own_graph(cluster: connection.Connection, graph: Object, workflow: str, tell
         others = [o for o in live["metadata"].get("ownerReferences", ()) if o["uid"] != reference["uid"]]
         patch = {"resourceVersion": live["metadata"]["resourceVersion"], "ownerReferences": [*others, reference]}
         place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, name)
-        with connection.ignore_refusals(409):  # somebody, as the operator does, changed the object meanwhile
+        with connection.ignore_refusals(409):  # the object was changed meanwhile, as by the operator
             cluster.custom.patch_namespaced_custom_object(*place, {"metadata": patch})
             return
 
@@ -282,5 +282,5 @@ def list_graphs(cluster: connection.Connection, run: str) -> list[dict[str, Any]
 
 
 def delete_graph(cluster: connection.Connection, name: str) -> bool:
-    """Delete a graph, and with it what its operator made; return whether there was one."""
+    """Delete a graph, and with it the objects that its operator created; return whether it existed."""
     return cluster.delete(GROUP, find_api_version(cluster), PLURAL, name, propagation_policy="Background")

@@ -3,7 +3,7 @@
 Workers of one pass are changed at the same time, each paused for its own update only. `resume_generation` is called
 even after a failed update: such a worker must refuse by itself, and the failure is raised here, so that no rollout
 counts. A fleet that keeps changing is given up after `PASSES`. A refit can be repeated: a worker that has the version
-is only resumed, in case that a refit that was killed left it paused.
+is only resumed, in case a killed refit left it paused.
 """
 
 import time
@@ -21,8 +21,8 @@ PASSES = 5
 
 @dataclass(frozen=True)
 class Target:
-    """What workers are to serve. `label`: their answer afterwards, ``<version>@<digest of the checkpoint>``. `model`:
-    where they read it, a directory that they see under the same path or the checkpoint's reference."""
+    """The version that workers are to serve. `label`: their answer afterwards, ``<version>@<digest of checkpoint>``.
+    `model`: where they read it, a directory that they see under the same path, or the checkpoint's reference."""
 
     label: str
     model: str
@@ -30,8 +30,8 @@ class Target:
 
 @dataclass
 class Refitted:
-    """What a refit took. `workers`: id → seconds for which it was paused; 0 for one that had the version. `updates`: id
-    → seconds of these in ``update_weights_from_disk``, for workers that were changed."""
+    """The timings of a refit. `workers`: id → seconds for which it was paused; 0 if it had the version already.
+    `updates`: id → seconds of the pause that ``update_weights_from_disk`` took, for workers that were changed."""
 
     workers: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def refit_fleet(
     lost: Mapping[str, Unreachable] = {}
     while done.passes < passes:
         if done.passes and not done.workers and not lost:
-            time.sleep(1.0)  # nobody so far: they may be starting
+            time.sleep(1.0)  # no worker so far: they may be starting
         done.passes += 1
         workers = {worker.id: worker for worker in fleet.discover()}
         new = [worker for name, worker in workers.items() if name not in done.workers]
@@ -70,8 +70,8 @@ def refit_fleet(
         lost = _pass(new, wanted, timeout_s, force, done)
     if lost:
         raise next(iter(lost.values()))
-    what = f"{len(done.workers)} workers, and others still" if done.workers else "no worker"
-    raise Retryable(f"fleet: {passes} looks found {what}; wait until it rests, then run it again")
+    what = f"{len(done.workers)} workers, and new ones each time" if done.workers else "no worker"
+    raise Retryable(f"fleet: {passes} passes found {what}; wait until the fleet is stable, then run it again")
 
 
 def _pass(

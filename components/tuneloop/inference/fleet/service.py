@@ -1,7 +1,7 @@
 """A fleet behind a Kubernetes Service: ``service://name.namespace:port``, from its EndpointSlices.
 
-To list these takes a permission that the role tuneloop-user has, but no stage's pod, which uses `dns`. The id of a
-worker is its pod's uid: a pod that replaces another under the same address is a new worker.
+The role tuneloop-user has the permission to list these, but a stage's pod has not, and uses `dns`. The id of a worker
+is its pod's uid: a pod that replaces another under the same address is a new worker.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SLICES = ("discovery.k8s.io", "v1", "endpointslices")
 
 
 class Service:
-    """See the module. `port` is the pods'; None: the only one that they have. `context` is the kubeconfig's."""
+    """See the module. `port` is the pods' port; None: their only one. `context` is a context of the kubeconfig."""
 
     endpoint = None
 

@@ -1,10 +1,10 @@
-"""Run a program that nobody trusts, and say what became of it; `jail` is the side that is shut in.
+"""Run an untrusted program, and return how it ended; `jail` is the part that runs inside the sandbox.
 
 The program gets an interpreter of its own with an empty environment and no file open but its input, so nothing of the
 caller is in its memory. It sees the standard library and an empty directory.
 
 `TUNELOOP_SANDBOX`, which ``cluster.sandbox`` sets, says where: ``process``, or the URL of a
-`tuneloop.inference.sandbox_server`; ``URL#gvisor`` is of one that proves to be in gVisor: a weaker one runs nothing."""
+`tuneloop.inference.sandbox_server`. With ``URL#gvisor`` a server must prove that it runs in gVisor to be used."""
 
 import contextlib
 import ctypes
@@ -39,10 +39,10 @@ SYSTEM = (
     *("/etc/localtime", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"),
 )
 MEMORY = 3
-"""The exit code that `jail` gives for it."""
+"""The exit code of `jail` for a program that ran out of memory."""
 NOTES = 1 << 16
-"""Most bytes of a call's result."""
-HINDERED = 10  # times its seconds that a program may take by the clock, where it or its judge waits for a processor
+"""The maximum size of a call's result, in bytes."""
+HINDERED = 10  # a program that waits for a processor may take this many times its seconds by the clock
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a program.
+    """How a program ended.
 
     Attributes:
-        kind: ``done``: it ended by itself without an error. ``escape``: the kernel ended it at a door.
+        kind: ``done``: it ended without an error. ``escape``: the kernel ended it at a forbidden system call.
         stdout: what it wrote, cut at the limit.
         result: Python's `repr` of the call's value; None where there was no call, or it did not return.
-        door: what it tried, where `kind` is ``escape``.
-        error: what it raised, as it says itself, where `kind` is ``error``; empty where it is not known.
-        seconds: that it took, of its limit.
+        door: the forbidden call that it tried, if `kind` is ``escape``.
+        error: the error that it reports to have raised, if `kind` is ``error``; empty if it is unknown.
+        seconds: how much it took of its time limit.
     """
 
     kind: Kind
@@ -85,8 +85,8 @@ class _Answer(BaseModel):
 
 
 def check_kernel(field: str, value: str) -> None:
-    """Check that programs can be shut in here. Raises UserError, at the `field` and `value` that want it, where it is
-    not Linux on x86_64 or aarch64, or kernel or pod have no Landlock. Nothing is ever run outside of it."""
+    """Check that programs can be confined here. Raises UserError, for the `field` and `value` that require it, unless
+    this is Linux on x86_64 or aarch64 with Landlock in kernel and pod. No program ever runs unconfined."""
     known, here = [f"linux {machine}" for machine in ARCHITECTURES], f"{sys.platform} {platform.machine()}"
     if here not in known:
         raise UserError(field, value, f"can shut programs in only on {' or '.join(known)}, not on {here}")
@@ -109,9 +109,9 @@ def check_sandbox(field: str, value: str) -> None:
 
 
 def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
-    """Run a program as `run_program` does, where `find_sandbox` says; a service that is lost is asked again. Raises
-    OSError: it cannot be shut in, no service takes it or its token, or an answer is malformed; UserError: a service is
-    weaker than asked, or refuses the request."""
+    """Run a program as `run_program` does, where `find_sandbox` says; an interrupted request is sent again. Raises
+    OSError if it cannot be confined, no service accepts it or its token, or a response is malformed; UserError if a
+    service is weaker than required, or refuses the request."""
     if (where := find_sandbox()) == PROCESS:
         return run_program(program, stdin, call, limits)
     url, _, isolation = where.partition("#")
@@ -143,8 +143,8 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
 
 
 def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> Ending:
-    """Run `program`, source of Python, shut in: it reads `stdin`, and after it the expression `call` is evaluated.
-    Raises OSError where it could not be shut in; it was not run then."""
+    """Run `program`, Python source, in the sandbox: it reads `stdin`, and after it the expression `call` is evaluated.
+    Raises OSError if it could not be confined; it has not run then."""
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as open_:
         source = open_.enter_context(_in_memory(json.dumps({"program": program, "call": call})))
         given = open_.enter_context(_in_memory(stdin))
@@ -167,7 +167,7 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
 
 @contextlib.contextmanager
 def _in_memory(text: str) -> Iterator[int]:
-    """Open a file that nobody else sees and no write can block on, to be read from its start."""
+    """Write `text` to an anonymous file in memory, open to be read from its start; unlike a pipe it cannot block."""
     number = os.memfd_create("given")
     try:
         with open(number, "w", encoding="utf-8", closefd=False) as file:
@@ -188,7 +188,7 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
 
 
 def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None, float]:
-    """Return what it writes to standard output and notes until it ends, the limit that it overran, and its seconds."""
+    """Return the process's standard output and notes until it ends, the limit that it exceeded, and its seconds."""
     assert process.stdout is not None
     begun, own = time.monotonic(), _read_wait("thread-self")
 
@@ -199,7 +199,7 @@ def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> t
     over, end = None, begun + limits.seconds
     most = {process.stdout.fileno(): limits.output, reader: NOTES}
     received = dict.fromkeys(most, b"")
-    ended = os.pidfd_open(process.pid)  # for it may close both, and go on
+    ended = os.pidfd_open(process.pid)  # the program may close both, and continue
     with selectors.DefaultSelector() as waiting, os.fdopen(ended):
         for number in (*most, ended):
             waiting.register(number, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""Shut this process in, then run a program that nobody trusts: the child's side of the sandbox, standard library only.
+"""Confine this process, then run an untrusted program: the child's side of the sandbox, standard library only.
 
     python -I -S -B jail.py '{"source": 3, "notes": 4, "seconds": 2, "memory": 268435456, "readable": [...]}'
 
@@ -9,8 +9,8 @@ Needs no privilege and no namespace, so it works in a pod of the restricted prof
 - seccomp: all but harmless system calls kill the process with SIGSYS (network, processes, signals to others,
   tracing, mounts); those that only newer kernels know do not exist; neither can be taken back.
 
-An audit hook says which door was tried (kernels do not), and turns an attempt to read elsewhere, which Landlock alone
-would answer with an error that a program can hide, into the same death. It protects nothing: the kernel does."""
+An audit hook reports which forbidden call was tried (kernels do not), and also ends a program that tries to read
+elsewhere: Landlock alone returns an error, which a program can hide. The hook protects nothing; the kernel does."""
 
 import _thread
 import ctypes
@@ -25,7 +25,7 @@ MEMORY, FAILED = 3, 1
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 CLONE_THREAD, MAP_STACK = 0x10000, 0x20000
 TASKS, LEAST_STACK = 64, 4 << 20
-"""Most threads, for the stack of each takes its part of the memory; and least bytes of one."""
+"""The maximum number of threads, as each stack takes a part of the memory; and the minimum bytes of a stack."""
 NEWER = 424
 """System calls from here on have one number on all architectures; C libraries do without them."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -115,7 +115,7 @@ def restrict_calls(memory: int) -> None:
 
 
 def watch_audit(notes: int, readable: list[str]) -> None:
-    """Note what the program tries that is forbidden, and end it where it opens a file that is not below `readable`."""
+    """Record the forbidden calls that the program tries, and end it if it opens a file that is not below `readable`."""
     die, realpath, write, descriptor = libc.syscall, os.path.realpath, os.write, int
     ptrace = list_calls("asked", MACHINE)["ptrace"]  # not allowed
 
@@ -146,8 +146,8 @@ def _call(number: int, *arguments: object) -> int:
     return result
 
 
-def shut_in(options: dict[str, Any]) -> None:
-    """Restrict this process in every way; what fails is written to the notes, and the program is not run."""
+def confine_process(options: dict[str, Any]) -> None:
+    """Restrict this process in every way; a failure is written to the notes, and the program is not run."""
     notes, readable = options["notes"], options["readable"]
     try:
         libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: dies with who judges it
@@ -186,5 +186,5 @@ if __name__ == "__main__":
     about = json.loads(sys.argv[1])
     with os.fdopen(about["source"]) as given:
         source = json.load(given)
-    shut_in(about)
+    confine_process(about)
     os._exit(execute_program(source["program"], source["call"], about["notes"]))

@@ -1,4 +1,4 @@
-"""Programs that train: ours and others', each as a command that every way of launching it can take.
+"""Training programs, of tuneloop and of others, each as a command that any launcher can start.
 
 A backend is one file here, or an entry point in the group ``tuneloop.backends``::
 
@@ -29,10 +29,10 @@ _known: "dict[str, type[LLMBackend]]" = {}
 
 @dataclass(frozen=True, kw_only=True)
 class LLMBackend(ABC):
-    """A trainer to run: `processes` ranks in each of `nodes` pods, and `args`, its options by their own names."""
+    """A trainer to run with `processes` ranks in each of `nodes` pods; `args` are its options under its own names."""
 
     image: ClassVar[str] = "trainer"
-    """Which of tuneloop's images has it."""
+    """The image of tuneloop that contains it."""
     nodes: int = 1
     processes: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class LLMBackend(ABC):
         """Raise UserError for an option that is missing or impossible, before anything is started."""
 
     def to_runtime_args(self) -> list[str]:
-        """Return its arguments in a TrainJob, where the Trainer's plugin for the framework may add some itself."""
+        """Return its arguments in a TrainJob, without those that the Trainer's plugin for the framework adds itself."""
         return self.to_args()
 
     @classmethod
     def build_for_stage(cls, options: Mapping[str, Any], **places: str) -> "LLMBackend":
-        """Build what trains for `sft`, or for `preference`, whose `options` have an ``algorithm``; see `delegation`."""
-        raise UserError("", cls.__name__.lower(), "does not train for stages: take native or trl, or start a job")
+        """Build the trainer for `sft`, or for `preference`, whose `options` have an ``algorithm``; see `delegation`."""
+        raise UserError("", cls.__name__.lower(), "cannot train for a stage: use native or trl, or start a job")
 
     def require(self, *names: str) -> None:
         """Raise UserError for the first of `names` that `args` leaves out."""
@@ -77,7 +77,7 @@ Backend = TypeVar("Backend", bound=type[LLMBackend])
 
 
 def register_backend(name: str) -> Callable[[Backend], Backend]:
-    """Register a backend under `name`. Raises UserError where another one is known by it."""
+    """Register a backend under `name`. Raises UserError if the name is taken."""
 
     def add(made: Backend) -> Backend:
         standing = _known.setdefault(name, made)
@@ -107,7 +107,7 @@ def run_here(backend: LLMBackend) -> int:
     """Run a backend here, pass SIGTERM and SIGINT on, return its exit code. Raises UserError: bad option, nodes > 1."""
     backend.validate()
     if backend.nodes > 1:
-        raise UserError("nodes", backend.nodes, f"this is one machine; say 1, and processes={backend.nodes}")
+        raise UserError("nodes", backend.nodes, f"needs several machines; set 1, and processes={backend.nodes}")
     own = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": str(backend.processes), "PET_STANDALONE": "1"}
     program, *rest = backend.to_command()
     words = [sys.executable if program == "python" else program, *rest, *backend.to_args()]

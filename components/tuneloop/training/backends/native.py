@@ -1,4 +1,4 @@
-"""tuneloop's own stages that train."""
+"""tuneloop's own training stages."""
 
 from dataclasses import dataclass
 

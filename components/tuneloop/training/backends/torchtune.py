@@ -6,16 +6,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tuneloop.core.component import from_validation
+from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import encode_value
 from tuneloop.training.backends import LLMBackend, register_backend
 
 RUNTIMES = ("llama3_2/1B", "llama3_2/3B", "llama3_3/70B", "qwen2_5/1.5B")
-"""Configurations that the Trainer takes; the one of 70B alone on several nodes."""
+"""Configurations that the Trainer accepts; only that of 70B runs on several nodes."""
 LORA, QUANTIZED, DORA = "model.lora_attn_modules", "model.quantize_base", "model.use_dora"
 MANAGED = ("output_dir", "tokenizer.path", "tokenizer.merges_file", "checkpointer.checkpoint_dir")
-"""What a TrainJob's runtime sets itself: the Trainer's webhook refuses it among a job's arguments."""
+"""Options that a TrainJob's runtime sets itself: the Trainer's webhook refuses them as arguments of a job."""
 
 
 class Lora(BaseModel, frozen=True, extra="forbid"):
@@ -45,7 +45,7 @@ class InstructDataset(BaseModel, frozen=True, extra="forbid"):
 
 
 class TorchtuneConfig(BaseModel, frozen=True, extra="forbid"):
-    """What Kubeflow's SDK types of torchtune's configuration, under torchtune's own keys."""
+    """The part of torchtune's configuration that Kubeflow's SDK has types for, under torchtune's own keys."""
 
     dtype: Literal["bf16", "fp32"] | None = None
     batch_size: int | None = Field(None, ge=1)
@@ -67,11 +67,11 @@ class TorchtuneConfig(BaseModel, frozen=True, extra="forbid"):
 @register_backend("torchtune")
 @dataclass(frozen=True, kw_only=True)
 class Torchtune(LLMBackend):
-    """``tune run``, which is torchrun.
+    """``tune run``, which is torchrun with torchtune's recipes.
 
-    `model` is family and size as in torchtune's configurations. `config` has the overrides with types, as a
-    `TorchtuneConfig` or its keys; without a dataset torchtune asks the Hugging Face Hub for Alpaca's. `args` are all
-    other overrides, by their dotted names; they win."""
+    `model` is family and size as in torchtune's configurations. `config` has the typed overrides, as a
+    `TorchtuneConfig` or its keys; without a dataset torchtune loads Alpaca from the Hugging Face Hub. `args` are all
+    other overrides, by their dotted names; they take precedence."""
 
     image: ClassVar[str] = "torchtune"
     model: str = "llama3_2/1B"
@@ -90,7 +90,7 @@ class Torchtune(LLMBackend):
     def to_args(self) -> list[str]:
         """Return all arguments; in a TrainJob the Trainer adds those before the overrides."""
         recipe, config = self.recipe()
-        # Without an option of torchrun's `tune` starts one process, whatever ``PET_*`` say.
+        # Without an option of torchrun, `tune` starts one process and ignores the ``PET_*`` variables.
         ranks = ["--nnodes", str(self.nodes), "--nproc_per_node", str(self.processes)]
         return [*(ranks if "distributed" in recipe else ()), recipe, "--config", config, *self._words()]
 
@@ -105,17 +105,17 @@ class Torchtune(LLMBackend):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """`config` and `args` without None, and without `QUANTIZED` or `DORA` that is false: the Trainer takes these
-        names alone for a yes. Raises UserError for a key or a value that `config` cannot have."""
+        """`config` and `args` without None, and without a false `QUANTIZED` or `DORA`, since the Trainer enables these
+        by their names alone. Raises UserError for a key or a value that `config` cannot have."""
         try:
             given = {**TorchtuneConfig.model_validate(self.config).to_overrides(), **self.args}
         except ValidationError as error:
-            raise from_validation(error, "config.") from None
+            raise convert_validation_error(error, "config.") from None
         off = [name for name in (QUANTIZED, DORA) if str(given.get(name)).lower() == "false"]
         return {name: value for name, value in given.items() if value is not None and name not in off}
 
     def recipe(self) -> tuple[str, str]:
-        """Choose recipe and configuration by nodes, ranks and what the overrides say of LoRA. DoRA is not QLoRA."""
+        """Choose recipe and configuration by nodes, ranks and the overrides for LoRA. DoRA is not QLoRA."""
         quantized, lora = QUANTIZED in self.overrides and DORA not in self.overrides, LORA in self.overrides
         if self.nodes > 1:
             return "full_finetune_distributed", f"{self.model}_full_multinode"

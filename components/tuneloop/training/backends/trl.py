@@ -18,9 +18,9 @@ from tuneloop.rewards.scoring import score_all
 from tuneloop.training.backends import LLMBackend, build_flags, register_backend
 
 TRAINERS = {"sft": (), "dpo": (), "kto": (), "grpo": ("reward_funcs",)}
-"""Trainer → options it needs beside those that all do."""
+"""Trainer → the options that it requires in addition to those that all require."""
 MESSAGES = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-"""Reward functions of TRL's that read messages: on plain prompts they end in "string indices must be integers"."""
+"""TRL's reward functions that read messages: on plain prompts they fail with "string indices must be integers"."""
 OTHERS = ("get_soft_overlong_punishment",)
 COLUMNS = {
     "accuracy_reward": ("solution",),
@@ -29,17 +29,17 @@ COLUMNS = {
 }
 """Reward function → the columns that it reads."""
 LOSSES = {None: ("sft", None), "dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "kto": ("kto", "kto")}
-"""Algorithm of the stage `preference`, none in `sft` → trainer, and its loss."""
+"""Algorithm of the stage `preference` (None: `sft`) → TRL's trainer and its loss."""
 SAME = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_steps"),
     *("lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "max_length"),
     *("gradient_checkpointing", "torch_compile", "use_liger_kernel", "attn_implementation", "seed"),
 )
-"""Parameters of our stages under their names in TRL."""
+"""Parameters of tuneloop's stages → their names in TRL."""
 PLACES = ("model_name_or_path", "dataset_name", "output_dir")
 STEADY = {"dtype": "float32", "logging_steps": 1, "save_only_model": True, "report_to": "none"}
 LACKS = {"packing": "auto", "lora": None, "cpu_offload": False, "save_steps": 0}
-"""Those that a stage trains by TRL without → the value that stands for this."""
+"""Parameters that TRL does not support → the value that means they are not used."""
 
 
 @register_backend("trl")
@@ -47,9 +47,9 @@ LACKS = {"packing": "auto", "lora": None, "cpu_offload": False, "save_steps": 0}
 class Trl(LLMBackend):
     """A TRL script under torchrun; `trainer` is ``sft``, ``dpo``, ``kto`` or ``grpo``.
 
-    `args` are those of the script, ModelConfig and the trainer's config, by their own names. ``dataset_name`` may be a
-    directory of Parquet files. ``reward_funcs`` are names of TRL's, or functions by dotted path; that for rows of
-    `data_prep` is ``tuneloop.training.backends.trl.score``."""
+    `args` are those of the script, ModelConfig and the trainer's config, under their own names. ``dataset_name`` may be
+    a directory of Parquet files. ``reward_funcs`` are names of TRL's functions, or dotted paths; the function for rows
+    of `data_prep` is ``tuneloop.training.backends.trl.score``."""
 
     trainer: str = "sft"
 
@@ -57,17 +57,17 @@ class Trl(LLMBackend):
     def build_for_stage(cls, options: Mapping[str, Any], **places: str) -> "Trl":
         for name, absent in LACKS.items():
             if (value := options.get(name, absent)) != absent:
-                raise UserError("", "trl", f"trains without {name}, which is {value!r}: leave that out, or take native")
+                raise UserError("", "trl", f"does not support {name}, which is {value!r}: leave it out, or use native")
         if (algorithm := options.get("algorithm")) not in LOSSES:
-            raise UserError("", "trl", f"has no algorithm {algorithm}, but dpo, ipo and kto; or take native")
+            raise UserError("", "trl", f"has no algorithm {algorithm}: choose dpo, ipo or kto, or use native")
         trainer, loss = LOSSES[algorithm]
         args = {**{name: options.get(name) for name in SAME}, **options.get("algorithm_args", {}), **STEADY}
         args |= zip(PLACES, places.values())
         args |= {"bf16": options.get("dtype") == "bfloat16", "use_cpu": options.get("device") == "cpu"}
         args |= {"loss_type": loss, "save_steps": args["max_steps"]}
-        if args["lr_scheduler_type"] == "constant":  # which warms up here
+        if args["lr_scheduler_type"] == "constant":  # tuneloop's constant schedule has a warm-up
             args["lr_scheduler_type"] = "constant_with_warmup"
-        if trainer == "kto" and args["per_device_train_batch_size"]:  # of completions, of which a pair has two
+        if trainer == "kto" and args["per_device_train_batch_size"]:  # TRL counts completions here, two in a pair
             args["per_device_train_batch_size"] *= 2
         files = Path(places["data"]).glob("*.parquet") if places else ()
         if any("messages" in pq.read_schema(path).names for path in files):  # whole conversations
@@ -115,14 +115,14 @@ def score(
 
 
 def _check(path: Path, functions: Sequence[str]) -> None:
-    """Check that TRL reads the rows of a file as what they are, and that the reward functions find what they need."""
+    """Check that TRL reads the rows of a file correctly, and that its reward functions find the columns they need."""
     table = pq.ParquetFile(path)
     schema = table.schema_arrow
     plain = "prompt" in schema.names and pa.types.is_string(schema.field("prompt").type)
     marked = plain and "chat" in schema.names and pa.types.is_boolean(schema.field("chat").type)
     chats = table.iter_batches(columns=["chat"]) if marked else ()
     if any(pc.any(batch["chat"]).as_py() for batch in chats):
-        remedy = "holds chats as text, which TRL takes for words; bring it by `tuneloop.training.fetch --messages`"
+        remedy = "holds chats as JSON, which TRL reads as plain text; fetch it by `tuneloop.training.fetch --messages`"
         raise UserError("args.dataset_name", str(path), remedy)
     for name in functions:
         if plain and name in MESSAGES:

@@ -2,5 +2,5 @@
 
 Parameters are float32 masters. With ``dtype="bfloat16"`` the forward and backward pass runs in bfloat16: autocast in
 one process, FSDP's `MixedPrecisionPolicy` in several. A single process starts faster, without a process group.
-Gradients are *summed* over micro-batches and ranks, so a loss has to be divided by what the whole batch counts; then
-every way of cutting a batch gives the same step."""
+Gradients are *summed* over micro-batches and ranks, so a loss must be divided by the count of the whole batch; then
+every division into micro-batches gives the same step."""

@@ -1,8 +1,8 @@
-"""A sharded model as the files that transformers would write, each rank its own rows: no tensor is gathered.
+"""Write a sharded model as transformers would; each rank writes its own rows, and no tensor is gathered.
 
-FSDP2 gives each rank a run of rows of every parameter, which is a run of bytes in a safetensors file. The first rank
-lays the files out, with all headers and no data; every rank then fills in what it holds, and the bytes are those of
-`save_pretrained`. Machines that share no directory send their rows to the first, one tensor at a time."""
+FSDP2 gives each rank a range of rows of every parameter, which is a range of bytes in a safetensors file. The first
+rank preallocates the files, with all headers and no data; every rank then writes its rows, and the bytes equal those of
+`save_pretrained`. Machines that share no directory send their rows to the first rank, one tensor at a time."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.weights import layout
 
 FILE_SIZE = "50GB"
-"""At most so much in a file: the default of `save_pretrained`."""
+"""The maximum size of a file: the default of `save_pretrained`."""
 
 
 def write_sharded_model(
@@ -28,15 +28,15 @@ def write_sharded_model(
     """Write a model of transformers, under `fully_shard` on one mesh dimension, with floating parameters in `dtype`.
 
     All ranks call this. `state` has the model's names and values, sharded or (buffers) whole; tied ones are left out.
-    Return False, with nothing written, where transformers does more than write what the model holds: where it splits
-    experts again that it fused on loading, or keeps modules in float32."""
+    Return False, with nothing written, if `save_pretrained` would change tensors: if it splits experts that were fused
+    on loading, or keeps modules in float32."""
     if getattr(model, "_weight_conversions", True) or getattr(model, "_keep_in_fp32_modules", None):
         return False
     plan = _Plan(model, dtype, target)
     if ranks.rank == 0:
         plan.lay_out()
     ranks.barrier()
-    seen = all(path.is_file() for path in plan.files.values())  # what the first rank made, by this one
+    seen = all(path.is_file() for path in plan.files.values())  # whether this rank sees the first rank's files
     shared = ranks.sum([float(seen)])[0] == ranks.world
     if shared or ranks.rank == 0:
         plan.open()
@@ -50,7 +50,7 @@ def write_sharded_model(
 
 
 def _own_rows(value: Tensor, ranks: Ranks) -> tuple[Tensor, int]:
-    """Return this rank's rows, and which of all is the first; all rows of what is not sharded."""
+    """Return this rank's rows, and the index of the first one; all rows if the tensor is not sharded."""
     if not isinstance(value, DTensor):
         return value, 0
     local = value.redistribute(placements=[Shard(0)]).to_local()
@@ -87,7 +87,7 @@ class _Plan:
         self.places: dict[str, layout.Tensor] = {}
 
     def lay_out(self) -> None:
-        """Write all of the directory but the tensors' bytes."""
+        """Write the directory without the bytes of the tensors."""
         self.target.mkdir(parents=True, exist_ok=True)
         config = self.empty.config
         config.dtype, config.architectures = str(self.empty.dtype).removeprefix("torch."), [type(self.empty).__name__]
@@ -104,12 +104,12 @@ class _Plan:
             layout.preallocate_safetensors(self.target / file, entries, {"format": "pt"})
 
     def open(self) -> None:
-        """Read where in the files the tensors begin."""
+        """Read the offsets of the tensors in the files."""
         for path in set(self.files.values()):
             self.places |= layout.read_header(path).tensors
 
     def fill(self, name: str, part: Tensor, row: int) -> None:
-        """Write rows of a tensor, the first of which is number `row`."""
+        """Write rows of a tensor, starting at the index `row`."""
         want = self.wanted[name]
         width = want[:1].numel() * want.element_size() if want.ndim else want.element_size()
         data = part.detach().to("cpu", want.dtype).contiguous().flatten().view(torch.uint8).numpy()

@@ -36,22 +36,22 @@ def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 
 
 def choose_attention(name: str, device: str, dtype: Dtype) -> str:
-    """Return transformers' name of an attention; ``auto`` is FlashAttention 2 where that is, on GPUs and in 16 bits."""
+    """Return transformers' name of an attention; ``auto``: FlashAttention 2 if installed, on a GPU with 16 bits."""
     best = "flash_attention_2" if device == "cuda" and dtype != "float32" and _has("flash_attn") else "sdpa"
     return best if name == "auto" else name
 
 
 class Policy:
-    """A language model that gives the log-probabilities of target tokens; `TrainerOptions` has the options.
+    """A language model that computes log-probabilities of target tokens; `TrainerOptions` has the options.
 
-    `model` is a Hugging Face directory. On a CPU ``packing="auto"`` is padded: there is no kernel for sequences of
-    varying length, so that a block-diagonal mask costs more than padding cut by length. A packed row has `max_length`
-    tokens. With `lora` the model is frozen, and the layers under adapters lie in `dtype`. Raises UserError: the model
-    cannot be loaded, or what an option needs is missing.
+    `model` is a Hugging Face directory. On a CPU ``packing="auto"`` means padding: without a kernel for sequences of
+    varying length, a block-diagonal mask costs more than padding within similar lengths. A packed row has `max_length`
+    tokens. With `lora` the model is frozen, and the layers under adapters are stored in `dtype`. Raises UserError if
+    the model cannot be loaded, or an option's requirement is missing.
 
     Attributes:
-        attention, packed: what was chosen.
-        context: tokens of the longest sequence that its positions reach.
+        attention, packed: the choices that were made for ``auto``.
+        context: maximum length of a sequence, in tokens.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Policy:
         self.context, self.vocab_size = int(getattr(text, "max_position_embeddings", 1 << 30)), int(text.vocab_size)
         self._index: Tensor | None = None
         self._predict: tuple[Tensor, float] | None = None
-        self._written: Any = None  # by `export`; making one anew costs more than filling it
+        self._written: Any = None  # the model that `export` fills again: a new one costs more
         head = self.model.get_output_embeddings()
         head.register_forward_pre_hook(self._only_targets)
         self._scaled = any(getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale"))
@@ -90,7 +90,7 @@ class Policy:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if torch_compile:
             for block in self._blocks():
-                block.compile(dynamic=True)  # else the second length that it meets compiles it again, to other bits
+                block.compile(dynamic=True)  # else a second length would compile it again, with other bits
         self.model.train()
         self._place(CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
 
@@ -102,17 +102,17 @@ class Policy:
         if self._liger:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-            # never its loss or output layer, for which there are our own
+            # never its loss or output layer, which are tuneloop's own
             _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
         if self.lora:
             self.lora.inject(model)
             for name, parameter in model.named_parameters():
-                if lora.BASE in name:  # autocast would make the same of them, at twice the memory
+                if lora.BASE in name:  # autocast would give the same result with twice the memory
                     parameter.data = parameter.data.to(self.dtype)
         return model
 
     def _blocks(self) -> list[torch.nn.Module]:
-        """Return the layers, as transformers names those that are not to be parted."""
+        """Return the layers, by transformers' names of the modules that must not be split."""
         names = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in names]
 
@@ -125,14 +125,14 @@ class Policy:
         for module in [*self._blocks(), self.model]:
             fully_shard(module, mesh=self.ranks.mesh, mp_policy=policy, offload_policy=offload)
             module.set_gradient_divide_factor(1.0)  # a sum, not a mean: the loss is divided by the global count
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other operation
 
     def _only_targets(self, head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep targets only before the output layer: logits of any other position would be thrown away."""
+        """Keep only target positions before the output layer: logits of the others would not be used."""
         return inputs if self._index is None else (inputs[0].flatten(0, -2)[self._index].unsqueeze(0),)
 
     def chosen(self) -> dict[str, Any]:
-        """Return what ``auto`` came to, for people."""
+        """Return the choices that were made for ``auto``, for people."""
         form = "packed" if self.packed else "padded"
         return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
 
@@ -146,7 +146,7 @@ class Policy:
         Both are float32 ``[targets]``, document by document: each target's log-probability under
         ``softmax(logits / temperature)``, with gradient; that distribution's entropy in nats, without."""
         batch = (documents if isinstance(documents, Batch) else self.collate(documents)).to(self.ranks.device)
-        if self._scaled:  # something follows the output layer
+        if self._scaled:  # the model scales or caps its logits
             return compute_logprobs(self._logits(batch), batch.labels, temperature)
         self._predict = batch.labels, temperature
         try:
@@ -156,8 +156,8 @@ class Policy:
         return found[:, 0], found[:, 1].detach()
 
     def _head(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Wrap the output layer to give ``[1, targets, 2]`` inside of `logprobs`, never all logits at once: only here
-        are a sharded model's parameters whole. The backward pass computes each chunk's logits again."""
+        """Wrap the output layer to return ``[1, targets, 2]`` inside `logprobs`, never all logits at once. Only here
+        are a sharded model's parameters gathered. The backward pass computes each chunk's logits again."""
 
         def chunk(hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
             return torch.stack(compute_logprobs(forward(hidden), labels, temperature), -1)
@@ -179,7 +179,7 @@ class Policy:
         return collate_documents(documents, self.ranks.device, self.max_length if self.packed else None)
 
     def collate_ahead(self, documents: Sequence[Document], plan: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield each micro-batch of a plan, laid out on another thread while the caller has the one before in hand."""
+        """Yield each micro-batch of a plan; another thread lays it out while the caller uses the previous one."""
         return map_ahead(lambda micro: self.collate([documents[i] for i in micro]), plan)
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -209,7 +209,7 @@ class Policy:
         return {f"model.{name.replace(lora.BASE, '.')}": value.detach() for name, value in own}
 
     def load_masters(self, directory: Path) -> None:
-        """Take the parameters that `Trainer.save` wrote."""
+        """Load the parameters that `Trainer.save` wrote."""
         distributed_checkpoint.load_tensors(self.masters(), directory)
 
     def whole_state(self) -> dict[str, Tensor]:
@@ -256,12 +256,12 @@ def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = 
 
 
 def _check_hardware(ranks: Ranks, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool) -> None:
-    """Refuse an option where the device, or the package or compiler, that it needs is not there."""
+    """Refuse an option whose device, package or compiler is missing."""
     cuda, compiler = ranks.device.type == "cuda", os.environ.get("CXX", "g++")
     built = cuda or shutil.which(compiler) is not None
     for flag, chosen, fits, remedy in (
-        ("cpu-offload", cpu_offload, cuda, "trains on the CPU: there is no GPU to take anything off; leave it out"),
-        ("cpu-offload", cpu_offload, ranks.world > 1, "is FSDP's, and one process shards nothing; start several"),
+        ("cpu-offload", cpu_offload, cuda, "needs a GPU, and this trains on the CPU; leave it out"),
+        ("cpu-offload", cpu_offload, ranks.world > 1, "needs FSDP, and one process has no shards; start several"),
         ("torch-compile", torch_compile, built, f"needs a C++ compiler on a CPU: install {compiler}, or leave it out"),
         ("torch-compile", torch_compile, not cuda or _has("triton"), "needs triton: install it, or leave it out"),
         ("use-liger-kernel", use_liger_kernel, cuda, "its kernels run on a GPU only, and this is a CPU; leave it out"),

@@ -1,4 +1,4 @@
-"""The processes that train together, and what they say to one another."""
+"""The processes that train together, and their collective operations."""
 
 import atexit
 import contextlib
@@ -18,8 +18,8 @@ Value = TypeVar("Value")
 
 
 class Ranks:
-    """The processes that train together, and the device of this one; ``auto`` is CUDA where there is some. Raises
-    UserError: no CUDA, or not `expected` processes, which are counted, not read from the environment."""
+    """The processes that train together, and the device of this one; ``auto`` is CUDA if available. Raises UserError
+    without CUDA, or if there are not `expected` processes; these are counted, not read from the environment."""
 
     def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -37,12 +37,12 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world > 1:
             if not dist.is_initialized():
-                dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo: of offloaded shards
+                dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo for offloaded shards
                 atexit.register(_leave_group)
             self.mesh = init_device_mesh(kind, (self.world,))
         present = round(self.sum([1.0])[0])
         if expected is not None and present != expected:
-            raise UserError("--expected-world-size", expected, f"{present} processes are training; mend the launcher")
+            raise UserError("--expected-world-size", expected, f"{present} processes are training; fix the launcher")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -51,7 +51,7 @@ class Ranks:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def merge(self, own: dict[int, Value]) -> dict[int, Value]:
-        """Merge what all ranks hold."""
+        """Merge the dictionaries of all ranks."""
         parts: list[Any] = [own]
         if self.world > 1:
             parts = [None] * self.world

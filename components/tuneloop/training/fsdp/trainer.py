@@ -1,4 +1,4 @@
-"""A policy with its optimizer: steps, what they cost, and the state that goes into a checkpoint."""
+"""A policy with its optimizer: steps, their cost, and the state that is written to a checkpoint."""
 
 import contextlib
 import math
@@ -45,7 +45,7 @@ class Trainer(Policy):
         super().__init__(model, ranks, **about)
         self.optimization, self.step = optimization, 0
         self._traffic: dict[str, float] = {}
-        self._homes: dict[int, torch.device] | None = None  # while it sleeps: address on the host → device
+        self._homes: dict[int, torch.device] | None = None  # while the trainer sleeps: address on the host → device
         self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
@@ -62,22 +62,22 @@ class Trainer(Policy):
         return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
 
     def accumulate(self, micro_batches: Sequence[Item]) -> Iterator[Item]:
-        """Yield `micro_batches` in order; gradients cross between ranks in the last one's backward pass alone."""
+        """Yield `micro_batches` in order; ranks exchange gradients only in the last one's backward pass."""
         for number, micro in enumerate(micro_batches, start=1):
             if self.ranks.mesh is not None:
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
             yield micro
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Measure for `efficiency` what part of a step goes by in collectives; nothing where one process trains."""
+        """Measure the part of a step that is spent in collectives, for `efficiency`; does nothing in one process."""
         return measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
-        """Compute what `tokens_per_s`, over all ranks, amounts to.
+        """Compute the efficiency at `tokens_per_s` over all ranks.
 
-        ``flops_per_s``: 4 a parameter and token, 2 more for each that is trained, attention left out; ``mfu``, None but
-        for bfloat16 on a GPU whose peak is known; ``peak_memory_bytes``, the most of any rank; and with several ranks
-        ``communication_s`` of ``step_s``: of the step that was `watched`, the most of any rank."""
+        ``flops_per_s``: 4 for each parameter and token, 2 more if it is trained, without attention; ``mfu``, only for
+        bfloat16 on a GPU whose peak is known, else None; ``peak_memory_bytes``, the maximum of all ranks; and with
+        several ranks, ``communication_s`` and ``step_s`` of the step that was `watched`, the maximum of all ranks."""
         everything = sum(parameter.numel() for parameter in self.model.parameters())
         flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
         found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
@@ -106,16 +106,16 @@ class Trainer(Policy):
         return whole, rate
 
     def sleep(self) -> None:
-        """Move parameters, gradients and the optimizer's state to the host's memory, for others to use the device.
+        """Move parameters, gradients and the optimizer's state to the host's memory, so that others can use the device.
 
-        Every tensor, buffers included, comes back to its own device: a state on another device than its parameter fails
-        at the next step, or worse, trains on. Copies of CUDA tensors are pinned, for the full speed of the bus. On a
-        CPU tensors move within the host's memory: a stand-in, which frees nothing."""
+        `wake` returns every tensor, including buffers, to its own device: a state on another device than its parameter
+        would fail at the next step, or train on unnoticed. Copies of CUDA tensors are pinned, for the full speed of the
+        bus. On a CPU tensors only move within the host's memory, which frees nothing."""
         self._be_awake("the trainer sleeps already")
         homes = self._homes = {}
 
         def put_out(tensor: Tensor) -> Tensor:
-            if _address(tensor) in homes or tensor.device.type != self.ranks.device.type:  # tied to one, or offloaded
+            if _address(tensor) in homes or tensor.device.type != self.ranks.device.type:  # moved already, or offloaded
                 return tensor
             if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
                 host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
@@ -139,7 +139,7 @@ class Trainer(Policy):
         self._homes = None
 
     def _move(self, how: Callable[[Tensor], Tensor]) -> None:
-        self.model._apply(how)  # parameters stay the same objects, for the optimizer knows them by identity
+        self.model._apply(how)  # parameters stay the same objects, which the optimizer refers to
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -157,23 +157,23 @@ class Trainer(Policy):
             raise RuntimeError(otherwise)
 
     def save(self, directory: Path) -> None:
-        """Write what is trained, and its moments; `step` is the caller's to keep. Called by all ranks."""
+        """Write the trained parameters and their moments, without `step`, which the caller keeps; for all ranks."""
         distributed_checkpoint.save_tensors(self._state(), directory)
 
     def load(self, directory: Path, step: int) -> None:
-        """Go on from what `save` wrote after `step`, with any number of ranks."""
+        """Continue from the state that `save` wrote after `step`, with any number of ranks."""
         distributed_checkpoint.load_tensors(self._state(), directory)
         self._set_step(step)
 
     def copy_state(self, other: "Trainer") -> None:
-        """Go on from where a trainer of the same parameters stands, on the same ranks."""
+        """Continue from the state of another trainer of the same parameters on the same ranks."""
         theirs = other._state()
         for name, value in self._state().items():
             value.copy_(theirs[name])
         self._set_step(other.step)
 
     def compute_state_digest(self) -> str:
-        """Compute the xxh3-128 of what `save` would write, as it is spread over these ranks; called by all."""
+        """Compute the xxh3-128 of the state that `save` would write, as sharded on these ranks; called by all ranks."""
         own = xxhash.xxh3_128()
         for tensor in self._state().values():
             own.update(_local(tensor).cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -186,7 +186,7 @@ class Trainer(Policy):
             self.optimizer.state[parameter]["step"].fill_(step)
 
     def _state(self) -> dict[str, Tensor]:
-        """Return every tensor that training changes. Moments that no step has made yet are zeros."""
+        """Return every tensor that training changes. Before the first step, moments are zeros."""
         state = {f"model.{name}": parameter.detach() for name, parameter in self.trainable.items()}
         for name, parameter in self.trainable.items():
             own = self.optimizer.state[parameter]
@@ -208,8 +208,8 @@ def _address(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def measure_collectives(found: dict[str, float]) -> Iterator[None]:
-    """Set ``communication_s``, this rank's seconds in collectives, waiting included; ``step_s``, those of the block."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls a machine without a GPU an error
+    """Set ``communication_s``, this rank's seconds in collectives with waits, and ``step_s``, the block's seconds."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs an error on a machine without a GPU
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as seen:
         start = time.perf_counter()
