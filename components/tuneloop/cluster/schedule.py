@@ -187,14 +187,25 @@ def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str
     return f"started {argo.create_workflow(cluster, body, run)}"
 
 
-_FIELD = r"[\w*/,-]+"
-_CRON = re.compile(rf"@(yearly|annually|monthly|weekly|daily|midnight|hourly|every \d+[smh])|{_FIELD}( +{_FIELD}){{4}}")
+_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+_NAMES = {7: "sun mon tue wed thu fri sat", 12: "jan feb mar apr may jun jul aug sep oct nov dec"}
+_ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 
 def check_cron(text: str) -> None:
-    """Check the form of a time; of a number that is none the controller tells (`list_schedules`). Raises UserError."""
-    if not _CRON.fullmatch(text):
+    """Check the time of a CronWorkflow, as the controller reports a bad one only in a status. Raises UserError."""
+    if re.fullmatch(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text):
+        return
+    fields = text.split()
+    if len(fields) != 5:
         raise UserError("--cron", text, "write five fields (minute hour day month weekday), as in '0 3 * * *'")
+    for field, (low, high) in zip(fields, _RANGES):
+        for item in field.split(","):
+            match = _ITEM.fullmatch(item)
+            ends = match[1].split("-") if match and match[1] != "*" else []
+            if match is None or not all(_within(end, low, high) for end in ends):
+                told = f"{field!r} is not a list of numbers from {low} to {high}, ranges or steps"
+                raise UserError("--cron", text, told)
 
 
 def check_timezone(name: str) -> None:
@@ -203,6 +214,10 @@ def check_timezone(name: str) -> None:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is
         raise UserError("--timezone", name, "is not a time zone; write it as in Europe/Prague or UTC") from None
+
+
+def _within(end: str, low: int, high: int) -> bool:
+    return low <= int(end) <= high if end.isdigit() else end.lower() in _NAMES.get(high, "").split()
 
 
 @report_errors

@@ -32,9 +32,20 @@ def test_times(text: str) -> None:
     check_cron(text)
 
 
-@pytest.mark.parametrize("text", ["0 3 * *", "0 0 3 * * *", "0 3 * * #", "@noon", "@every day"])
-def test_no_times(text: str) -> None:
-    with pytest.raises(UserError, match="write five fields"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0 3 * *", "write five fields"),
+        ("0 0 3 * * *", "write five fields"),
+        ("60 3 * * *", "'60' is not a list of numbers from 0 to 59"),
+        ("0 3 0 * *", "'0' is not a list of numbers from 1 to 31"),
+        ("0 3 * mon *", "'mon' is not a list"),
+        ("0 3 * * 1-", "'1-' is not a list"),
+        ("@noon", "write five fields"),
+    ],
+)
+def test_no_times(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
         check_cron(text)
 
 
