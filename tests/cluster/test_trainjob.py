@@ -54,7 +54,7 @@ def workspace(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> 
     component = os.path.relpath(ROOT / "manifests" / "components" / "trainer", place)
     (place / "kustomization.yaml").write_text(f"components: [{component}]\nkind: Kustomization\n")
     text = kubectl("kustomize", str(place))
-    for image in ("base", "trainer"):
+    for image in ("base", "trainer", "rollout"):
         text = text.replace(f"tuneloop/{image}:dev", SMALL.images.format(image=image))
     apply(text)
     with volume("tuneloop-workspace", tmp_path_factory.mktemp("workspace")):
@@ -102,6 +102,28 @@ def test_trl_in_two_pods(
     missing = Trl(trainer="sft", nodes=2, args={**backend.args, "model_name_or_path": "/workspace/none"})
     assert launched(cluster, as_trainjob(missing, f"{run}-none", SMALL, run=run, **bring)) == 1
     assert "/workspace/none" in capfd.readouterr().out
+
+
+def test_grpo_as_a_runtime(
+    cluster: Connection, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["engine.name=transformers", "loop.iterations=2", "data.train=12", "data.eval=4", "evaluate.limit=4"]
+    given += ["rollout.prompts_per_iteration=4", "rollout.n=4", "data.rewards={length_penalty: 1}"]
+    given += ["data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"]
+    bring = {"model": f"{made['checkpoint']}#model", "dataset": f"{made['prompts']}#train.parquet"}
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": f"{run}-grpo", "namespace": cluster.namespace},
+        "spec": {
+            "runtimeRef": {"name": "tuneloop-grpo"},
+            "initializer": {name: {"storageUri": place} for name, place in bring.items()},
+            "trainer": {"args": ["--no-track", *(f"--set={each}" for each in given)]},
+        },
+    }
+    assert launched(cluster, job) == 0
+    said = capfd.readouterr().out
+    assert f"/workspace/runs/{run}-grpo/export/" in said, said
 
 
 def test_trl_after_initializers_that_are_steps_of_argo(

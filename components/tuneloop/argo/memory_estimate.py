@@ -153,7 +153,8 @@ def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, f
     kinds = ["gpu" if stage.accelerators else "server" if stage.serves else "" for stage in stages]
     program = max(PROGRAM[kind] * stage.ranks for kind, stage in zip(kinds, stages))
     torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
-    host = "gpu" not in kinds or any(stage.engine_args.get("snapshot") for stage in stages)
+    kept = [s for s in stages if s.serves and not s.engine_args.get("enable_sleep_mode")]  # else vLLM drops it before
+    host = "gpu" not in kinds or any(stage.engine_args.get("snapshot") for stage in kept)
     states = [count for text, count in parts if host or "weights" in text]
     return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
 

@@ -78,7 +78,7 @@ def plan_pipeline(
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
-    """Check the rendered workflow. By tuneloop's rules; Argo's: tuneloop render PIPELINE | argo lint --offline -"""
+    """Check the rendered workflow by tuneloop's rules. For Argo's: `render -o FILE`, `argo lint --offline FILE`."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.config.loading import find_pipeline
 

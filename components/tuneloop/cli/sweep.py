@@ -22,7 +22,10 @@ def run_sweep(
     store: STORE = "runs",
     config: CONFIG = None,
     sets: SETS = None,
-    start: Annotated[int | None, typer.Option("--stop-below-median", min=1, help="From this iteration on.")] = None,
+    start: Annotated[
+        int | None,
+        typer.Option("--stop-below-median", min=1, help="From this iteration on, stop runs below the others."),
+    ] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Submit the runs to a cluster.")] = None,
     context: CONTEXT = None,
 ) -> int:
@@ -40,19 +43,22 @@ def run_sweep(
         raise UserError("--stop-below-median", start, f"{found.name} has no loop; leave it out")
     given = {run: [*(sets or ()), *(f"{k}={text}" for k, text in each.items())] for run, each in combinations.items()}
     settings = {run: found.configure(config, each) for run, each in given.items()}
+    built = {run: found.build(each) for run, each in settings.items()}
+    judged = {run: range(start or 0, sweep.count_iterations(each) if start else 0) for run, each in built.items()}
     runs = [Run(run, store) for run in given]
     if cluster := connect_to_cluster(namespace, context) if namespace else None:
         for run in runs:
-            made = run_workflows.prepare_workflow(found.build(settings[run.name]), run=run.name, store=store)
+            made = run_workflows.prepare_workflow(built[run.name], run=run.name, store=store)
             submit.check_resumable(made, run_workflows.list_workflows(cluster, run.name), run.name)
     for run in runs:
         state, own = sweep.find_state(run, cluster), given[run.name]
         if cluster and not state.startswith(("running", *sweep.ENDED)):
             submit_run(pipeline, run.name, store, config, own, namespace=cluster.namespace, context=context)
         elif not cluster and not state.startswith(sweep.STOPPED):
-            sweep.execute_run(run, runs, partial(run_pipeline, pipeline, run.name, store, config, own), start)
+            execute = partial(run_pipeline, pipeline, run.name, store, config, own)
+            sweep.execute_run(run, runs, execute, judged[run.name])
     running = runs if cluster else []
-    while running := [run for run in running if sweep.look_at_run(run, runs, start, cluster)]:
+    while running := [run for run in running if sweep.look_at_run(run, runs, judged[run.name], cluster)]:
         time.sleep(2.0)
     rows = []
     for run in runs:

@@ -56,4 +56,7 @@ class PipelineConfig(BaseModel, frozen=True, extra="forbid"):
         for key, usual in (("nodes", 1), ("tokenize", False)):
             if other and (value := getattr(self, key, usual)) != usual:
                 raise UserError(key, value, f"is for the backend native: leave it out, or {other}")
+        lora = any(getattr(section, "lora", None) for _, section in self)
+        if getattr(getattr(self, "export", None), "adapter", False) and not lora:
+            raise UserError("export.adapter", True, "no stage trains LoRA adapters: set lora of one, or leave it out")
         return self

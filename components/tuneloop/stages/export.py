@@ -62,8 +62,9 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     for name, place in read_header(file).tensors.items():
         write_bytes_at(file, place.start, tensors[name].reshape(-1).view(np.uint8))
     given, revision = str(base.manifest.params.get("model")), base.manifest.params.get("revision")  # of base_model
-    known = re.fullmatch(r"hf://.+|\w[\w.-]*/[\w.-]+", given) and not Path(given).is_dir()
+    known = given.startswith("hf://")  # a name without it may have been that of a folder
     hub, revision = split_hub_address("model", given, revision) if known else (None, None)
+    pins = [how.format(revision) if revision else "" for how in (', revision="{}"', " --revision {}")]
     config = {**options, "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": hub}
     if options["target_modules"] == "all-linear":
         config["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
@@ -71,7 +72,7 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     sums = [f"`{k}` {v.sha256}" for k, v in base.manifest.files.items() if re.match(r"model/.*\.safetensors", k)]
     about = {"made": policy.manifest, "base": base.manifest, "r": options["r"], "sums": ", ".join(sums), "title": title}
     card = Path(__file__).with_name("adapter_card.md").read_text()
-    card = card.format(front=f"base_model: {hub}\n" if hub else "", place=hub or "BASE", **about)
+    card = card.format(front=f"base_model: {hub}\n" if hub else "", place=hub or "BASE", pins=pins, **about)
     (target / "README.md").write_text(card)
 
 

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tuneloop import trackers
@@ -40,4 +41,5 @@ class Tracker(trackers.Tracker):
         self._find_storage().bulk_log(metrics_list=values, steps=steps, timestamps=times, log_ids=ids, **self.given)
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
-        return f"{self.directory}, project {self.project}; `TRACKIO_DIR={self.directory} trackio show` shows it"
+        shown = f"`TRACKIO_DIR={quote(str(self.directory))} trackio show` shows it"
+        return f"{self.directory}, project {self.project}; {shown}"

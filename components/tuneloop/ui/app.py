@@ -3,6 +3,7 @@ them as text, never as markup, and the browser is told to run no other scripts."
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic_core import to_json
@@ -64,8 +65,9 @@ def build_app(
         try:
             return Run.open(name, store)
         except UserError:
-            if cluster and list_cluster_runs(cluster, normalize_url(store), f"{RUN_LABEL}={name}"):
-                return Run(name, store)  # submitted, but without a commit
+            with suppress(UserError):
+                if cluster and list_cluster_runs(cluster, normalize_url(store), f"{RUN_LABEL}={name}"):
+                    return Run(name, store)  # submitted, but without a commit
             raise
 
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:

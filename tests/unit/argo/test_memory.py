@@ -53,6 +53,10 @@ def test_what_a_user_says_holds() -> None:
 def test_a_server_that_is_suspended_has_its_cache_on_the_host() -> None:
     sets = ("cluster.sampler.gpus=1", "engine.args={max_model_len: 256, kv_cache_memory_bytes: 4294967296}")
     assert memory(*sets, "engine.snapshot=true")["serve"][0] == memory(*sets)["serve"][0] + 4
+    pod = (*sets, "cluster.trainer.gpus=1", "loop.iterations_per_pod=auto")
+    assert memory(*pod, "engine.snapshot=true")["iterations"] == memory(*pod)["iterations"], "a client suspends nothing"
+    dropped = [each.replace("}", ", enable_sleep_mode: true}") for each in sets]  # before the server is suspended
+    assert memory(*dropped, "engine.snapshot=true")["serve"] == memory(*dropped)["serve"]
 
 
 def test_every_pod_of_a_jobset_asks_for_its_share(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.unit.cluster.api import kubeconfig, serving
 from tests.waiting import until
 from tuneloop.argo import pod_fields
 from tuneloop.cli import run_cli
-from tuneloop.cluster.sweep import judge_run, list_combinations
+from tuneloop.cluster.sweep import execute_run, judge_run, list_combinations
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.store import Store
 from tuneloop.local.journal import Journal, Workflow
@@ -67,7 +67,9 @@ def test_the_median_rule(
     for name, (skill, iterations) in enumerate([own, *others]):
         toy.make(f"{tmp_path}/{name}", iterations, whole=False, skill=skill)
     run, *rest = (Run(f"{name}", f"{tmp_path}") for name in range(len(others) + 1))
-    assert judge_run(run, [*rest, run], start) == (why is not None)
+    assert not judge_run(run, [*rest, run], range(start, own[1])), "its loop is over"
+    assert judge_run(run, [*rest, run], range(start, 9)) == (why is not None)
+    assert not judge_run(run, [*rest, run], range(start, 9)), "once: it may take a while to end"
     written = Store(run.url).get("stopped")
     assert written == (f"best reward by iteration {why}".encode() if why else None)
 
@@ -88,6 +90,20 @@ def test_the_median_rule(
 def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], says: str) -> None:
     refused(call("sweep", TOY, "--name", "s", *words), says)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_run_that_succeeds_as_it_is_stopped_does_not_end_the_sweep(tmp_path: Path) -> None:
+    toy.make(f"{tmp_path}/r", 1)
+    run = Run("r", str(tmp_path))
+
+    def execute() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        execute_run(run, [run], execute, range(0))
+    Store(run.url).put("stopped", b"below the others")
+    execute_run(run, [run], execute, range(0))
 
 
 def test_a_pipeline_without_a_loop_stops_nothing_early(call: Call) -> None:
@@ -160,8 +176,8 @@ def test_a_run_below_the_median_is_stopped_and_stays_so(call: Call, tmp_path: Pa
     result = call(*line, "--stop-below-median", "1")
     assert result.code == 0, result.out + result.err
     why = (tmp_path / "runs" / last / "stopped").read_text()
-    assert why in [TOLD.format(*each) for each in ((1, 0.25, 0.75), (2, 0.5, 0.875), (3, 0.75, 0.9167))]
-    assert f"{last}: is stopped early: {why}\n" in result.out
+    assert why in [TOLD.format(*each) for each in ((1, 0.25, 0.75), (2, 0.5, 0.875))]
+    assert result.out.count(f"{last}: is stopped early: {why}\n") == 1
     assert [row[0] for row in rows(result.out)] == ["1", "2", "3", "0"]
     assert rows(result.out)[-1][-1] == f"stopped: {why}"
     held.unlink()

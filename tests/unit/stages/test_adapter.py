@@ -113,9 +113,9 @@ def test_adapters_of_several_updates_go_over_the_base_of_the_first(tmp_path: Pat
     weights = hashlib.sha256((base.part("model") / "model.safetensors").read_bytes()).hexdigest()
     for said in (
         f"version 4, artifact `{policy.manifest.digest}`",
-        f"version 1 of the policy, made by `sft`, artifact `{base.manifest.digest}`",
+        f"version 1 of the policy, made by the stage `sft`, artifact `{base.manifest.digest}`",
         f"`model/model.safetensors` {weights}\n",
-        'AutoModelForCausalLM.from_pretrained("BASE"), "me/tiny")',
+        'AutoModelForCausalLM.from_pretrained("BASE")\nmodel = PeftModel.from_pretrained(base, "me/tiny")',
     ):
         assert said in card, card
     assert "base_model:" not in card and "rank-0" not in card
@@ -126,16 +126,14 @@ def test_adapters_of_several_updates_go_over_the_base_of_the_first(tmp_path: Pat
     [
         ("hf://me/tiny@v1", None, ("me/tiny", "v1")),
         ("hf://gpt2", None, ("gpt2", None)),
-        ("me/tiny", "v2", ("me/tiny", "v2")),
-        *((each, None, (None, None)) for each in ("tiny-qwen3", "/models/tiny", "./models/tiny", "a/b/c", "here/tiny")),
+        ("hf://me/tiny", "v2", ("me/tiny", "v2")),
+        *((each, None, (None, None)) for each in ("tiny-qwen3", "/models/tiny", "a/b/c", "here/tiny")),
     ],
 )
 def test_a_base_from_the_hub_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, revision: str | None, found: tuple[str | None, ...]
+    tmp_path: Path, model: str, revision: str | None, found: tuple[str | None, ...]
 ) -> None:
-    """No place on a machine is, nor a model that was made here."""
-    (tmp_path / "here/tiny").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
+    """A folder is not, nor what may have been one where `base_model` ran, nor a model that was made there."""
     start = checkpoint_artifact(tmp_path / "start")
     draft = Draft(str(tmp_path / "base"), attempt="data-test")
     (start.path / "model").rename(draft.path / "model")
@@ -149,7 +147,9 @@ def test_a_base_from_the_hub_is_named(
     assert card.startswith(
         f"---\nlibrary_name: peft\nbase_model: {found[0]}\ntags" if found[0] else "---\nlibrary_name: peft\ntags"
     )
-    assert card.count(f'from_pretrained("{found[0] or "BASE"}")') == 2
+    pin = f', revision="{found[1]}"' if found[1] else ""
+    assert card.count(f'from_pretrained("{found[0] or "BASE"}"{pin})') == 2
+    assert f"vllm serve {found[0] or 'BASE'}{f' --revision {found[1]}' if found[1] else ''} --enable" in card
 
 
 def test_what_has_no_adapters_is_refused_in_one_line(tmp_path: Path) -> None:
