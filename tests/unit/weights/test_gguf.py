@@ -121,7 +121,7 @@ def check_file(model: Path, alone: Path, texts: list[str] = TEXTS) -> Any:
         (Qwen3Config, "qwen2", "bfloat16", {"tie_word_embeddings": True}),
         (Qwen3Config, "smollm", "float32", {}),
         (Qwen2Config, "qwen2", "float16", {"head_dim": 16, "tie_word_embeddings": True}),
-        (Qwen2Config, "gpt-2", "float32", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+        (Qwen2Config, "qwen2", "float32", {"head_dim": 16, "rms_norm_eps": 1e-3}),
         (LlamaConfig, "smollm", "bfloat16", {"tie_word_embeddings": True}),
         (LlamaConfig, "gpt-2", "float32", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         (LlamaConfig, "llama-bpe", "float32", {"rope_parameters": LLAMA3, "num_key_value_heads": 1}),
