@@ -21,7 +21,7 @@ def write_gguf(model: Path, target: Path, description: str) -> None:
     held, config = Checkpoint(model), json.loads((model / "config.json").read_text())
     config = {"head_dim": config["hidden_size"] // config["num_attention_heads"], **config, **config["rope_parameters"]}
     arch, size, file = config["model_type"], config["head_dim"], model / "tokenizer.json"
-    text = json.loads(file.read_text()) if file.is_file() else {"model": {"type": f"no {file.name}"}}
+    text = json.loads(file.read_text() if file.is_file() else '{"model": {"type": "no tokenizer.json"}}')
     bpe, split, added = text["model"], text.get("pre_tokenizer") or {}, text.get("added_tokens", [])
     said = {"ignore_merges": bpe.get("ignore_merges"), "normalizer": (text.get("normalizer") or {"type": ""})["type"]}
     said["split"] = [{k: v for k, v in p.items() if k != "trim_offsets"} for p in split.get("pretokenizers", [split])]
