@@ -23,9 +23,9 @@ compile() {
 # What builds the wheel in an image.
 printf 'hatchling>=1.27\nuv==0.13.8\n' | resolve build -
 compile dev --extra train --group rollout-cpu --extra ray --extra rewards --extra mlflow --extra tensorboard --extra trackio \
-    --extra wandb --extra cluster --extra kfp --extra kubeflow --extra gateway --extra sign --extra lm-eval --group dev
+    --extra wandb --extra cluster --extra kfp --extra kubeflow --extra gateway --extra sign --extra lm-eval --extra gguf --group dev
 # The images' versions are those that the tests ran with (vllm for GPUs pins a few of its own).
-compile base --constraints requirements/dev.txt --extra data --extra rewards --extra mlflow --extra cluster
+compile base --constraints requirements/dev.txt --extra data --extra rewards --extra mlflow --extra cluster --extra gguf
 compile kfp-backend --constraints requirements/dev.txt --group kfp-backend
 compile gateway --constraints requirements/dev.txt --extra gateway
 compile trainer --constraints requirements/dev.txt --extra train

@@ -11,7 +11,7 @@ ROOT = Path(tuneloop.__file__).parent
 HEAVY = {
     *("torch", "vllm", "transformers", "datasets", "peft", "safetensors", "tokenizers", "ray"),
     *("kubernetes", "hera", "kfp", "httpx2", "fastapi", "starlette", "uvicorn", "math_verify", "reasoning_gym"),
-    *("mlflow", "tensorboard", "trackio", "wandb"),
+    *("mlflow", "tensorboard", "trackio", "wandb", "gguf"),
 }
 """Libraries that are slow to import, or that come with an extra."""
 

@@ -13,6 +13,7 @@ HEAVY = (
     "mlflow",
     "tensorboard",
     "trackio",
+    "gguf",
     "wandb",
     "kubernetes",
     "pandas",

@@ -1,4 +1,4 @@
-"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load, and its adapters as peft's."""
+"""Take a policy out: a plain Hugging Face directory that transformers and vLLM load, adapters as peft's, and GGUF."""
 
 import re
 import shutil
@@ -14,20 +14,23 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.training.checkpoint import find_state, lora_base, trainer_state
+from tuneloop.weights.gguf import write_gguf
 from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
 
 
 @component("model", image="base", results={"parameters": int})
-def export(stage: Stage, policy: Input, *, adapter: bool = False) -> Results:
+def export(stage: Stage, policy: Input, *, adapter: bool = False, gguf: bool = False) -> Results:
     """Copy a checkpoint's ``model/`` out: the artifact's files are the model directory, nothing around it.
-    With `adapter` there is a folder ``adapter/`` in it besides: the LoRA adapters alone, as peft has them, and a card.
+    With `adapter` a folder ``adapter/`` has the LoRA adapters alone, with `gguf` ``model.gguf`` all, for llama.cpp.
 
     Raises:
-        UserError: `policy` is not a checkpoint, or has no adapters where they are wanted.
+        UserError: `policy` is not a checkpoint, has no adapters where they are wanted, or GGUF has no place for it.
     """
     if "model/config.json" not in policy.manifest.files:
         raise UserError("--policy", policy.url, "holds no model/config.json; give it a checkpoint")
     model = policy.part("model")
+    if gguf:  # first, as it may be refused before anything is written
+        write_gguf(model, stage.out / "model.gguf", f"checkpoint {policy.manifest.digest}")
     shutil.copytree(model, stage.out, dirs_exist_ok=True)
     if adapter:
         write_adapter(policy, stage.out / "adapter", "adapter")
