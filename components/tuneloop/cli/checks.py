@@ -13,8 +13,7 @@ from tuneloop.core.store import Store
 
 def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
     """Refuse a run that cannot succeed on this machine. Raises UserError if the workflow does not pass the lint or
-    needs a cluster, the store cannot be written, a port is taken, or vLLM is needed but is not installed or lacks an
-    option."""
+    needs a cluster, the store cannot be written, a port is taken, or the vLLM that it needs lacks an option."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
     from tuneloop.runs.records import list_leaves

@@ -135,8 +135,7 @@ def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: b
 
 
 def submit_pipeline(path: str, arguments: list[str]) -> int:
-    """Submit a pipeline to the Argo server that ARGO_SERVER names, as ``python pipelines/grpo.py --run …`` does; return
-    the exit code."""
+    """Submit a pipeline to ARGO_SERVER, for ``python pipelines/grpo.py --run …``; return the exit code."""
     from tuneloop.cluster.argo_server import read_server_address
 
     program = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -21,10 +21,6 @@ ROOT = Annotated[
 EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Experiment that lists the run.")]
 
 app = typer.Typer(no_args_is_help=True, help="Runs on Kubeflow Pipelines.")
-ON_ARGO = ("plan", "lint", "render", "doctor", "submit", "schedule", "diff")
-"""Commands that always use Argo."""
-AT_ARGO = ("status", "logs", "stop", "unschedule")
-"""Commands of `tuneloop cluster`; the first three also exist for this machine."""
 
 
 @app.command("render")
@@ -157,19 +153,13 @@ def list_commands() -> list[str]:
 
 
 def route_arguments(arguments: list[str]) -> list[str]:
-    """Route ``submit … --to kfp …`` to ``kfp submit …``, since targets have different options, and
-    ``status … --to argo`` to ``cluster status …``. Without ``--to``, commands that submit or render use Argo, and those
-    that look at runs use this machine. Raises UserError for another target."""
+    """Route ``submit … --to kfp …`` to ``kfp submit …``. Raises UserError at another target or command."""
     words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
     if "--to" not in words:
         return arguments
-    at = words.index("--to")
-    target, rest = "".join(words[at + 1 : at + 2]), words[:at] + words[at + 2 :]
-    if target not in ("argo", "kfp"):
-        raise UserError("--to", target, "argo or kfp")
-    own = {"argo": (*ON_ARGO, *AT_ARGO), "kfp": list_commands()}[target]
-    if rest and rest[0] not in own:
-        raise UserError("--to", target, f"is for {', '.join(own)}; {rest[0]} knows no target")
-    if target == "kfp":
-        return ["kfp", *rest]
-    return ["cluster", *rest] if rest and rest[0] in AT_ARGO else rest
+    at, own = words.index("--to"), list_commands()
+    target, rest = words[at + 1 : at + 2], words[:at] + words[at + 2 :]
+    if target != ["kfp"] or (rest and rest[0] not in own):
+        remedy = f"can be kfp, for {', '.join(own)} alone; for Argo leave it out, or see `tuneloop cluster`"
+        raise UserError("--to", "".join(target), remedy)
+    return ["kfp", *rest]

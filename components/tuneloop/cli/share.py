@@ -109,8 +109,7 @@ def describe_swap(workflow: Mapping[str, Any], runs: Sequence[Run], copies: int)
     """Yield what it costs that a server gives its devices away: by a snapshot out and in, and by loading weights."""
     stages = [read_stage(template) for template in workflow["spec"]["templates"]]
     server, model = next((stage for stage in stages if stage.serves), None), model_of(stages)
-    sized = server and any(map(server.engine_args.get, ("enable_sleep_mode", "kv_cache_memory_bytes")))
-    if server and server.accelerators and sized and isinstance(model, Model):
+    if server and server.accelerators and isinstance(model, Model):
         parts = [] if server.engine_args.get("enable_sleep_mode") else estimate_memory_parts(server, model, None)
         held, what = sum(count for _, count in parts), " + ".join(text for text, _ in parts) or "0"
         how = f"2 × ({what}) / {LINK / 1e9:g} GB/s + {FIXED_S:g} s = {2 * held / LINK + FIXED_S:.1f} s"

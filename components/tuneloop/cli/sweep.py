@@ -44,7 +44,9 @@ def run_sweep(
     given = {run: [*(sets or ()), *(f"{k}={text}" for k, text in each.items())] for run, each in combinations.items()}
     settings = {run: found.configure(config, each) for run, each in given.items()}
     built = {run: found.build(each) for run, each in settings.items()}
-    judged = {run: range(start or 0, sweep.count_iterations(each) if start else 0) for run, each in built.items()}
+    given_to = {run: each["spec"]["arguments"]["parameters"] for run, each in built.items() if start}
+    most = {run: int(p["value"]) for run, each in given_to.items() for p in each if p["name"] == "iterations"}
+    judged = {run: range(start or 0, most.get(run, 0)) for run in given}
     runs = [Run(run, store) for run in given]
     if cluster := connect_to_cluster(namespace, context) if namespace else None:
         for run in runs:

@@ -3,11 +3,10 @@
 import itertools
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from statistics import mean, median
-from typing import Any
 
 from xxhash import xxh32_hexdigest
 
@@ -37,11 +36,6 @@ def list_combinations(name: str, over: Sequence[str]) -> dict[str, dict[str, str
         values[key] = text.split(",")
     combinations = [dict(zip(values, each)) for each in itertools.product(*values.values())]
     return {f"{name}-{xxh32_hexdigest(repr(sorted(each.items())).encode())}": each for each in combinations}
-
-
-def count_iterations(workflow: Mapping[str, Any]) -> int:
-    """Return how many iterations the loop of a workflow runs at most."""
-    return next(int(p["value"]) for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations")
 
 
 def find_state(run: Run, cluster: Connection | None = None) -> str:

@@ -144,8 +144,7 @@ class Resident:
 
     def save(self, url: str, *, with_state: bool = True, **facts: Any) -> Artifact:
         """Commit a checkpoint from which `load` continues bit for bit; without its state, the weights to sample from.
-        Raises UserError if there are gradients that no step has used, as the state does not include them, or if `url`
-        is taken."""
+        Raises UserError if no step has used the gradients, which the state does not include, or if `url` is taken."""
         if self.gradients and with_state:
             raise UserError("save_state", self.version, "has gradients that no step has used; call optim_step first")
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base

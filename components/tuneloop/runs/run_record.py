@@ -73,9 +73,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over the run, such as ``loss``; `how` says for people how it was obtained. `x` is in units of
-    `axis`, ``iteration`` or ``step``: optimizer steps are fractions of their iteration. `at`: when each point was
-    known, Unix seconds."""
+    """One quantity over the run, such as ``loss``; `how` says how it was obtained. `x` is in units of `axis`,
+    ``iteration`` or ``step``: optimizer steps are fractions of their iteration. `at`: Unix seconds of each point."""
 
     name: str
     stage: str

@@ -168,8 +168,7 @@ def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) ->
 def _rows(
     examples: Iterable[Example], split: Split, number: int, seen: set[bytes], params: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield up to `number` rows, made as the stage's `params` say, with prompts that are not in `seen`; read no further
-    than needed."""
+    """Yield up to `number` rows, made as the stage's `params` say, with prompts not in `seen`; read no more."""
     stream, spec = iter(examples), json.dumps(params.rewards, sort_keys=True)
     made = 0
     while made < number and (example := next(stream, None)) is not None:

@@ -353,8 +353,7 @@ def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None
 
 
 def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> list[list[Sample]]:
-    """Split the scored samples into `count` parts of whole groups, dealt in random order. Raises UserError: there are
-    fewer groups."""
+    """Split scored samples into `count` parts of whole groups, in random order. Raises UserError: too few groups."""
     import torch
 
     groups = sorted({sample.group for sample in samples})
@@ -367,8 +366,7 @@ def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> l
 
 @contextmanager
 def open_reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
-    """Open the reference for scoring: another model, or the trainer's model without adapters, if these are the only
-    difference."""
+    """Open the reference for scoring: another model, or the trainer's own without adapters, if only these differ."""
     from tuneloop.training.fsdp.policy import Policy
 
     if trainer.lora and trainer.base.manifest.digest == reference.manifest.digest:

@@ -277,7 +277,7 @@ def test_what_is_refused(backend: Api, monkeypatch: pytest.MonkeyPatch, capsys: 
         (["kfp", "status", "nobody"], "no run of that name"),
         (["kfp", "unschedule", "nobody"], "no recurring run of that name"),
         (["submit", "sft", "--to", "kfp", "--run", "No Name", "--store", "s3://b/r"], "--run: 'No Name'"),
-        (["submit", "sft", "--to", "airflow"], "argo or kfp"),
+        (["submit", "sft", "--to", "airflow"], "--to: 'airflow': can be kfp"),
         (
             ["schedule", "sft", "--to", "kfp", "--name", "a" * 32, "--store", "s3://b/r", "--cron", "0 3 * * *"],
             "at most 31",
