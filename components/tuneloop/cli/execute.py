@@ -11,6 +11,7 @@ import typer
 from tuneloop.cli.arguments import CONFIG, PIPELINE, RUN, SETS, STORE
 from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.store import local_path
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
@@ -181,6 +182,8 @@ def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> i
     from tuneloop.runs.summary import summarize_run
 
     assert run.record
+    if (made := local_path(run.record.store)) and made.resolve() != run.directory.parent.resolve():
+        raise UserError("run", run.name, f"was begun in {made}, and goes on there alone: move it back")
     if run.phase == "running":
         raise UserError("run", run.name, f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first")
     if run.phase == "succeeded":  # its executor may have been killed before the report was whole

@@ -30,5 +30,8 @@ def run_command(command: Callable[[], int | None]) -> int:
             return errors.report_error(full)
         raise
     except typer.TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            sys.stderr.write(f"{error.format_message()}\n")
+            return errors.EXIT_USER
         told = errors.shorten_text(error.format_message(), 400)
         return errors.print_diagnostic(f"error: {told} (see --help)", errors.EXIT_USER)

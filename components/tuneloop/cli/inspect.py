@@ -202,7 +202,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
         row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
             if record := read_record(name, store):  # reading all of a run that was not started here may take long
-                latest = (run := Run(name, record.store, record)).latest_reward()
+                latest = (run := Run(name, store, record)).latest_reward()
                 row |= {**_progress(run), **({"mean_reward": latest.value, "how": latest.how} if latest else {})}
         except (UserError, Retryable) as error:  # list the others nevertheless
             row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}

@@ -37,7 +37,8 @@ def audit_run(
         proofs.append(proof)
         for problem in proof.problems:
             typer.echo(f"error: {proof.key}: {problem}", err=True)
-    own = [proof for proof in proofs if proof.files is not None]
+    if not (own := [proof for proof in proofs if proof.files is not None]):
+        raise UserError("run", name, "has committed nothing that could be verified; see `tuneloop status`")
     facts = {
         "artifacts": f"{sum(not proof.problems for proof in own)} of {len(own)} as committed",
         "files": f"{sum(proof.files or 0 for proof in own)} as committed, by SHA-256",

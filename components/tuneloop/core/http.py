@@ -71,9 +71,8 @@ def open_response(
     trusted: ssl.SSLContext | None = None,
 ) -> Iterator[Response]:
     """Send a request, and yield the answer once its status is there; leaving the block hangs up. `check` is called at
-    least every `POLL_S` seconds while this process waits; what it raises hangs up. `trusted`: the certificates that
-    prove the server (default: the system's). Raises Unanswered: the server is lost, as it is after `timeout_s` seconds
-    without a byte."""
+    least every `POLL_S` seconds while this process waits; what it raises hangs up. `trusted`: certificates of the
+    server (default: the system's). Raises Unanswered: the server is lost, or sent no byte for `timeout_s` seconds."""
     import httpx2  # noqa: F401 - not on the thread of the event loop: a fork meanwhile would inherit its lock
 
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -152,8 +152,7 @@ class Gateway:
             await asyncio.sleep(LOOK)
 
     async def forward(self, caller: Caller, named: str, method: str, path: str, headers: Any, body: bytes) -> Any:
-        """Forward a request to the worker of the session that one of `ABOUT` has `named`. Raises Refused as `reach`;
-        429, no tokens left; 503, no answer."""
+        """Forward a request to its session's worker. Raises Refused as `reach`, and: 429, no tokens; 503, no answer."""
         id = named.partition(":")[0]
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
         own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day

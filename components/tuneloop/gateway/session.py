@@ -47,8 +47,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class Session:
     """The models and sampling sessions of one session. Requests are accepted from any thread, and executed by the one
     that calls `do`. Its checkpoints are below the URL `artifacts`, those of the namespace's other sessions beside it;
-    `ranks` opens the device when it is first needed. `sampler` is the URL of the server to sample from; if it is empty,
-    this process samples."""
+    `ranks` opens the device when it is first needed. `sampler`: URL of the server to sample from, else empty."""
 
     def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = "") -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
@@ -236,8 +235,7 @@ class Session:
                 self.ledger.finish(entry, result)
 
     def save_models(self) -> Future[Any]:
-        """Queue, before all other requests, that models which took steps are saved; later requests are then refused,
-        and unnamed snapshots are dropped."""
+        """Save models that took steps, before all other requests; then refuse requests, and drop unnamed snapshots."""
 
         def work(entries: list[Entry]) -> list[None]:
             for name, model in self.models.items():

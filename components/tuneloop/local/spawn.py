@@ -127,8 +127,7 @@ def _receive(channel: socket.socket) -> bytes:
 def _fork(
     channels: Iterable[socket.socket], pipes: tuple[int, int]
 ) -> tuple[int, socket.socket] | dict[str, Any] | None:
-    """Fork a child that waits for its request. Returns in the server its pid and channel, or None where no process can
-    be made now; in the child the request."""
+    """Fork a child that waits for its request. Returns the request there, and here its pid and channel, or None."""
     parent = os.getpid()
     ours, theirs = socket.socketpair()
     try:

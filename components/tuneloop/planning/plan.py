@@ -25,8 +25,7 @@ controller's ``DEFAULT_REQUEUE_TIME``, which an admin may lower; measured on Arg
 
 
 def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
-    """Render the plan of a rendered workflow for a terminal. Raises UserError where its model cannot be read, or runs
-    that share a node do not fit there."""
+    """Render a workflow's plan for a terminal. Raises UserError: no such model, or runs that do not fit their node."""
     colocation.check_colocation(workflow)
     from rich import box
     from rich.console import Group

@@ -27,7 +27,7 @@ from tuneloop.core.artifacts import MANIFEST, Manifest, Role, load_checked_json,
 from tuneloop.core.attempts import FAILED, FAILURE
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.index import DIGEST, Index, map_requests
-from tuneloop.core.store import Store, normalize_url
+from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.local import journal
 from tuneloop.runs import records
 from tuneloop.runs.records import ROOT, Record, get_run_directory, list_runs, read_record
@@ -106,6 +106,8 @@ class Run:
     """A run, as its store and local state hold it; `refresh` reads both again. A run from elsewhere has no `record`."""
 
     def __init__(self, name: str, store: str, record: Record | None = None) -> None:
+        if record and local_path(record.store) is None:  # a record in a folder may have been copied or moved with it
+            store = record.store
         self.name, self.store_url, self.record = name, normalize_url(store), record
         self.url = f"{self.store_url}/{name}"
         self.directory = get_run_directory(name, store)
@@ -120,7 +122,7 @@ class Run:
         """Open the run `name` by its record below `store`, or by its artifacts; raise UserError if it has neither."""
         at = store or ROOT
         record = read_record(name, at)
-        found = cls(name, record.store if record else at, record)
+        found = cls(name, at, record)
         if record is None and not found.entries:
             known = ", ".join(list_runs(at)) or "none"
             raise UserError("run", name, f"not found below {at}; known there: {known}; --store names another place")

@@ -92,8 +92,7 @@ def preference(
 
 
 def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: bool) -> Reference:
-    """Read the reference's log-probabilities of `pairs`, in their order. Raises UserError if they are of other pairs or
-    other tokens, or lack what KTO needs."""
+    """Read the reference's log-probabilities of `pairs`, in order. Raises UserError: of others, or none for KTO."""
     file = logprobs.part(f"{split}.parquet", "--logprobs", "give it what reference_logprobs made")
     table = pq.read_table(file).combine_chunks()
     found = table.take(pc.index_in(pairs.ids, table["id"]))

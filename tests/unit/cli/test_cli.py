@@ -141,6 +141,12 @@ def test_every_option_has_help(call: Call) -> None:
             assert getattr(parameter, "help", None), f"{group.name} {parameter.name}"
 
 
+@pytest.mark.parametrize("words", [[], ["kfp"], ["weights"]])
+def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
+    result = call(*words)
+    assert result.code == 2 and re.search(r"^Commands:\n  \w", result.err, re.M)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

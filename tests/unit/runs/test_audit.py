@@ -24,6 +24,7 @@ from tuneloop.core.artifacts import (
 )
 from tuneloop.core.errors import Corrupt
 from tuneloop.runs.audit import Proof, _check_manifest, audit_run, compute_root
+from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 
 COMMITTED = 10
@@ -76,6 +77,31 @@ def test_a_changed_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "toy" / key).write_text('{"skill": 3}')
     assert run_cli(["audit", "toy", "--store", str(tmp_path)]) == 2
     assert f"error: iterations/1/policy-update: {key} was changed" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_that_was_copied_or_moved_is_read_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, copy, moved = (tmp_path / name for name in ("first", "copy", "moved"))
+    record = Record(run="r", pipeline="toy_pipeline", path="toy.py", config={}, store=f"file://{first}")
+    Run.create(record, "")
+    toy.make(f"{first}/r", 1)
+    shutil.copytree(first, copy)
+    next((copy / "r/sft").rglob("metrics.jsonl")).write_text("{}")
+    for place, code in ((first, 0), (copy, 2)):
+        assert run_cli(["audit", "r", "--store", str(place)]) == code
+    capsys.readouterr()
+    first.rename(moved)
+    assert run_cli(["audit", "r", "--store", str(moved)]) == 0 and not first.exists()
+    assert "0 of 0" not in capsys.readouterr().out
+    assert run_cli(["resume", "r", "--store", str(moved)]) == 2
+    assert f"was begun in {first}, and goes on there alone" in capsys.readouterr().err
+
+
+def test_nothing_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run.create(Record(run="r", pipeline="toy", path="toy.py", config={}, store=f"file://{tmp_path}"), "")
+    assert run_cli(["audit", "r", "--store", str(tmp_path)]) == 2
+    assert "run: 'r': has committed nothing" in capsys.readouterr().err
 
 
 def test_an_artifact_that_was_forged_whole_is_not_what_others_were_made_from(tmp_path: Path) -> None:

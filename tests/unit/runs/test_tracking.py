@@ -208,11 +208,17 @@ def test_folders_that_are_no_runs_are_listed_ever_more_rarely(tmp_path: Path, mo
         now[0] += 2.0
         return now[0] < 1000
 
-    objects = {"data/rows/a.parquet": b"", "sessions/team/x/manifest.json": b"{}", "Data/a": b"", "pins/x/y": b""}
+    objects = {
+        "data/rows/a.parquet": b"",
+        "sessions/team/x/manifest.json": b"{}",
+        "models/x/y": b"",
+        "Data/a": b"",
+        "pins/x/y": b"",
+    }
     with serve_bucket(objects, monkeypatch, refuse=lambda place: bool(places.update([place.partition("/")[0]]))):
         tracking.mirror_store("s3://bucket", [f"tensorboard+{tmp_path}/logs"], look)
-    assert places.keys() == {"", "data", "sessions", "pins"} and places[""] == 499
-    assert max(places[name] for name in ("data", "sessions", "pins")) < 400
+    assert places.keys() == {"", "data", "models", "pins"} and places[""] == 499, "a gateway's sessions are no runs"
+    assert max(places[name] for name in ("data", "models", "pins")) < 400
 
 
 def test_a_run_is_named_or_all_are_followed(capsys: pytest.CaptureFixture[str]) -> None:

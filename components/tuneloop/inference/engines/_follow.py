@@ -34,8 +34,7 @@ PROBE = 16
 class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
     in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
-    version is not served; empty where it is. `pulled`: the seconds and bytes of the last pull, and how many tensors
-    the engine was found to hold."""
+    version is not served; empty where it is. `pulled`: seconds, bytes and verified tensors of the last pull."""
 
     def __init__(
         self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None

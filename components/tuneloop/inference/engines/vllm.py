@@ -53,8 +53,7 @@ Answer = Completion | Tokens
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
     vLLM's ``EngineArgs`` by name, and `OWN`: a server has its own and is not sent these, but its `Client` heeds
-    ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: an argument that tuneloop sets itself; several
-    servers with ``deterministic``."""
+    ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: ours, or several servers if ``deterministic``."""
     sleeps, deterministic = any(map(args.get, ("enable_sleep_mode", SNAPSHOT))), bool(args.get(DETERMINISTIC))
     if endpoint and "," in endpoint:
         if deterministic:
