@@ -227,7 +227,7 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         assert run_cli(["cluster", "status", "demo"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"^evaluate-before +Succeeded +1 .* mean-reward 0\.125$", shown, re.M), shown
-        assert run_cli(["status", "demo", "--to", "argo", "--json"]) == 0
+        assert run_cli(["cluster", "status", "demo", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["run"], told["phase"], told["message"]) == ("demo", "Failed", "main failed")
         assert [(each["stage"], each["phase"], each["results"]) for each in told["stages"]] == [

@@ -117,7 +117,8 @@ def test_a_pushed_adapter_names_its_base_and_peft_loads_both(store: Path, tmp_pa
     assert files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     config, card = json.loads(files["adapter_config.json"]), files["README.md"].decode()
     assert (config["base_model_name_or_path"], config["revision"]) == ("me/tiny", f"{1:040}")
-    for said in ("library_name: peft\nbase_model: me/tiny\n", '("me/tiny"), "me/lora")', "Version 1 of the run `y`"):
+    loads = f'("me/tiny", revision="{1:040}")\nmodel = PeftModel.from_pretrained(base, "me/lora")'
+    for said in ("library_name: peft\nbase_model: me/tiny\n", loads, "Version 1 of the run `y`"):
         assert said in card, card
     assert "model.safetensors" in whole and not {name for name in whole if name.startswith("adapter_")}
     assert "model.safetensors" not in again and files.items() <= again.items()
