@@ -163,7 +163,7 @@ def _build_environment(
     values = (node.id, "local", node.id, socket.gethostname(), "local", execution.get_address(node), "127.0.0.1")
     fields = dict(zip(FIELD_PATHS, values))
     for item in container.get("env", []):
-        if "value" in item:
+        if "value" in item and item["name"] != "TUNELOOP_IMAGE":  # the image is that of this machine, if any
             env[item["name"]] = files.translate(str(item["value"]))
         elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
             env[item["name"]] = fields[path]

@@ -201,10 +201,11 @@ def test_global_outputs(tmp_path: Path) -> None:
 
 
 def test_environment_of_a_pod(tmp_path: Path) -> None:
-    pod = shell("pod", "printf '%s' \"$OUT $A $B $NS $1\" > $OUT/y", outputs=("y",))
+    pod = shell("pod", "printf '%s' \"$OUT $A $B $NS $1 $TUNELOOP_IMAGE\" > $OUT/y", outputs=("y",))
     pod["container"]["env"] = [
         {"name": "OUT", "value": "/tmp/out"},
         {"name": "A", "value": "{{workflow.name}}"},
+        {"name": "TUNELOOP_IMAGE", "value": "not/used:here"},
         {"name": "NS", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
     ]
     pod["container"]["args"] = ["sh", "$(A)/$$(A)/$(UNKNOWN)"]
