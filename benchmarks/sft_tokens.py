@@ -1,14 +1,15 @@
 """SFT tokens a second: ours beside TRL's SFTTrainer, in one process, one step of each in turn.
 
-    python benchmarks/sft_tokens.py [--steps 12] [--dtype float32|bfloat16] [--hidden 128]
+    python benchmarks/sft_tokens.py [--steps 12] [--dtype float32|bfloat16] [--hidden 128] [--layers 4] [--batch 22]
+    python benchmarks/sft_tokens.py --device cuda --dtype bfloat16 --hidden 1024 --layers 28 --batch 256
     python benchmarks/sft_tokens.py --scaling    ours alone, by one process and by two, of one thread each
     python benchmarks/sft_tokens.py --corpus 200000    what it takes to have the documents of so many rows, and batches
 
 Both train the same Qwen3 from the same weights on the same documents, as many a step, with the same AdamW, loss on the
-completion only, no gradient checkpointing. Lengths are lognormal (mean about 94, 16 to 512), 22 documents a step. TRL
-runs in both of its layouts, packed rows holding about as many tokens a step, and ours runs beside each. Tokens are real
-ones: padding earns nothing. Rates are those of the median step, the first two left out; a ratio is the median over
-steps of ours to TRL's next to it, and the smaller of the two is the one to quote.
+completion only, no gradient checkpointing. Lengths are lognormal (mean about 94, 16 to 512). TRL runs in both of its
+layouts, packed rows holding about as many tokens a step, and ours runs beside each. Tokens are real ones: padding earns
+nothing. Rates are those of the median step, the first two left out; a ratio is the median over steps of ours to TRL's
+next to it, and the smaller of the two is the one to quote.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-BATCH, LONGEST, VOCABULARY = 22, 512, 512
+LONGEST, VOCABULARY = 512, 512
 
 
 def documents(count: int, seed: int) -> list[tuple[list[int], int]]:
@@ -38,8 +39,8 @@ def documents(count: int, seed: int) -> list[tuple[list[int], int]]:
     return [([rng.randrange(3, VOCABULARY) for _ in range(n)], n // 3) for n in lengths]
 
 
-def make_model(directory: Path, hidden: int) -> Path:
-    """A Qwen3 of four layers (hidden 128: 0.85 million parameters) and the tokenizer that TRL wants."""
+def make_model(directory: Path, hidden: int, layers: int) -> Path:
+    """A Qwen3 (four layers of width 128: 0.85 million parameters) and the tokenizer that TRL wants."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -49,7 +50,7 @@ def make_model(directory: Path, hidden: int) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
         num_key_value_heads=max(1, hidden // 64),
         head_dim=32,
@@ -62,7 +63,7 @@ def make_model(directory: Path, hidden: int) -> Path:
     return directory
 
 
-def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable[[int], int]:
+def ours(model: Path, data: list[tuple[list[int], int]], options: argparse.Namespace) -> Callable[[int], int]:
     """One step on batch `k`, through the code of the stage; returns its tokens."""
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
@@ -73,12 +74,13 @@ def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable
     from tuneloop.training.options import Optimization
 
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
-    trainer = Trainer(model, Ranks("cpu"), adam, dtype=dtype, max_length=LONGEST)
+    trainer = Trainer(model, Ranks(options.device), adam, dtype=options.dtype, max_length=LONGEST)
     stage = Stage("sft", Params(), Path(os.devnull), "", "")
     ready = [Document(ids, [t >= prompt for t in range(len(ids))]) for ids, prompt in data]
 
     def step(k: int) -> int:
-        prepared = prepare_step(trainer, lambda i: [ready[i]], range(k * BATCH, (k + 1) * BATCH), BATCH)
+        chosen = range(k * options.batch, (k + 1) * options.batch)
+        prepared = prepare_step(trainer, lambda i: [ready[i]], chosen, options.batch)
         train_step(stage, trainer, prepared)
         return prepared.tokens
 
@@ -87,14 +89,13 @@ def ours(model: Path, dtype: str, data: list[tuple[list[int], int]]) -> Callable
 
 def beside_trl(
     model: Path,
-    dtype: str,
     data: list[tuple[list[int], int]],
     packing: bool,
     work: Path,
-    steps: int,
+    options: argparse.Namespace,
     step: Callable[[int], int],
 ) -> list[tuple[float, float]]:
-    """Tokens a second of ours and of TRL's, for each of `steps` steps of SFTTrainer with one of ours after each."""
+    """Tokens a second of ours and of TRL's, for each step of SFTTrainer with one of ours after each."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -123,11 +124,11 @@ def beside_trl(
         model=AutoModelForCausalLM.from_pretrained(model),
         args=SFTConfig(
             output_dir=str(work),
-            use_cpu=True,
-            bf16=dtype == "bfloat16",
+            use_cpu=options.device == "cpu",
+            bf16=options.dtype == "bfloat16",
             gradient_checkpointing=False,
-            per_device_train_batch_size=LONGEST * BATCH // 94 // 28 if packing else BATCH,
-            max_steps=steps,
+            per_device_train_batch_size=max(1, options.batch * 94 // LONGEST) if packing else options.batch,
+            max_steps=options.steps + 2,
             max_length=LONGEST,
             packing=packing,
             completion_only_loss=True,
@@ -149,11 +150,11 @@ def beside_trl(
     return rates[2:]
 
 
-def alone(model: Path, dtype: str, data: list[tuple[list[int], int]], steps: int) -> None:
+def alone(model: Path, data: list[tuple[list[int], int]], options: argparse.Namespace) -> None:
     """Print the tokens a second of ours, over the ranks that torchrun started."""
-    step = ours(model, dtype, data)
+    step = ours(model, data, options)
     rates = []
-    for k in range(steps):
+    for k in range(options.steps + 2):
         begin = time.perf_counter()
         tokens = step(k)
         rates.append(tokens / (time.perf_counter() - begin))
@@ -231,31 +232,32 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=22, help="documents a step")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--corpus", type=int, metavar="ROWS")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    data = documents(BATCH * (options.steps + 2) * 2, 0)
+    data = documents(options.batch * (options.steps + 2) * 2, 0)
     if options.rank:
-        alone(options.rank, options.dtype, data, options.steps + 2)
+        alone(options.rank, data, options)
         return
     with tempfile.TemporaryDirectory() as work:
         if options.corpus:
             corpus(options.corpus, Path(work))
             return
-        model = make_model(Path(work) / "model", options.hidden)
+        model = make_model(Path(work) / "model", options.hidden, options.layers)
         if options.scaling:
             scaling(model, options)
             return
-        step = ours(model, options.dtype, data)
-        found = {
-            packing: beside_trl(model, options.dtype, data, packing, Path(work), options.steps + 2, step)
-            for packing in (False, True)
-        }
+        step = ours(model, data, options)
+        found = {packing: beside_trl(model, data, packing, Path(work), options, step) for packing in (False, True)}
     import torch
 
-    print(f"SFT, Qwen3 of width {options.hidden}, {options.dtype}, {torch.get_num_threads()} threads, real tokens/s")
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} threads"
+    print(f"SFT, Qwen3 of {options.layers} x {options.hidden}, {options.dtype}, {where}, real tokens/s")
     print(f"{'':<20} {'TRL':>9} {'tuneloop':>9} {'ratio':>6}   lowest and highest ratio of a step")
     for packing, rates in found.items():
         mine, theirs = (statistics.median(rate[i] for rate in rates) for i in (0, 1))

@@ -65,7 +65,7 @@ class TrainerOptions(Options):
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     max_length: int = Field(256, ge=2, description="tokens of prompt and completion; longer is an error")
-    packing: Packing = Field("auto", description="auto: packed on CUDA, padded on CPU")
+    packing: Packing = Field("auto", description="auto: packed with FlashAttention, else padded")
     gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
     lora: Lora | None = Field(None, description="train adapters by peft, with peft's option names")
     cpu_offload: bool = Field(False, description="FSDP shards and optimizer in the host's memory; several GPUs only")

@@ -13,7 +13,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import options
 from tuneloop.training.fsdp import policy as policy_module
-from tuneloop.training.fsdp.policy import Policy, choose_attention
+from tuneloop.training.fsdp.policy import Policy, choose_attention, open_model
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.options import Optimization
@@ -71,6 +71,14 @@ def test_flash_attention_is_chosen_where_it_is_and_can_be(tmp_path, monkeypatch)
     assert choose_attention("eager", "cuda", "bfloat16") == "eager"
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     assert [choose_attention("auto", *each) for each in given] == ["sdpa"] * 4
+
+
+@pytest.mark.parametrize("attention, form", [("flash_attention_2", "packed"), ("sdpa", "padded"), ("eager", "padded")])
+def test_rows_are_packed_where_the_attention_has_a_kernel_for_them(model, monkeypatch, attention, form):
+    """The choice alone: FlashAttention computes on a GPU only, so the model is opened with what a CPU has."""
+    monkeypatch.setattr(Policy, "_open", lambda self, at: self._adapt(open_model(at, torch.float32, "sdpa")))
+    policy = Policy(model, Ranks("cpu"), attn_implementation=attention)
+    assert policy.chosen()["packing"] == form
 
 
 def gradients(model: Path, documents: list[Document], packing: str, limit: int) -> dict[str, torch.Tensor]:

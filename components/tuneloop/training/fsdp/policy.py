@@ -44,10 +44,10 @@ def choose_attention(name: str, device: str, dtype: Dtype) -> str:
 class Policy:
     """A language model that computes log-probabilities of target tokens; `TrainerOptions` has the options.
 
-    `model` is a Hugging Face directory. On a CPU ``packing="auto"`` means padding: without a kernel for sequences of
-    varying length, a block-diagonal mask costs more than padding within similar lengths. A packed row has `max_length`
-    tokens. With `lora` the model is frozen, and the layers under adapters are stored in `dtype`. Raises UserError if
-    the model cannot be loaded, or an option's requirement is missing.
+    `model` is a Hugging Face directory. ``packing="auto"`` packs for FlashAttention alone: without a kernel for
+    sequences of varying length, a block-diagonal mask costs more than padding within similar lengths. A packed row has
+    `max_length` tokens. With `lora` the model is frozen, and the layers under adapters are stored in `dtype`. Raises
+    UserError if the model cannot be loaded, or an option's requirement is missing.
 
     Attributes:
         attention, packed: the choices that were made for ``auto``.
@@ -71,9 +71,8 @@ class Policy:
     ) -> None:
         _check_hardware(ranks, cpu_offload, torch_compile, use_liger_kernel)
         self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
-        cuda = ranks.device.type == "cuda"
         self.attention = choose_attention(attn_implementation, ranks.device.type, dtype)
-        self.packed = cuda if packing == "auto" else packing == "packed"
+        self.packed = "flash" in self.attention if packing == "auto" else packing == "packed"
         self.max_length = max_length
         self.model = self._open(model)
         text = self.model.config.get_text_config()
