@@ -89,10 +89,11 @@ def describe(store: Path, run: str) -> None:
 
     for place in sorted((store / run / "iterations").iterdir(), key=lambda p: int(p.name)):
         made, update = (Artifact(str(place / stage)).manifest for stage in ("rollout", "policy-update"))
+        sampled, trained = (stage.timings for stage in (made, update))
         print(
-            f"iteration {place.name}: rollout {made.timings['total']:.2f} s, "
-            f"{made.timings['generated_tokens_per_s']:,.0f} tokens/s {json.dumps(made.notes)}; update {update.timings['total']:.2f} s, "
-            f"{update.timings['tokens_per_s']:,.0f} tokens/s on {update.notes['device']}"
+            f"iteration {place.name}: rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} tokens/s "
+            f"{json.dumps(made.notes)}; update {trained['total']:.2f} s, {trained['tokens_per_s']:,.0f} tokens/s "
+            f"on {update.notes['device']}"
         )
 
 
