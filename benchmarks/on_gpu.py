@@ -91,8 +91,8 @@ def describe(store: Path, run: str) -> None:
         made, update = (Artifact(str(place / stage)).manifest for stage in ("rollout", "policy-update"))
         sampled, trained = (stage.timings for stage in (made, update))
         print(
-            f"iteration {place.name}: rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} tokens/s "
-            f"{json.dumps(made.notes)}; update {trained['total']:.2f} s, {trained['tokens_per_s']:,.0f} tokens/s "
+            f"iteration {place.name}: rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} "
+            f"tokens/s {json.dumps(made.notes)}; update {trained['total']:.2f} s, {trained['tokens_per_s']:,.0f} tokens/s "
             f"on {update.notes['device']}"
         )
 
