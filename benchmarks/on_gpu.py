@@ -90,11 +90,9 @@ def describe(store: Path, run: str) -> None:
     for place in sorted((store / run / "iterations").iterdir(), key=lambda p: int(p.name)):
         made, update = (Artifact(str(place / stage)).manifest for stage in ("rollout", "policy-update"))
         sampled, trained = (stage.timings for stage in (made, update))
-        print(
-            f"iteration {place.name}: rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} "
-            f"tokens/s {json.dumps(made.notes)}; update {trained['total']:.2f} s, {trained['tokens_per_s']:,.0f} tokens/s "
-            f"on {update.notes['device']}"
-        )
+        print(f"iteration {place.name}, on {update.notes['device']}, {json.dumps(made.notes)}:", end=" ")
+        print(f"rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} tokens/s,", end=" ")
+        print(f"update {trained['total']:.2f} s, {trained['tokens_per_s']:,.0f} tokens/s")
 
 
 def digests(store: Path, run: str) -> dict[str, str]:
