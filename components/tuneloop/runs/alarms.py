@@ -8,8 +8,6 @@ from tuneloop.runs.run_record import Curve
 Points = Sequence[tuple[float, float]]
 WINDOW = 5
 """The number of iterations whose median is taken as the first, or the current, value of a curve."""
-
-
 LARGE_GAP = 0.01
 """In nats; different kernels with equal weights differ by less."""
 

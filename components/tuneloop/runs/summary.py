@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, variance
 
+from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.run_record import Curve, Entry, Run, Score
 
 RECENT = 20
@@ -34,6 +35,7 @@ def summarize_run(run: Run, report: Path | None = None, mirrors: Mapping[str, st
     by_stage = {stage: sum(seconds for _, seconds in points) for stage, points in run.phase_seconds().items()}
     facts = {
         "mean reward": reward_line(run),
+        "alarms": "; ".join(find_alarms(run.curves())),
         "iterations": iterations_line(run),
         "seconds": "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in by_stage.items()),
         "ran on": ", ".join(list_devices(run.entries)),
