@@ -16,7 +16,6 @@ from tuneloop.workflow.settings import Cluster, Share
 if TYPE_CHECKING:
     from hera.workflows import Container
 
-
 NAME = "turn"
 ACCOUNT = "tuneloop-turn"
 PLACE = "/turn"

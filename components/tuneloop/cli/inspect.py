@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tuneloop.local.journal import Node
     from tuneloop.runs.run_record import Run, Score
 
-
 UNREAD = ("damaged", "unreachable")
 """The phases that the list shows for a run that could not be read."""
 

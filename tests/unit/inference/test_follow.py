@@ -3,8 +3,10 @@
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from safetensors.torch import save_file
 
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
+from tuneloop.inference.engines import _follow
 from tuneloop.inference.engines._follow import Follower, prove_tensors
 from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engines._readback import Readback
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.http_api import HttpApi
 from tuneloop.weights.publish import publish_version
 
 
@@ -28,6 +33,33 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     assert follower.is_alive() and "File exists" in follower.trouble
     follower.stop()
     follower.join(LIMIT_S)
+
+
+def test_a_version_is_named_once_it_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks in the midst of the proof would else miss what the pull took, or sample what is not proved."""
+    publish_version(str(tmp_path / "weights"), 1, checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model")
+    engine = Vllm({})
+
+    def change(model: Path, version: int, digest: str) -> None:
+        engine.version, engine.digest = version, digest
+
+    def prove(*_: object) -> Readback:
+        seen.append(api.served())
+        return Readback(2, 2, [], [])
+
+    loop, seen = EngineLoop(engine), list[dict[str, Any]]()
+    monkeypatch.setattr(engine, "change", change)
+    monkeypatch.setattr(_follow, "prove_tensors", prove)
+    api = HttpApi(loop, follower := Follower(loop, str(tmp_path / "weights"), tmp_path / "at", 0.01, "wait", None))
+    worker = threading.Thread(target=loop.run)
+    worker.start()
+    try:
+        follower._look()
+    finally:
+        loop.stop()
+        worker.join(LIMIT_S)
+    assert [(each["version"], each["digest"], each["pulled"]) for each in seen] == [(-1, "", {})]
+    assert (api.served()["version"], api.served()["pulled"]["version"]) == (1, 1)
 
 
 def test_a_server_that_waits_for_a_version_ends_when_told_to(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ PROBE = 16
 class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
     in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
-    version is not served; empty where it is. `pulled`: seconds, bytes and verified tensors of the last pull."""
+    version is not served, or empty. `pulled`: seconds, bytes and tensors of the last pull. `changing`: the version that
+    the engine is given and that is not proved yet, or -1."""
 
     def __init__(
         self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None
@@ -43,11 +44,10 @@ class Follower(threading.Thread):
         self.loop, self.store, self.directory, self.base = loop, Store(root), directory, base
         self.poll_s, self.mode = poll_s, mode
         self.trouble = ""
-        self.pulled: dict[str, Any] = {}
+        self.pulled, self.changing = dict[str, Any](), -1
         self._wake = threading.Event()
         self._one = threading.RLock()
-        self._seen = ""
-        self._stopping = False
+        self._seen, self._stopping = "", False
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._said: tuple[int, float] = (-1, 0.0)
 
@@ -125,7 +125,7 @@ class Follower(threading.Thread):
             digest = done.source or done.ref
             if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
                 return  # a step that changed nothing gives another version the same digest
-            self.pulled = {}
+            self.pulled, self.changing = {}, version
             comparisons: list[Readback] = []
 
             def prove(engine: Vllm) -> None:
@@ -133,10 +133,12 @@ class Follower(threading.Thread):
 
             try:
                 took = self.loop.call(self.loop.change, self.directory, version, digest, self.mode, prove).result()
+                self.trouble, self.pulled = "", _about(done, took, comparisons[0])
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
-            self.trouble, self.pulled = "", _about(done, took, comparisons[0])
+            finally:
+                self.changing = -1
             with suppress(UserError, Retryable):  # it is for people and reports (`tuneloop.runs.delivery`)
                 live.record_pull(self.store, self._name, self.pulled)
 
