@@ -81,7 +81,7 @@ CLUSTER_TIER ?= cluster
 test-cluster: $(INSTALLED) ## needs a cluster that KUBECONFIG names, with `make images` done
 	$(BIN)/pytest $(CLUSTER_TESTS) -m "$(CLUSTER_TIER)" -v --durations=15
 
-bench: $(INSTALLED) ## ours beside a peer, measured in the same run (not scale.py, which needs simulated nodes, or on_gpu.py)
+bench: $(INSTALLED) ## ours beside a peer, measured in the same run (not scale.py, which needs simulated nodes, nor on_gpu.py, which needs a GPU)
 	for bench in $(filter-out benchmarks/scale% benchmarks/on_gpu.py,$(wildcard benchmarks/*.py)); do PYTHONPATH=. $(BIN)/python $$bench || exit 1; done
 	$(BIN)/python benchmarks/sft_tokens.py --scaling
 

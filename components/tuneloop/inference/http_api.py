@@ -88,7 +88,7 @@ class HttpApi:
         status = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
         if engine.determinism:
             status["determinism"] = engine.determinism
-        if self.follower:  # read in this order: when the change is over, `pulled` is set
+        if self.follower:  # in this order: `pulled` is set before `changing` is reset
             status |= {"version": -1, "digest": ""} if self.follower.changing == status["version"] else {}
             pulled = self.follower.pulled and {**self.follower.pulled, "converged_s": self.follower.converged_s()}
             status |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}

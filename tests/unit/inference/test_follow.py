@@ -35,8 +35,8 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     follower.join(LIMIT_S)
 
 
-def test_a_version_is_named_once_it_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks in the midst of the proof would else miss what the pull took, or sample what is not proved."""
+def test_a_version_is_reported_once_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asked during the verification would otherwise record no pull."""
     publish_version(str(tmp_path / "weights"), 1, checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model")
     engine = Vllm({})
 

@@ -35,7 +35,7 @@ class Follower(threading.Thread):
     """Keeps an engine at the latest version below a root, whose pointer it reads every `poll_s` seconds. `directory`,
     in which versions are assembled, is never emptied, so that a restart fetches deltas only. `trouble`: why the latest
     version is not served, or empty. `pulled`: seconds, bytes and tensors of the last pull. `changing`: the version that
-    the engine is given and that is not proved yet, or -1."""
+    the engine changes to, until its weights are verified; else -1."""
 
     def __init__(
         self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None
