@@ -47,7 +47,7 @@ def main() -> None:
         base_model(out=f"{work}/policy", prompts=f"{work}/prompts")
         bare = Bare(Path(work))
         kinds: list[dict[str, Any]] = [{}, {"deterministic": True}][: 1 + flags.deterministic]
-        ours = [(servers.enter_context(server(work, kind)), kind) for kind in kinds]
+        ours = [(servers.enter_context(server(f"{work}/policy", {**ARGS, **kind})), kind) for kind in kinds]
         beside = f" {'deterministic':>13} {'ratio':>6} {'whole stage':>12}" if flags.deterministic else ""
         head = f"{'completions':>11} {'bare vLLM':>10} {'generation':>11} {'ratio':>6} {'whole stage':>12}{beside}"
         print(f"{head}   tok/s")
@@ -119,14 +119,14 @@ def stage_rates(work: str, url: str, out: str, asked: dict[str, Any]) -> tuple[f
 
 
 @contextmanager
-def server(work: str, more: dict[str, Any]) -> Iterator[str]:
-    """A running `tuneloop.inference.server`, with `more` engine arguments."""
+def server(policy: str, args: dict[str, Any], stderr: int | None = subprocess.DEVNULL) -> Iterator[str]:
+    """A running `tuneloop.inference.server` with the engine arguments `args`; it is killed at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = [sys.executable, "-m", "tuneloop.inference.server", "--policy", f"{work}/policy", "--host", "127.0.0.1"]
-    line += ["--port", str(port), "--engine-args", json.dumps({**ARGS, **more})]
-    process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
+    line = [sys.executable, "-m", "tuneloop.inference.server", "--policy", policy, "--host", "127.0.0.1"]
+    line += ["--port", str(port), "--engine-args", json.dumps(args)]
+    process = subprocess.Popen(line, stderr=stderr)
     url = f"http://127.0.0.1:{port}"
     try:
         while True:
@@ -138,7 +138,7 @@ def server(work: str, more: dict[str, Any]) -> Iterator[str]:
                 time.sleep(0.2)
         yield url
     finally:
-        process.terminate()
+        process.kill()  # a suspended one would not hear SIGTERM
         process.wait()
 
 
