@@ -24,8 +24,12 @@ ALGORITHMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS)
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=80)
     flags = parser.parse_args()
@@ -40,14 +44,27 @@ def main() -> None:
                 **{"seed": flags.seed, "base_model": model, "engine.name": "transformers"},
                 **{"update.algorithm": algorithm, "update.algorithm_args": ALGORITHMS[algorithm]},
                 **{"loop.iterations": flags.iterations, "loop.target_reward": 2},
-                **{"loop.per_workflow": flags.iterations, "loop.iterations_per_pod": flags.iterations},
+                **{
+                    "loop.per_workflow": flags.iterations,
+                    "loop.iterations_per_pod": flags.iterations,
+                },
             }
             run(store, "grpo", name, settings)
             show(store, name)
 
 
 def run(store: Path, pipeline: str, name: str, settings: dict[str, object]) -> None:
-    command = [sys.executable, "-m", "tuneloop.cli", "run", pipeline, "--run", name, "--store", str(store)]
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "run",
+        pipeline,
+        "--run",
+        name,
+        "--store",
+        str(store),
+    ]
     command += ["--no-track", *(f"--set={key}={value}" for key, value in settings.items())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -66,7 +83,9 @@ def show(store: Path, name: str) -> None:
     means = [sum(rewards[i - WINDOW + 1 : i + 1]) / WINDOW for i in range(WINDOW - 1, len(rewards))]
     reached = next((str(i + WINDOW) for i, mean in enumerate(means) if mean >= TARGET), "not")
     last = sum(rewards[-10:]) / len(rewards[-10:])
-    before, after = (entry.manifest.results["mean_reward"] for entry in found.with_role("evaluator"))
+    before, after = (
+        entry.manifest.results["mean_reward"] for entry in found.with_role("evaluator")
+    )
     print(f"{name:<20} {reached:>8} {last:>8.3f}  {before:.3f} → {after:.3f}", flush=True)
 
 

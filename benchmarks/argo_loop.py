@@ -36,7 +36,11 @@ STAGE = f"mkdir -p {OUTPUTS} && printf %s $0 > {OUTPUTS}/told"
 
 
 def build(
-    iterations: int, per_workflow: int, stages: int = 1, image: str = "tuneloop/base:dev", per_pod: int = 0
+    iterations: int,
+    per_workflow: int,
+    stages: int = 1,
+    image: str = "tuneloop/base:dev",
+    per_pod: int = 0,
 ) -> dict[str, Any]:
     """A loop of empty stages, in parts of `per_workflow` iterations; each passes on what the one before has told.
 
@@ -56,7 +60,10 @@ def build(
         with DAG(name="main", inputs=inputs):
             work = loop(name="loop", arguments={name: IN % name for name in ("iteration", "told")})
             reached = "asInt(tasks.loop.outputs.parameters.iteration)"
-            onward = {"iteration": "{{=%s + 1}}" % reached, "told": "{{tasks.loop.outputs.parameters.told}}"}
+            onward = {
+                "iteration": "{{=%s + 1}}" % reached,
+                "told": "{{tasks.loop.outputs.parameters.told}}",
+            }
             work >> proceed(name="continue", arguments=onward, when="{{=%s}}" % (MORE % reached))
     made: dict[str, Any] = built.to_dict()
     return made
@@ -92,21 +99,32 @@ def _pods(stages: int, per_pod: int, image: str, place: Cluster) -> DAG:
     """The loop with a pod for every `per_pod` iterations, as `tuneloop.argo.loop` has it."""
     names = ("iteration", "told")
     script = 'printf %s "$1" > "$TUNELOOP_OUTPUTS/told"'  # $0 is a flag, as those that follow
-    about: Any = {"command": ["sh", "-c", script], "flags": [], "wires": {"told": "iteration"}, "output": "made"}
+    about: Any = {
+        "command": ["sh", "-c", script],
+        "flags": [],
+        "wires": {"told": "iteration"},
+        "output": "made",
+    }
     steps = [StageCall(name=f"s{index}", **about) for index in range(1, stages + 1)]
     told = f"s{stages}.told"
     described = PodLoop(steps=steps, carry={"told": told}, reward=told)
     pod = pod_template(described, names, names, {}, per_pod=per_pod, role="cpu", cluster=place)
     pod.image = image
     last = (
-        "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : tasks.iterations.outputs.parameters.%s"
+        "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s"
+        " : tasks.iterations.outputs.parameters.%s"
     )
     outputs = [Parameter(name=k, value_from=ValueFrom(expression=last % (k, k))) for k in names]
     reached = "tasks.iterations.outputs.parameters.iteration"
     with DAG(name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs) as loop:
         work = pod(name="iterations", arguments={name: IN % name for name in names})
-        given = {"iteration": "{{=asInt(%s) + 1}}" % reached, "told": "{{tasks.iterations.outputs.parameters.told}}"}
-        work >> loop(name="next", arguments=given, when="{{=%s%s}}" % (HERE % reached, MORE % reached))
+        given = {
+            "iteration": "{{=asInt(%s) + 1}}" % reached,
+            "told": "{{tasks.iterations.outputs.parameters.told}}",
+        }
+        work >> loop(
+            name="next", arguments=given, when="{{=%s%s}}" % (HERE % reached, MORE % reached)
+        )
     return loop
 
 
@@ -114,9 +132,16 @@ def _loop(stage: Container, stages: int, here: str, told: bool = True) -> DAG:
     """`stages` of them one after the other, then the next iteration."""
     names = ("iteration", "told") if told else ("iteration",)
     last = "tasks.next.status == 'Succeeded' ? tasks.next.outputs.parameters.%s : %s"
-    own = {"iteration": f"string({IN % 'iteration'})", "told": f"tasks['s{stages}'].outputs.parameters.told"}
-    outputs = [Parameter(name=k, value_from=ValueFrom(expression=last % (k, own[k]))) for k in names]
-    with DAG(name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs if told else None) as loop:
+    own = {
+        "iteration": f"string({IN % 'iteration'})",
+        "told": f"tasks['s{stages}'].outputs.parameters.told",
+    }
+    outputs = [
+        Parameter(name=k, value_from=ValueFrom(expression=last % (k, own[k]))) for k in names
+    ]
+    with DAG(
+        name="loop", inputs=[Parameter(name=n) for n in names], outputs=outputs if told else None
+    ) as loop:
         before: Any = None
         for index in range(1, stages + 1):
             task = stage(name=f"s{index}", arguments={"told": IN % "iteration"} if told else {})
@@ -125,7 +150,9 @@ def _loop(stage: Container, stages: int, here: str, told: bool = True) -> DAG:
         if told:
             arguments["told"] = "{{tasks.s%d.outputs.parameters.told}}" % stages
         before >> loop(
-            name="next", arguments=arguments, when="{{=%s%s}}" % (here, MORE % "inputs.parameters.iteration")
+            name="next",
+            arguments=arguments,
+            when="{{=%s%s}}" % (here, MORE % "inputs.parameters.iteration"),
         )
     return loop
 
@@ -142,7 +169,9 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
     begun = time.monotonic()
     argo.create_workflow(
         cluster,
-        run_workflows.prepare_workflow(made, run=run, store="memory:///bench", namespace=cluster.namespace),
+        run_workflows.prepare_workflow(
+            made, run=run, store="memory:///bench", namespace=cluster.namespace
+        ),
         run,
     )
     try:
@@ -157,7 +186,9 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
         for workflow, bytes_whole, bytes_status in zip(found, whole, status):
             given = {p["name"]: p["value"] for p in workflow["spec"]["arguments"]["parameters"]}
             first = given.get("iteration", "1")
-            print(f"       from iteration {first:>4}: {bytes_whole:.1f} kB, of which status {bytes_status:.1f} kB")
+            print(
+                f"       from iteration {first:>4}: {bytes_whole:.1f} kB, of which status {bytes_status:.1f} kB"
+            )
     finally:
         argo.stop_run(cluster, run)
         group, version, plural = WORKFLOWS
@@ -167,7 +198,9 @@ def measure(cluster: Connection, made: dict[str, Any], iterations: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--per-workflow", type=int, default=2)
     parser.add_argument("--stages", type=int, default=1, help="pods an iteration")

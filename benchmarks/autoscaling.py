@@ -18,10 +18,14 @@ from tests.unit.cluster.fleet_simulation import tabulate
 
 
 def main() -> None:
-    print(f"{'':28}{'seconds':>9}{'devices':>9}{'trainer idle':>14}{'replicas idle':>15}  seconds: replicas")
+    print(
+        f"{'':28}{'seconds':>9}{'devices':>9}{'trainer idle':>14}{'replicas idle':>15}  seconds: replicas"
+    )
     for name, made in tabulate().items():
         numbers = ", ".join(f"{at}: {number}" for at, number in made.decided)
-        print(f"{name:28}{made.seconds:9}{made.devices:9}{made.trainer_idle:14}{made.sampler_idle:15}  {numbers}")
+        print(
+            f"{name:28}{made.seconds:9}{made.devices:9}{made.trainer_idle:14}{made.sampler_idle:15}  {numbers}"
+        )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def list_caches(work: Path, readers: int) -> dict[str, list[Path]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--readers", type=int, default=8)
     parser.add_argument("--megabytes", type=int, default=64, help="of the checkpoint's model/")
     parser.add_argument("--line", type=float, default=200.0, help="MB/s")

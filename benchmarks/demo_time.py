@@ -29,21 +29,28 @@ TARGET, ITERATIONS = 0.98, 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--trl-sft", nargs=3, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.trl_sft:
         return train_by_trl(*map(Path, flags.trl_sft))
     loops = {"tuneloop, vLLM": (), "tuneloop, transformers": ("--set=engine.name=transformers",)}
-    print(f"{'':24}{'seconds':>9}{'iterations':>12}{'last reward':>13}{'to a mean of 0.95':>19}", flush=True)
+    print(
+        f"{'':24}{'seconds':>9}{'iterations':>12}{'last reward':>13}{'to a mean of 0.95':>19}",
+        flush=True,
+    )
     totals: dict[str, list[float]] = {}
     for seed in range(flags.repeat):
         with tempfile.TemporaryDirectory() as work:
             for name, options in loops.items():
                 result = run_demo(Path(work), f"demo-{len(options)}", seed, options)
                 totals.setdefault(name, []).append(show(name, *result))
-            totals.setdefault("TRL, two scripts", []).append(show("TRL, two scripts", *run_trl(Path(work), seed)))
+            totals.setdefault("TRL, two scripts", []).append(
+                show("TRL, two scripts", *run_trl(Path(work), seed))
+            )
     peer = statistics.median(totals["TRL, two scripts"])
     for name, seconds in totals.items():
         median = statistics.median(seconds)
@@ -53,12 +60,27 @@ def main() -> None:
 def show(name: str, seconds: float, rewards: list[float]) -> float:
     means = [statistics.fmean(rewards[i - 4 : i + 1]) for i in range(4, len(rewards))]
     reached = next((i + 5 for i, mean in enumerate(means) if mean >= 0.95), None)
-    print(f"{name:24}{seconds:9.1f}{len(rewards):12}{rewards[-1]:13.3f}{reached or 'not':>19}", flush=True)
+    print(
+        f"{name:24}{seconds:9.1f}{len(rewards):12}{rewards[-1]:13.3f}{reached or 'not':>19}",
+        flush=True,
+    )
     return seconds
 
 
-def run_demo(work: Path, run: str, seed: int, options: tuple[str, ...]) -> tuple[float, list[float]]:
-    command = [sys.executable, "-m", "tuneloop.cli", "demo", "--run", run, "--store", str(work), f"--set=seed={seed}"]
+def run_demo(
+    work: Path, run: str, seed: int, options: tuple[str, ...]
+) -> tuple[float, list[float]]:
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "demo",
+        "--run",
+        run,
+        "--store",
+        str(work),
+        f"--set=seed={seed}",
+    ]
     began = time.perf_counter()
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     took = time.perf_counter() - began
@@ -91,7 +113,9 @@ def run_trl(work: Path, seed: int) -> tuple[float, list[float]]:
         str(seed),
         str(ITERATIONS),
     ]
-    said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    said = subprocess.run(
+        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ).stdout
     record = json.loads(said.splitlines()[-1])
     rewards: list[float] = record["rewards"]
     last = next((i for i, reward in enumerate(rewards) if reward >= TARGET), len(rewards) - 1)

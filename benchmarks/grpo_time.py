@@ -29,7 +29,9 @@ LOOPS: dict[str, dict[str, object]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=list(LOOPS))
     parser.add_argument("--iterations", type=int, default=60)
@@ -44,24 +46,45 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             for loop in flags.loops:
                 show(seed, f"tuneloop, {loop}", *ours(Path(work), seed, loop, flags.iterations))
-            show(seed, "TRL, transformers", *trl(Path(work), flags.loops[0], seed, flags.iterations))
+            show(
+                seed, "TRL, transformers", *trl(Path(work), flags.loops[0], seed, flags.iterations)
+            )
 
 
-def ours(work: Path, seed: int, loop: str, iterations: int) -> tuple[list[float], list[float], float]:
+def ours(
+    work: Path, seed: int, loop: str, iterations: int
+) -> tuple[list[float], list[float], float]:
     """(mean reward, seconds since the loop began) of each iteration, and the start-up before it."""
     from tuneloop.local import journal
     from tuneloop.runs.run_record import Run
 
     began = time.time()
-    settings: dict[str, object] = {"seed": seed, "loop.iterations": iterations, "loop.target_reward": 2, **LOOPS[loop]}
-    command = [sys.executable, "-m", "tuneloop.cli", "run", "sft_then_grpo", "--run", loop, "--store", str(work)]
+    settings: dict[str, object] = {
+        "seed": seed,
+        "loop.iterations": iterations,
+        "loop.target_reward": 2,
+        **LOOPS[loop],
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "run",
+        "sft_then_grpo",
+        "--run",
+        loop,
+        "--store",
+        str(work),
+    ]
     command += [f"--set={name}={value}" for name, value in settings.items()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     pods = [n for n in journal.read_state(work / loop).nodes.values() if n.type == "Pod"]  # type: ignore[union-attr]
     start = min(n.started for n in pods if n.template in ("rollout", "iterations"))
     run = Run.open(loop, str(work))
     rewards = [score.value for score in run.training_rewards()]
-    ends: list[float] = [entry.finished - start for entry in run.with_role("trainer") if entry.iteration]
+    ends: list[float] = [
+        entry.finished - start for entry in run.with_role("trainer") if entry.iteration
+    ]
     return rewards, ends, min(n.started for n in pods) - began
 
 
@@ -71,8 +94,18 @@ def trl(work: Path, run: str, seed: int, iterations: int) -> tuple[list[float], 
     model = Artifact(f"{work}/{run}/sft").path / "model"
     prompts = Artifact(f"{work}/{run}/data-prep").path / "train.parquet"
     began = time.time()
-    command = [sys.executable, __file__, "--trl-worker", str(model), str(prompts), str(seed), str(iterations)]
-    out = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
+    command = [
+        sys.executable,
+        __file__,
+        "--trl-worker",
+        str(model),
+        str(prompts),
+        str(seed),
+        str(iterations),
+    ]
+    out = subprocess.run(
+        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ).stdout
     record = json.loads(out.splitlines()[-1])
     return record["rewards"], record["seconds"], record["started"] - began
 
@@ -118,12 +151,22 @@ def trl_worker(model: str, prompts: str, seed: str, iterations: str) -> None:
 
 
 def show(seed: int, name: str, rewards: list[float], seconds: list[float], startup: float) -> None:
-    means = [sum(rewards[max(0, i - WINDOW + 1) : i + 1]) / min(WINDOW, i + 1) for i in range(len(rewards))]
+    means = [
+        sum(rewards[max(0, i - WINDOW + 1) : i + 1]) / min(WINDOW, i + 1)
+        for i in range(len(rewards))
+    ]
     reached = next((i for i, mean in enumerate(means) if mean >= TARGET and i >= WINDOW - 1), None)
-    at = f"{reached + 1:>14} {seconds[reached]:>8.1f}" if reached is not None else f"{'not':>14} {'-':>8}"
+    at = (
+        f"{reached + 1:>14} {seconds[reached]:>8.1f}"
+        if reached is not None
+        else f"{'not':>14} {'-':>8}"
+    )
     total = f"{startup + seconds[reached]:.1f}" if reached is not None else "-"
     last = sum(rewards[-10:]) / len(rewards[-10:])
-    print(f"{seed:>4}  {name:<22} {at} {seconds[-1] / len(seconds):>7.3f} {last:>8.3f}   {total}", flush=True)
+    print(
+        f"{seed:>4}  {name:<22} {at} {seconds[-1] / len(seconds):>7.3f} {last:>8.3f}   {total}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

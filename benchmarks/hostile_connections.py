@@ -62,16 +62,22 @@ class Target:
 Attack = Callable[[Target, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def say_nothing(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def say_nothing(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     await reader.read()
 
 
-async def send_headers_slowly(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def send_headers_slowly(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     writer.write(HEAD.format(path=target.path).encode() + b"X-Slow: ")
     await drip(reader, writer)
 
 
-async def send_body_slowly(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def send_body_slowly(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Without a token: it is answered at once, and goes on."""
     writer.write(target.head(length=10**9))
     await drip(reader, writer)
@@ -84,7 +90,9 @@ async def send_body_slowly_with_token(
     await drip(reader, writer)
 
 
-async def send_too_much(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def send_too_much(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """A body at the limit, from nobody."""
     writer.write(target.head(length=target.most))
     with contextlib.suppress(OSError):
@@ -94,25 +102,35 @@ async def send_too_much(target: Target, reader: asyncio.StreamReader, writer: as
             await asyncio.sleep(0.01)
 
 
-async def send_broken_json(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def send_broken_json(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """With a token: it is read, and refused."""
     while True:
-        await ask(reader, writer, target.head(known=True, length=40) + b'{"model_id": [[[[' + b"[" * 23)
+        await ask(
+            reader, writer, target.head(known=True, length=40) + b'{"model_id": [[[[' + b"[" * 23
+        )
         await asyncio.sleep(1)
 
 
-async def ask_without_token(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def ask_without_token(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """As fast as it is refused."""
     while True:
         await ask(reader, writer, target.head())
 
 
-async def ask_once(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def ask_once(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """The same, each over another connection."""
     await ask(reader, writer, target.head())
 
 
-async def read_nothing(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def read_nothing(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Ask again and again, and take no answer."""
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     while not writer.is_closing():
@@ -122,7 +140,9 @@ async def read_nothing(target: Target, reader: asyncio.StreamReader, writer: asy
         await asyncio.sleep(1)
 
 
-async def send_no_http(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def send_no_http(
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     writer.write(os.urandom(4000) + b"\r\n\r\n")
     await reader.read()
 
@@ -158,14 +178,18 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reques
     await reader.readexactly(int(length[1]) if length else 0)
 
 
-async def attack(target: Target, number: int, kind: Attack, end: float, opened: Counter[str], name: str) -> None:
+async def attack(
+    target: Target, number: int, kind: Attack, end: float, opened: Counter[str], name: str
+) -> None:
     """Hold one hostile connection, at least, until `end`, by the monotonic clock; a new one for each that is closed."""
     first = True
     while first or time.monotonic() < end:
         first, writer = False, None
         try:
             source = (f"127.0.0.{2 + number % 10}", 0)
-            reader, writer = await asyncio.open_connection(target.host, target.port, local_addr=source, limit=2**14)
+            reader, writer = await asyncio.open_connection(
+                target.host, target.port, local_addr=source, limit=2**14
+            )
             opened[name] += 1
             await asyncio.wait_for(kind(target, reader, writer), end - time.monotonic())
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -183,7 +207,9 @@ def run_attackers(target: Target, connections: int, seconds: float, kinds: Seque
 
     async def attack_all() -> None:
         each = [(number, kinds[number % len(kinds)]) for number in range(connections)]
-        await asyncio.gather(*(attack(target, number, KINDS[name], end, opened, name) for number, name in each))
+        await asyncio.gather(
+            *(attack(target, number, KINDS[name], end, opened, name) for number, name in each)
+        )
 
     asyncio.run(attack_all())
     print(json.dumps(opened))
@@ -206,16 +232,23 @@ class Honest:
         end, number = time.monotonic() + seconds, 0
         while time.monotonic() < end or number < 2 * len(self.requests):
             new = http.client.HTTPConnection(self.target.host, self.target.port, timeout=LIMIT_S)
-            self._ask(self.kept if number % 2 else new, *self.requests[number // 2 % len(self.requests)])
+            self._ask(
+                self.kept if number % 2 else new, *self.requests[number // 2 % len(self.requests)]
+            )
             new.close()
             number += 1
             self.descriptors = max(self.descriptors, len(os.listdir(f"/proc/{self.target.pid}/fd")))
             time.sleep(0.02)
 
-    def _ask(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
+    ) -> None:
         begun, (_, waited_s) = time.perf_counter(), read_schedule(self.target.pid)
         text = None if body is None else json.dumps(body)
-        headers = {"Authorization": f"Bearer {self.target.token}", "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Bearer {self.target.token}",
+            "Content-Type": "application/json",
+        }
         try:
             connection.request(method, path, text, headers)
             answer = connection.getresponse()
@@ -246,7 +279,9 @@ class Measure:
 
     def row(self, name: str) -> str:
         *_, p99 = statistics.quantiles(self.times, n=100, method="inclusive")
-        *_, ran99 = statistics.quantiles(map(float.__sub__, self.times, self.waits), n=100, method="inclusive")
+        *_, ran99 = statistics.quantiles(
+            map(float.__sub__, self.times, self.waits), n=100, method="inclusive"
+        )
         figures = f"{statistics.median(self.times):>8.3f} {p99:>8.3f} {max(self.times):>8.3f} {ran99:>8.3f}"
         figures += f" {len(self.times):>8}"
         sizes = f"{self.memory / 2**20:>8.0f} {self.peak / 2**20:>8.0f} {self.descriptors:>11}"
@@ -263,7 +298,9 @@ def measure(honest: Honest, seconds: float) -> Measure:
     told = Path(f"/proc/{pid}/status").read_text()
     kib = {name: int(re.search(rf"{name}:\s+(\d+) kB", told)[1]) for name in ("VmRSS", "VmHWM")}  # type: ignore[index]
     memory = kib["VmRSS"] * 1024, kib["VmHWM"] * 1024
-    return Measure(honest.times, honest.waits, dict(honest.other), *memory, honest.descriptors, ran_s, waited_s)
+    return Measure(
+        honest.times, honest.waits, dict(honest.other), *memory, honest.descriptors, ran_s, waited_s
+    )
 
 
 def read_schedule(pid: int) -> tuple[float, float]:
@@ -279,7 +316,9 @@ def besiege(
     target = honest.target
     before = measure(honest, idle_s)
     flags = [json.dumps(vars(target)), str(connections), str(seconds), *(kinds or KINDS)]
-    with subprocess.Popen([sys.executable, __file__, "--attack", *flags], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, __file__, "--attack", *flags], stdout=subprocess.PIPE, text=True
+    ) as child:
         try:
             during = measure(honest, seconds)
             opened = json.loads(child.communicate(timeout=LIMIT_S)[0])
@@ -301,7 +340,15 @@ def drain(stderr: IO[str]) -> None:
 @contextlib.contextmanager
 def serve_gateway(home: Path) -> Iterator[Honest]:
     """Yield an honest caller of a gateway of its own, who has a session there."""
-    command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(home / "store")]
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "gateway",
+        "--local",
+        "--store",
+        str(home / "store"),
+    ]
     command += ["--port", "0", "--token-file", str(home / "token")]
     about: Any = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": limit_descriptors}
     with subprocess.Popen(command, **about) as process:
@@ -311,12 +358,16 @@ def serve_gateway(home: Path) -> Iterator[Honest]:
             assert found
             drain(process.stderr)
             token = (home / "token").read_text().strip()
-            target = Target(found[1], int(found[2]), token, "/api/v1/optim_step", 2**25, process.pid)
+            target = Target(
+                found[1], int(found[2]), token, "/api/v1/optim_step", 2**25, process.pid
+            )
             honest = Honest(target, [])
             id = json.loads(post(target, "/v1/sessions", {}))["id"]
             honest.requests = [("GET", f"/v1/sessions/{id}", None)]
             honest.requests += [("POST", "/api/v1/session_heartbeat", {"session_id": id})]
-            post(target, "/api/v1/session_heartbeat", {"session_id": id})  # until its worker is there
+            post(
+                target, "/api/v1/session_heartbeat", {"session_id": id}
+            )  # until its worker is there
             yield honest
         finally:
             process.send_signal(signal.SIGINT)
@@ -339,7 +390,10 @@ def serve_rollouts(home: Path) -> Iterator[Honest]:
         drain(child.stderr)
         host, _, port = address.partition(":")
         token = (home / "token").read_text().strip()
-        yield Honest(Target(host, int(port), token, "/generate", 2**28, child.pid), [("POST", "/generate", BODY)])
+        yield Honest(
+            Target(host, int(port), token, "/generate", 2**28, child.pid),
+            [("POST", "/generate", BODY)],
+        )
 
 
 def post(target: Target, path: str, body: Any) -> bytes:
@@ -347,7 +401,9 @@ def post(target: Target, path: str, body: Any) -> bytes:
     end = time.monotonic() + LIMIT_S
     while True:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=LIMIT_S)
-        connection.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {target.token}"})
+        connection.request(
+            "POST", path, json.dumps(body), {"Authorization": f"Bearer {target.token}"}
+        )
         answer = connection.getresponse()
         text = answer.read()
         connection.close()
@@ -361,7 +417,9 @@ SERVERS = {"gateway": serve_gateway, "rollout": serve_rollouts}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", default="gateway", choices=list(SERVERS))
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -371,7 +429,9 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as home, SERVERS[flags.server](Path(home)) as honest:
-        measures, opened = besiege(honest, flags.connections, flags.seconds, flags.idle, flags.kinds)
+        measures, opened = besiege(
+            honest, flags.connections, flags.seconds, flags.idle, flags.kinds
+        )
     print(
         f"{flags.server}, {flags.connections} hostile connections for {flags.seconds:g} s;"
         f" load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

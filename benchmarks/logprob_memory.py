@@ -23,7 +23,9 @@ def make(directory: Path) -> None:
 
     torch.manual_seed(0)
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-    config = Qwen3Config(vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, **shape)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, **shape
+    )
     Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
@@ -60,7 +62,12 @@ def measure(which: str, directory: Path) -> dict[str, float]:
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     seconds = time.perf_counter() - start
-    return {"loss": float(loss.detach()), "norm": float(norm), "s": seconds, "MiB": (peak() - before) / 2**20}
+    return {
+        "loss": float(loss.detach()),
+        "norm": float(norm),
+        "s": seconds,
+        "MiB": (peak() - before) / 2**20,
+    }
 
 
 def peak() -> int:
@@ -77,7 +84,9 @@ def main() -> None:
         print(f"{'':10} {'loss':>9} {'grad norm':>10} {'seconds':>8} {'peak MiB':>9}")
         for which in ("trl", "tuneloop"):
             command = [sys.executable, __file__, which, folder]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            said = subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.splitlines()[-1]
             found = json.loads(said)
             row = f"{which:10} {found['loss']:9.5f} {found['norm']:10.6f}"
             print(f"{row} {found['s']:8.2f} {found['MiB']:9.0f}", flush=True)

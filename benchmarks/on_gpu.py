@@ -38,20 +38,31 @@ from tests.waiting import free_port
 from tuneloop.core.artifacts import Artifact
 
 SHORT = {"max_model_len": 256, "enforce_eager": True, "gpu_memory_utilization": 0.15}
-LONGER = {"max_model_len": 1024, "enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 8 << 30}
+LONGER = {
+    "max_model_len": 1024,
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_memory_bytes": 8 << 30,
+}
 QUICK = {"loop.target_reward": 2, "loop.iterations": 3, "loop.iterations_per_pod": 0}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}; default: all"
+    )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--here", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.here:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` is reached
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # so that `finally` is reached
         with tempfile.TemporaryDirectory() as work:
             CHECKS[flags.here](Path(work), flags)
         return 0
@@ -59,24 +70,36 @@ def main() -> int:
     for name in flags.checks or CHECKS:
         began = time.perf_counter()
         same = [f"--{each}={getattr(flags, each)}" for each in ("layers", "hidden", "steps")]
-        code = subprocess.run([sys.executable, "-m", "benchmarks.on_gpu", "--here", name, *same]).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "benchmarks.on_gpu", "--here", name, *same]
+        ).returncode
         failed += [name] if code else []
-        print(f"{name}: {'FAILED' if code else 'done'}, {time.perf_counter() - began:.0f} s\n", flush=True)
+        print(
+            f"{name}: {'FAILED' if code else 'done'}, {time.perf_counter() - began:.0f} s\n",
+            flush=True,
+        )
     return 1 if failed else 0
 
 
 def read_memory() -> float:
     """GiB in use on the GPU, by all processes."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]) / 1024
+    return (
+        int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
+        / 1024
+    )
 
 
 @contextmanager
-def started(verb: str, *words: str, store: Path, sets: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def started(
+    verb: str, *words: str, store: Path, sets: dict[str, Any]
+) -> Iterator[subprocess.Popen[str]]:
     """`tuneloop <verb> …`, which with all its stages and servers has ended afterwards."""
     line = [sys.executable, "-m", "tuneloop.cli", verb, *words, "--store", str(store), "--no-track"]
     line += [f"--set={name}={value}" for name, value in sets.items()]
-    child = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    child = subprocess.Popen(
+        line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         yield child
     finally:
@@ -100,10 +123,18 @@ def finish(child: subprocess.Popen[str], shown: int = 1200) -> None:
 def describe(store: Path, run: str) -> None:
     """Print seconds and tokens a second of every iteration's rollout and update."""
     for place in sorted((store / run / "iterations").iterdir(), key=lambda p: int(p.name)):
-        made, update = (Artifact(str(place / stage)).manifest for stage in ("rollout", "policy-update"))
+        made, update = (
+            Artifact(str(place / stage)).manifest for stage in ("rollout", "policy-update")
+        )
         sampled, trained = (stage.timings for stage in (made, update))
-        print(f"iteration {place.name}, on {update.notes['device']}, {json.dumps(made.notes)}:", end=" ")
-        print(f"rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} tokens/s,", end=" ")
+        print(
+            f"iteration {place.name}, on {update.notes['device']}, {json.dumps(made.notes)}:",
+            end=" ",
+        )
+        print(
+            f"rollout {sampled['total']:.2f} s, {sampled['generated_tokens_per_s']:,.0f} tokens/s,",
+            end=" ",
+        )
         print(f"update {trained['total']:.2f} s, {trained['tokens_per_s']:,.0f} tokens/s")
 
 
@@ -130,7 +161,9 @@ def check_bits(work: Path, flags: argparse.Namespace) -> None:
     describe(work, "calm")
     one, two = digests(work, "calm"), digests(work, "killed")
     different = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
-    print(f"killed and resumed: {len(one)} artifacts, {len(different)} of them different: {different}")
+    print(
+        f"killed and resumed: {len(one)} artifacts, {len(different)} of them different: {different}"
+    )
     if different:
         raise SystemExit(1)
 
@@ -152,7 +185,11 @@ def check_colocate(work: Path, flags: argparse.Namespace) -> None:
 
 
 def check_suspend(work: Path, flags: argparse.Namespace) -> None:
-    watch_run(work, "suspend", settings({"kv_cache_memory_bytes": 4 << 30}, **QUICK, **{"engine.snapshot": True}))
+    watch_run(
+        work,
+        "suspend",
+        settings({"kv_cache_memory_bytes": 4 << 30}, **QUICK, **{"engine.snapshot": True}),
+    )
 
 
 def make_model(folder: Path, flags: argparse.Namespace) -> Path:
@@ -190,7 +227,9 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, found
 
 
-def prepare_trainers(work: Path, flags: argparse.Namespace) -> tuple[list[Any], Callable[[Any, int], int]]:
+def prepare_trainers(
+    work: Path, flags: argparse.Namespace
+) -> tuple[list[Any], Callable[[Any, int], int]]:
     """Two equal trainers, and what takes the `k`-th step of one and returns its tokens."""
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
@@ -223,7 +262,9 @@ def check_trainer(work: Path, flags: argparse.Namespace) -> None:
     print(slept.chosen(), f"{sum(p.numel() for p in slept.model.parameters()):,} parameters")
     steps = [timed(lambda k=k: step(slept, k)) for k in range(flags.steps)]  # type: ignore[misc]
     rate = statistics.median(tokens / seconds for seconds, tokens in steps[2:])
-    print(f"{steps[-1][1]:,} tokens a step, {rate:,.0f} tokens/s (median), {json.dumps(slept.efficiency(rate))}")
+    print(
+        f"{steps[-1][1]:,} tokens a step, {rate:,.0f} tokens/s (median), {json.dumps(slept.efficiency(rate))}"
+    )
     for k in range(flags.steps):
         step(other, k)
     equal = [slept.compute_state_digest() == other.compute_state_digest()]
@@ -233,13 +274,19 @@ def check_trainer(work: Path, flags: argparse.Namespace) -> None:
         away, _ = timed(slept.sleep)
         moved = (before - torch.cuda.memory_allocated()) / 1e9
         back, _ = timed(slept.wake)
-        print(f"sleep {turn}: {moved:.2f} GB left the GPU in {away:.2f} s ({moved / away:.1f} GB/s),", end=" ")
+        print(
+            f"sleep {turn}: {moved:.2f} GB left the GPU in {away:.2f} s ({moved / away:.1f} GB/s),",
+            end=" ",
+        )
         print(f"and came back in {back:.2f} s ({moved / back:.1f} GB/s)")
     for trainer in (slept, other):
         step(trainer, 1)
     equal.append(slept.compute_state_digest() == other.compute_state_digest())
     print(f"the step after it, the same bits: {equal[1]}")
-    saved, digested = timed(lambda: slept.save(work / "state"))[0], timed(slept.compute_state_digest)[0]
+    saved, digested = (
+        timed(lambda: slept.save(work / "state"))[0],
+        timed(slept.compute_state_digest)[0],
+    )
     print(f"saved in {saved:.2f} s; digest of the state in {digested:.2f} s")
     if not all(equal):
         raise SystemExit(1)
@@ -261,11 +308,17 @@ def make_policy(work: Path, flags: argparse.Namespace) -> Artifact:
 
 def check_server(work: Path, flags: argparse.Namespace) -> None:
     policy, failed = make_policy(work, flags), 0
-    for way in ({"enable_sleep_mode": True}, {"snapshot": True}, {"snapshot": True, "enable_sleep_mode": True}):
+    for way in (
+        {"enable_sleep_mode": True},
+        {"snapshot": True},
+        {"snapshot": True, "enable_sleep_mode": True},
+    ):
         empty, began = read_memory(), time.perf_counter()
         try:
             with server(policy.ref, {**LONGER, **way}, stderr=None) as url:
-                print(f"{way}: started in {time.perf_counter() - began:.1f} s, {read_memory() - empty:.1f} GiB")
+                print(
+                    f"{way}: started in {time.perf_counter() - began:.1f} s, {read_memory() - empty:.1f} GiB"
+                )
                 take_turns(url, policy, empty)
         except Exception as error:
             failed += 1
@@ -281,7 +334,9 @@ def take_turns(url: str, policy: Artifact, empty: float) -> None:
     from tuneloop.inference.engines._client import Client
 
     client, rng = Client(url, 120, sleeps=True, patience_s=0), random.Random(1)
-    asked = [Request(str(i), [rng.randrange(3, 150000) for _ in range(200)], [i]) for i in range(64)]
+    asked = [
+        Request(str(i), [rng.randrange(3, 150000) for _ in range(200)], [i]) for i in range(64)
+    ]
 
     def sample() -> list[list[int]]:
         made = client.generate(asked, Sampling(max_tokens=64, temperature=1.0), lambda done: None)
@@ -294,10 +349,19 @@ def take_turns(url: str, policy: Artifact, empty: float) -> None:
         left = read_memory() - empty
         back, _ = timed(lambda: client.load(policy))
         seconds, again = timed(sample)
-        print(f"   away in {away:.2f} s, leaves {left:.2f} GiB; back with its weights in {back:.2f} s,", end=" ")
-        print(f"{read_memory() - empty:.1f} GiB; {sum(map(len, again)) / seconds:,.0f} tokens/s", flush=True)
+        print(
+            f"   away in {away:.2f} s, leaves {left:.2f} GiB; back with its weights in {back:.2f} s,",
+            end=" ",
+        )
+        print(
+            f"{read_memory() - empty:.1f} GiB; {sum(map(len, again)) / seconds:,.0f} tokens/s",
+            flush=True,
+        )
         assert again == said, "it says other tokens than before"
-    print(f"   all weights changed in place: {timed(lambda: client.load(policy, force=True))[0]:.2f} s", flush=True)
+    print(
+        f"   all weights changed in place: {timed(lambda: client.load(policy, force=True))[0]:.2f} s",
+        flush=True,
+    )
 
 
 CHECKS: dict[str, Callable[[Path, argparse.Namespace], None]] = {

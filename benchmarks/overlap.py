@@ -19,23 +19,35 @@ from pathlib import Path
 
 from algorithms import exported, run
 
-LOOPS = {"in turn, all cores": (False, None), "in turn, 1 thread": (False, "1"), "overlapped, 1 thread": (True, "1")}
+LOOPS = {
+    "in turn, all cores": (False, None),
+    "in turn, 1 thread": (False, "1"),
+    "overlapped, 1 thread": (True, "1"),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="vllm", choices=("vllm", "transformers"))
     parser.add_argument("--iterations", type=int, default=15)
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         store = Path(work)
         run(store, "sft", "sft", {})
-        print(f"{'loop':<22} {'s/iteration':>11} {'busy':>6}   {flags.engine}, {os.cpu_count()} cores")
+        print(
+            f"{'loop':<22} {'s/iteration':>11} {'busy':>6}   {flags.engine}, {os.cpu_count()} cores"
+        )
         for number, (name, (overlapped, threads)) in enumerate(LOOPS.items()):
             if threads:
                 os.environ["OMP_NUM_THREADS"] = threads
             settings = {
-                **{"base_model": exported(store, "sft"), "engine.name": flags.engine, "loop.target_reward": 2},
+                **{
+                    "base_model": exported(store, "sft"),
+                    "engine.name": flags.engine,
+                    "loop.target_reward": 2,
+                },
                 **{"loop.iterations": flags.iterations, "loop.asynchronous": overlapped},
                 "loop.iterations_per_pod": 0,
             }
@@ -49,7 +61,9 @@ def show(store: Path, run_name: str, name: str) -> None:
     found = Run.open(run_name, str(store))
     ends = [entry.finished for entry in found.with_role("trainer") if entry.iteration]
     each = statistics.median(after - before for before, after in pairwise(ends[1:]))
-    busy = sum(found.seconds_an_iteration()[stage] for stage in ("rollout", "reward", "policy-update"))
+    busy = sum(
+        found.seconds_an_iteration()[stage] for stage in ("rollout", "reward", "policy-update")
+    )
     print(f"{name:<22} {each:>11.3f} {busy:>6.3f}", flush=True)
 
 

@@ -22,7 +22,9 @@ from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 
-WORKFLOW = "spec: {templates: [{name: main, dag: {tasks: [{name: sft, template: sft}]}}, {name: sft}]}"
+WORKFLOW = (
+    "spec: {templates: [{name: main, dag: {tasks: [{name: sft, template: sft}]}}, {name: sft}]}"
+)
 WATCH = """
 new MutationObserver(() => { window.changed = performance.now(); })
   .observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
@@ -50,17 +52,33 @@ PAGES = {
     "lineage": ("/runs/large/lineage", "Lineage of"),
 }
 INTERACTIONS = {
-    "search runs": ("runs", 'set("[type=search]", "oth", "input")', 'all("tbody tr:not([hidden])").length === 1'),
+    "search runs": (
+        "runs",
+        'set("[type=search]", "oth", "input")',
+        'all("tbody tr:not([hidden])").length === 1',
+    ),
     "compare over time": (
         "comparison",
         'set("#x", "time", "change")',
         'get("x").value === "time" && all("svg").length',
     ),
-    "unfold curves": ("run", 'all("details[id^=more-]")[0].open = true', 'all("details[open] svg").length'),
-    "unfold weights": ("weights", 'all("details[id^=more]")[0].open = true', 'all("details[open] td").length'),
+    "unfold curves": (
+        "run",
+        'all("details[id^=more-]")[0].open = true',
+        'all("details[open] svg").length',
+    ),
+    "unfold weights": (
+        "weights",
+        'all("details[id^=more]")[0].open = true',
+        'all("details[open] td").length',
+    ),
     "unfold lineage": ("lineage", 'get("earlier").open = true', 'all("#earlier td").length'),
     "search samples": ("samples", 'set("#search", "answer PROMPT", "input")', FOUND),
-    "order samples": ("samples", 'set("#sort", "-advantage", "change")', 'location.search && !get("id-1")'),
+    "order samples": (
+        "samples",
+        'set("#sort", "-advantage", "change")',
+        'location.search && !get("id-1")',
+    ),
     "one prompt": ("samples", 'get("id-0").click()', FOUND),
     "next page": ("samples", 'get("next page").click()', 'get("id-50")'),
     "colour by mask": ("samples", 'set("#colour", "mask", "change")', 'all(".token.blue").length'),
@@ -78,22 +96,35 @@ def make_store(store: Path, iterations: int, rollouts: int, characters: int) -> 
     words = load_tokenizer(policy.path / "model")
     texts = [(f"{place:06d} " * characters)[:characters] for place in range(rollouts)]
     ids = [words.encode(text[:100]) for text in texts]
-    commit_scored_rollouts(store / "large", iterations + 1, texts, ids, policy, prompt="reverse ", group=1024)
+    commit_scored_rollouts(
+        store / "large", iterations + 1, texts, ids, policy, prompt="reverse ", group=1024
+    )
 
 
 def tell(what: str, taken: Sequence[float]) -> None:
     """Print the first, the median of the others and the longest of them."""
-    print(f"{what:<28} {taken[0]:>7.0f} {statistics.median(taken[1:]):>7.0f} {max(taken[1:]):>7.0f}", flush=True)
+    print(
+        f"{what:<28} {taken[0]:>7.0f} {statistics.median(taken[1:]):>7.0f} {max(taken[1:]):>7.0f}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--rollouts", type=int, default=100_000)
-    parser.add_argument("--characters", type=int, default=400, help="of a completion; its first 100 are tokens")
+    parser.add_argument(
+        "--characters", type=int, default=400, help="of a completion; its first 100 are tokens"
+    )
     parser.add_argument("--times", type=int, default=7)
     given = parser.parse_args()
-    names = {"LAST": given.iterations + 1, "ROLLOUTS": given.rollouts, "PROMPT": given.rollouts // 4 - 1}
+    names = {
+        "LAST": given.iterations + 1,
+        "ROLLOUTS": given.rollouts,
+        "PROMPT": given.rollouts // 4 - 1,
+    }
 
     def name(text: str) -> str:
         for word, value in names.items():

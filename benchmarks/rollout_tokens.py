@@ -28,16 +28,27 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-ARGS = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "dtype": "float32"}
+ARGS = {
+    "max_model_len": 256,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,
+    "dtype": "float32",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 32], help="prompts in a batch")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[4, 32], help="prompts in a batch"
+    )
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--deterministic", action="store_true", help="beside it, by a server that is deterministic")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="beside it, by a server that is deterministic"
+    )
     flags = parser.parse_args()
     from tuneloop.stages.base_model import base_model
     from tuneloop.stages.data_prep import data_prep
@@ -47,8 +58,15 @@ def main() -> None:
         base_model(out=f"{work}/policy", prompts=f"{work}/prompts")
         bare = Bare(Path(work))
         kinds: list[dict[str, Any]] = [{}, {"deterministic": True}][: 1 + flags.deterministic]
-        ours = [(servers.enter_context(server(f"{work}/policy", {**ARGS, **kind})), kind) for kind in kinds]
-        beside = f" {'deterministic':>13} {'ratio':>6} {'whole stage':>12}" if flags.deterministic else ""
+        ours = [
+            (servers.enter_context(server(f"{work}/policy", {**ARGS, **kind})), kind)
+            for kind in kinds
+        ]
+        beside = (
+            f" {'deterministic':>13} {'ratio':>6} {'whole stage':>12}"
+            if flags.deterministic
+            else ""
+        )
         head = f"{'completions':>11} {'bare vLLM':>10} {'generation':>11} {'ratio':>6} {'whole stage':>12}{beside}"
         print(f"{head}   tok/s")
         for size in flags.batches:
@@ -60,12 +78,21 @@ def main() -> None:
 
 
 def median_rates(
-    work: str, bare: Bare, ours: list[tuple[str, dict[str, Any]]], size: int, flags: argparse.Namespace
+    work: str,
+    bare: Bare,
+    ours: list[tuple[str, dict[str, Any]]],
+    size: int,
+    flags: argparse.Namespace,
 ) -> list[float]:
     """Tokens per second: of bare vLLM, then of each server (URL and engine arguments) as `stage_rates` has them."""
     rates: list[list[float]] = []
     for turn in range(flags.repeat + 1):  # the first warms up
-        asked = {"prompts_per_iteration": size, "n": flags.n, "max_tokens": flags.max_tokens, "iteration": turn}
+        asked = {
+            "prompts_per_iteration": size,
+            "n": flags.n,
+            "max_tokens": flags.max_tokens,
+            "iteration": turn,
+        }
         outs = [f"{work}/rollouts/{size}-{turn}-{i}" for i in range(len(ours))]
         row = [
             rate
@@ -99,8 +126,16 @@ class Bare:
         stops = list(stop_ids(load_tokenizer(self.model), self.model))
         rows = pq.read_table(Artifact(rollouts).path / "rollouts.parquet").to_pylist()
         prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
-        common: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 0, "detokenize": False, "flat_logprobs": True}
-        params = [SamplingParams(seed=i, temperature=1.0, stop_token_ids=stops, **common) for i in range(len(rows))]
+        common: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "logprobs": 0,
+            "detokenize": False,
+            "flat_logprobs": True,
+        }
+        params = [
+            SamplingParams(seed=i, temperature=1.0, stop_token_ids=stops, **common)
+            for i in range(len(rows))
+        ]
         began = time.perf_counter()
         made = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -112,19 +147,31 @@ def stage_rates(work: str, url: str, out: str, asked: dict[str, Any]) -> tuple[f
     from tuneloop.stages.rollout import rollout
 
     began = time.perf_counter()
-    manifest = rollout(out=out, policy=f"{work}/policy", prompts=f"{work}/prompts", endpoint=url, **asked)
+    manifest = rollout(
+        out=out, policy=f"{work}/policy", prompts=f"{work}/prompts", endpoint=url, **asked
+    )
     seconds = time.perf_counter() - began
     tokens = manifest.results["completions"] * manifest.results["mean_length"]
     return manifest.timings["generated_tokens_per_s"], tokens / seconds
 
 
 @contextmanager
-def server(policy: str, args: dict[str, Any], stderr: int | None = subprocess.DEVNULL) -> Iterator[str]:
+def server(
+    policy: str, args: dict[str, Any], stderr: int | None = subprocess.DEVNULL
+) -> Iterator[str]:
     """A running `tuneloop.inference.server` with the engine arguments `args`; it is killed at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = [sys.executable, "-m", "tuneloop.inference.server", "--policy", policy, "--host", "127.0.0.1"]
+    line = [
+        sys.executable,
+        "-m",
+        "tuneloop.inference.server",
+        "--policy",
+        policy,
+        "--host",
+        "127.0.0.1",
+    ]
     line += ["--port", str(port), "--engine-args", json.dumps(args)]
     process = subprocess.Popen(line, stderr=stderr)
     url = f"http://127.0.0.1:{port}"

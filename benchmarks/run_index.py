@@ -35,7 +35,13 @@ from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs.records import Record
 
 COMMANDS = (("status",), ("report",), ("weights", "ls"))
-MODEL = ("chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 OBJECTIVE = {f"option_{i}": 0.25 * i for i in range(18)}
 VOCABULARY = b'{"model": {"vocab": {}}, "decoder": null, "added_tokens": []}'
 STAGES = {
@@ -43,7 +49,11 @@ STAGES = {
     "reward": ("scorer", ("rewards.parquet",)),
     "policy_update": (
         "trainer",
-        (*(f"model/{n}" for n in (*MODEL, "model.safetensors")), "trainer/rank-00000.safetensors", "canary.json"),
+        (
+            *(f"model/{n}" for n in (*MODEL, "model.safetensors")),
+            "trainer/rank-00000.safetensors",
+            "canary.json",
+        ),
     ),
 }
 BEGUN = 1.7e9
@@ -52,28 +62,70 @@ BEGUN = 1.7e9
 def write_run(url: str, iterations: int) -> None:
     """Write a run of `iterations` below `url`; of files the names, and the bytes of those that readers open."""
     policy = _commit(url, "base-model", "base_model", None, (), {"version": 0}, 0.0)
-    policy = _commit(url, "sft", "sft", "trainer", STAGES["policy_update"][1], {"version": 1}, 1.0, policy=policy)
+    policy = _commit(
+        url, "sft", "sft", "trainer", STAGES["policy_update"][1], {"version": 1}, 1.0, policy=policy
+    )
     _commit(url, "evaluate-before", "evaluate", "evaluator", (), {}, 2.0, policy=policy)
     for i in range(1, iterations + 1):
         at, when = f"iterations/{i}", 10.0 * i
-        sampled = {"version": i, "staleness": {"max": 0, "mean": 0.0}, "sampling": {"temperature": 1.0}}
+        sampled = {
+            "version": i,
+            "staleness": {"max": 0, "mean": 0.0},
+            "sampling": {"temperature": 1.0},
+        }
         made: dict[str, str] = {}
         for offset, (stage, (role, files)) in enumerate(STAGES.items()):
-            inputs = {"rollout": {"policy": policy}, "reward": {"rollouts": made.get("rollout", "")}}.get(
-                stage, {"policy": policy, "rewards": made.get("reward", "")}
+            inputs = {
+                "rollout": {"policy": policy},
+                "reward": {"rollouts": made.get("rollout", "")},
+            }.get(stage, {"policy": policy, "rewards": made.get("reward", "")})
+            facts: dict[str, Any] = (
+                sampled if stage != "policy_update" else {"version": i + 1, "objective": OBJECTIVE}
             )
-            facts: dict[str, Any] = sampled if stage != "policy_update" else {"version": i + 1, "objective": OBJECTIVE}
             key = f"{at}/{stage.replace('_', '-')}"
             made[stage] = _commit(url, key, stage, role, files, facts, when + 3 * offset, **inputs)
         policy = made["policy_update"]
-    _commit(url, "evaluate-after", "evaluate", "evaluator", (), {}, 10.0 * iterations + 20, policy=policy)
-    _commit(url, "export", "export", None, ("model.safetensors",), {}, 10.0 * iterations + 30, policy=policy)
+    _commit(
+        url,
+        "evaluate-after",
+        "evaluate",
+        "evaluator",
+        (),
+        {},
+        10.0 * iterations + 20,
+        policy=policy,
+    )
+    _commit(
+        url,
+        "export",
+        "export",
+        None,
+        ("model.safetensors",),
+        {},
+        10.0 * iterations + 30,
+        policy=policy,
+    )
 
 
 def _commit(
-    url: str, key: str, stage: str, role: Any, files: tuple[str, ...], facts: Any, at: float, **inputs: str
+    url: str,
+    key: str,
+    stage: str,
+    role: Any,
+    files: tuple[str, ...],
+    facts: Any,
+    at: float,
+    **inputs: str,
 ) -> str:
-    rows = {"step": 1, "loss": at / 7, "kl": 0.01, "entropy": 1 / (1 + at), "grad_norm": 0.5, "tokens": 756, "used": 1}
+    rows = {
+        "step": 1,
+        "loss": at / 7,
+        "kl": 0.01,
+        "entropy": 1 / (1 + at),
+        "grad_norm": 0.5,
+        "tokens": 756,
+        "used": 1,
+    }
     metrics = json.dumps(rows).encode()
     contents = {name: _make_scores() if name.endswith(".parquet") else VOCABULARY for name in files}
     contents["metrics.jsonl"] = metrics
@@ -105,7 +157,10 @@ def _make_scores() -> bytes:
 
 
 def _describe(data: bytes) -> File:
-    digests = {"digest": xxhash.xxh3_128_hexdigest(data), "sha256": hashlib.sha256(data).hexdigest()}
+    digests = {
+        "digest": xxhash.xxh3_128_hexdigest(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
     return File(size=len(data), **digests)
 
 
@@ -120,7 +175,9 @@ def write_journal(directory: Path, url: str, iterations: int) -> None:
     store, _, name = url.rpartition("/")
     directory.mkdir(parents=True, exist_ok=True)
     record = Record(run=name, pipeline="grpo", path="grpo.py", config={}, store=store)
-    (directory / "run.json").write_bytes(dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json"))
+    (directory / "run.json").write_bytes(
+        dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json")
+    )
     journal = Journal(directory)
     given = {"run": name, "store": store, "iterations": str(iterations)}
     journal.write(Workflow("grpo", started=BEGUN, parameters=given))
@@ -128,7 +185,11 @@ def write_journal(directory: Path, url: str, iterations: int) -> None:
         for phase in ("Pending", "Running", "Succeeded"):
             node.phase = phase
             journal.write(node)
-    journal.write(Workflow("grpo", "Succeeded", started=BEGUN, finished=BEGUN + 10.0 * iterations, parameters=given))
+    journal.write(
+        Workflow(
+            "grpo", "Succeeded", started=BEGUN, finished=BEGUN + 10.0 * iterations, parameters=given
+        )
+    )
     journal.close()
 
 
@@ -139,7 +200,10 @@ def _nodes(url: str, iterations: int) -> Iterator[Node]:
         yield Node(loop, f"{above}.next"[:200], "next", "loop", "DAG", parent=above)
         for stage in STAGES:
             name, at = stage.replace("_", "-"), f"{url}/iterations/{i}/{stage.replace('_', '-')}"
-            inputs = {"policy": f"{url}/iterations/{i - 1}/policy-update@xxh3-128:{i:032x}", name: at}
+            inputs = {
+                "policy": f"{url}/iterations/{i - 1}/policy-update@xxh3-128:{i:032x}",
+                name: at,
+            }
             yield Node(f"{name}-{i}", f"grpo.loop.{name}", name, name, "Retry", parent=loop)
             yield Node(
                 f"{name}-0-{i}", f"grpo.loop.{name}(0)", f"{name}(0)", name, "Pod", parent=f"{name}-{i}",
@@ -152,13 +216,20 @@ def _nodes(url: str, iterations: int) -> Iterator[Node]:
 def time_command(*words: str, cwd: str) -> tuple[float, float]:
     """Run a command of tuneloop; return its wall seconds and its CPU seconds, user and system."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "tuneloop.cli", *words], check=True, cwd=cwd, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "tuneloop.cli", *words],
+        check=True,
+        cwd=cwd,
+        stdout=subprocess.DEVNULL,
+    )
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, nargs="+", default=[1000, 4000])
     parser.add_argument("--store", help="default: a temporary directory")
     parser.add_argument("--work", help="keep the runs here, and take those that are here")
@@ -167,7 +238,9 @@ def main() -> None:
         work = given.work or temporary
         print(f"{'command':<12} {'iterations':>10} {'read':>7} {'wall s':>8} {'CPU s':>8}")
         for words in (("--help",), ("plan", "sft_then_grpo")):
-            print(f"{words[0]:<12} {'':>10} {'':>7} {'{:>8.2f} {:>8.2f}'.format(*time_command(*words, cwd=work))}")
+            print(
+                f"{words[0]:<12} {'':>10} {'':>7} {'{:>8.2f} {:>8.2f}'.format(*time_command(*words, cwd=work))}"
+            )
         for count in given.iterations:
             store = given.store or f"{work}/runs"
             url = f"{store if given.store else 'file://' + store}/n{count}"
@@ -178,7 +251,10 @@ def main() -> None:
                 Store(url).delete("index.zst")
                 for read in ("first", "again"):
                     took = time_command(*words, f"n{count}", "--store", store, cwd=work)
-                    print(f"{' '.join(words):<12} {count:>10,} {read:>7} {took[0]:>8.2f} {took[1]:>8.2f}", flush=True)
+                    print(
+                        f"{' '.join(words):<12} {count:>10,} {read:>7} {took[0]:>8.2f} {took[1]:>8.2f}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

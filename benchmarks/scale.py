@@ -63,7 +63,14 @@ QUOTA = """
 """
 SAMPLERS = "tuneloop-samplers"
 """The queue of rollout servers, where they have one of their own."""
-PROGRAMS = ["kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler", "workflow-controller", "kueue"]
+PROGRAMS = [
+    "kube-apiserver",
+    "etcd",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "workflow-controller",
+    "kueue",
+]
 PROGRAMS += ["jobset", "kwok"]
 HOW = {
     "runs ended": "labels of the workflows; from the first creation",
@@ -109,9 +116,21 @@ def render_sizes(iterations: int, apart: bool) -> list[dict[str, Any]]:
     found = find_pipeline("grpo")
     made = []
     for gpus, pods, server, _ in SIZES.values():
-        sets = [f"cluster.trainer.gpus={gpus}", f"processes={gpus}", f"nodes={pods}", f"cluster.sampler.gpus={server}"]
-        sets += [f"engine.args.tensor_parallel_size={server}", f"loop.iterations={iterations}", f"cluster.cpu={PLACE}"]
-        sets += ["loop.iterations_per_pod=0", f"cluster.sampler.queue={SAMPLERS if apart else 'tuneloop'}"]
+        sets = [
+            f"cluster.trainer.gpus={gpus}",
+            f"processes={gpus}",
+            f"nodes={pods}",
+            f"cluster.sampler.gpus={server}",
+        ]
+        sets += [
+            f"engine.args.tensor_parallel_size={server}",
+            f"loop.iterations={iterations}",
+            f"cluster.cpu={PLACE}",
+        ]
+        sets += [
+            "loop.iterations_per_pod=0",
+            f"cluster.sampler.queue={SAMPLERS if apart else 'tuneloop'}",
+        ]
         made.append(found.build(found.configure(None, sets)))
     return made
 
@@ -137,7 +156,9 @@ def read_cpu() -> dict[str, float]:
             host = re.search(rb"HOSTNAME=(\w+)", (stat.parent / "environ").read_bytes())
             name = host[1].decode() if host and words == "/manager" else Path(words).name
             if name in found:
-                found[name] += sum(map(int, stat.read_text().rsplit(") ", 1)[1].split()[11:13])) / tick
+                found[name] += (
+                    sum(map(int, stat.read_text().rsplit(") ", 1)[1].split()[11:13])) / tick
+                )
         except OSError:  # it has ended
             continue
     return {**found, "scale.py": time.process_time()}
@@ -152,12 +173,17 @@ def format_waits(values: list[float]) -> str:
     return f"{statistics.median(ordered):.1f} / {p95:.1f} / {ordered[-1]:.1f} ({len(ordered)})"
 
 
-def simulate_runs(cluster: Connection, count: int, given: argparse.Namespace, made: list[dict[str, Any]]) -> Result:
+def simulate_runs(
+    cluster: Connection, count: int, given: argparse.Namespace, made: list[dict[str, Any]]
+) -> Result:
     """Submit `count` runs, end their pods, and measure until all have ended, nothing moves, or time is over."""
     draw, api, result = random.Random(f"{given.seed} {count}"), Api(cluster), Result()
     runs = [f"scale-{count}-{number:03d}" for number in range(count)]
     factors = [given.pace * size[-1] for size in SIZES.values()]
-    plans = {run: (factors[number % len(factors)], draw.choice(PRIORITIES)) for number, run in enumerate(runs)}
+    plans = {
+        run: (factors[number % len(factors)], draw.choice(PRIORITIES))
+        for number, run in enumerate(runs)
+    }
     starts = sorted(draw.uniform(0, given.ramp) for _ in runs)
     due = []
     for number, run in enumerate(runs):
@@ -182,7 +208,10 @@ def simulate_runs(cluster: Connection, count: int, given: argparse.Namespace, ma
                 f"  {passed:4.0f} s: {len(executor.phases)} of {count} runs ended, {len(executor.attempts)} stages",
                 end="",
             )
-            print(f" compute; GPUs used {result.samples[-1][0]}, held {result.samples[-1][1]}", flush=True)
+            print(
+                f" compute; GPUs used {result.samples[-1][0]}, held {result.samples[-1][1]}",
+                flush=True,
+            )
         idle = time.monotonic() - executor.progress
         computing = any(not attempt.code for attempt in list(executor.attempts.values()))
         if not computing and not due and idle > given.stall and result.samples[-1][1]:
@@ -210,17 +239,30 @@ def tell_stuck(api: Api, executor: Executor) -> None:
             server = executor.servers.get(run, {}).get("status", {}).get("podIP")
             print(f"  {run}: its server is {server or 'not there'}")
             for node in workflow.get("status", {}).get("nodes", {}).values():
-                if node["type"] in ("Pod", "Retry") and node["phase"] in ("Pending", "Running", "Failed", "Error"):
+                if node["type"] in ("Pod", "Retry") and node["phase"] in (
+                    "Pending",
+                    "Running",
+                    "Failed",
+                    "Error",
+                ):
                     told = [
-                        each["value"] for each in node.get("inputs", {}).get("parameters", ()) if "http" in str(each)
+                        each["value"]
+                        for each in node.get("inputs", {}).get("parameters", ())
+                        if "http" in str(each)
                     ]
-                    print(f"    {node['displayName']}: {node['phase']}, {node.get('message', '')[:150]} {told}")
+                    print(
+                        f"    {node['displayName']}: {node['phase']}, {node.get('message', '')[:150]} {told}"
+                    )
 
 
-def fill_rows(result: Result, executor: Executor, seconds: float, stuck: int, given: argparse.Namespace) -> None:
+def fill_rows(
+    result: Result, executor: Executor, seconds: float, stuck: int, given: argparse.Namespace
+) -> None:
     """Fill in what runs felt."""
     rows, ended = result.rows, Counter(executor.phases.values())
-    rows["runs ended"] = ", ".join(f"{n} {phase}" for phase, n in ended.items()) + f" in {seconds:.0f} s"
+    rows["runs ended"] = (
+        ", ".join(f"{n} {phase}" for phase, n in ended.items()) + f" in {seconds:.0f} s"
+    )
     rows["deadlocked runs"] = str(stuck)
     for row, kind in (
         ("workload made → admitted, s", "admitted"),
@@ -231,11 +273,17 @@ def fill_rows(result: Result, executor: Executor, seconds: float, stuck: int, gi
         rows[row] = format_waits(executor.waits[kind])
     total = GPUS * given.nodes
     used, held = ([each[kind] for each in result.samples] for kind in (0, 1))
-    rows["GPUs used: mean, most, of quota"] = f"{statistics.mean(used) / total:.1%}, {max(used) / total:.1%}"
-    rows["GPUs held: mean, most, of quota"] = f"{statistics.mean(held) / total:.1%}, {max(held) / total:.1%}"
+    rows["GPUs used: mean, most, of quota"] = (
+        f"{statistics.mean(used) / total:.1%}, {max(used) / total:.1%}"
+    )
+    rows["GPUs held: mean, most, of quota"] = (
+        f"{statistics.mean(held) / total:.1%}, {max(held) / total:.1%}"
+    )
     tenth = max(1, len(used) // 10)
     parts = [used[at : at + tenth] for at in range(0, tenth * 10, tenth) if used[at : at + tenth]]
-    rows["GPUs used, by tenths of the time"] = " ".join(f"{statistics.mean(part):.0f}" for part in parts)
+    rows["GPUs used, by tenths of the time"] = " ".join(
+        f"{statistics.mean(part):.0f}" for part in parts
+    )
     for cause, lost in sorted(executor.lost.items()):
         each = [sum(column) for column in zip(*lost)]
         rows[f"lost, {cause}"] = f"{len(lost)} attempts, {each[0]:.0f} s, {each[1]:.0f} GPU s"
@@ -243,13 +291,22 @@ def fill_rows(result: Result, executor: Executor, seconds: float, stuck: int, gi
 
 
 def fill_costs(
-    result: Result, api: Api, asked: Counter[tuple[str, str]], cpu: dict[str, float], seconds: float, count: int
+    result: Result,
+    api: Api,
+    asked: Counter[tuple[str, str]],
+    cpu: dict[str, float],
+    seconds: float,
+    count: int,
 ) -> None:
     """Fill in what the controllers had to do."""
     rows = result.rows
     if sizes := read_statuses(api, f"scale-{count}-"):
-        rows["status of a workflow: largest, sum"] = f"{max(sizes) / 1e3:.1f} kB, {sum(sizes) / 1e6:.2f} MB"
-    rows["requests to the API server a run"] = f"{asked.total() / count:.0f}, {asked.total() / seconds:.0f}/s"
+        rows["status of a workflow: largest, sum"] = (
+            f"{max(sizes) / 1e3:.1f} kB, {sum(sizes) / 1e6:.2f} MB"
+        )
+    rows["requests to the API server a run"] = (
+        f"{asked.total() / count:.0f}, {asked.total() / seconds:.0f}/s"
+    )
     for (verb, resource), number in asked.most_common(6):
         rows[f"    {verb} {resource}"] = f"{number / count:.0f}"
     rows["requests refused and repeated"] = str(api.refused)
@@ -269,10 +326,16 @@ def delete_runs(api: Api, prefix: str, count: int) -> None:
     """Delete what the runs have left, and wait until it is gone."""
     selector = f"{RUN_LABEL} in ({','.join(f'{prefix}{number:03d}' for number in range(count))})"
     for group, plural in ((ARGO, "workflows"), (JOBSETS, "jobsets"), ("v1", "pods")):
-        query = {"labelSelector": selector, "gracePeriodSeconds": 0, "propagationPolicy": "Background"}
+        query = {
+            "labelSelector": selector,
+            "gracePeriodSeconds": 0,
+            "propagationPolicy": "Background",
+        }
         api.write("DELETE", api.path(group, plural), **query)
     for _ in range(120):
-        if not json.loads(api.send("GET", api.path("v1", "pods"), labelSelector=selector, limit=1).data)["items"]:
+        if not json.loads(
+            api.send("GET", api.path("v1", "pods"), labelSelector=selector, limit=1).data
+        )["items"]:
             return
         time.sleep(1.0)
     print("  pods were left after two minutes", flush=True)
@@ -291,20 +354,42 @@ def print_table(results: dict[int, Result]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, nargs="+", default=[10, 50, 200], help="measured one after the other")
-    parser.add_argument(
-        "--nodes", type=int, default=1000, help="whose GPUs are the quota; at most those that are there"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sampler-share", type=float, default=0.0, help="of the quota, servers' own; 0: one queue")
+    parser.add_argument(
+        "--runs", type=int, nargs="+", default=[10, 50, 200], help="measured one after the other"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1000,
+        help="whose GPUs are the quota; at most those that are there",
+    )
+    parser.add_argument(
+        "--sampler-share", type=float, default=0.0, help="of the quota, servers' own; 0: one queue"
+    )
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--pace", type=float, default=1.0, help="times the seconds of all stages")
-    parser.add_argument("--preempt", type=float, default=0.05, help="share of attempts that are preempted from outside")
-    parser.add_argument("--ramp", type=float, default=60.0, help="seconds within which the runs are submitted")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which what was seen is told")
-    parser.add_argument("--stall", type=float, default=60.0, help="seconds without progress that are a deadlock")
+    parser.add_argument(
+        "--preempt",
+        type=float,
+        default=0.05,
+        help="share of attempts that are preempted from outside",
+    )
+    parser.add_argument(
+        "--ramp", type=float, default=60.0, help="seconds within which the runs are submitted"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds after which what was seen is told"
+    )
+    parser.add_argument(
+        "--stall", type=float, default=60.0, help="seconds without progress that are a deadlock"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="three runs of one iteration: two minutes")
+    parser.add_argument(
+        "--small", action="store_true", help="three runs of one iteration: two minutes"
+    )
     given = parser.parse_args()
     if given.small:
         given.runs, given.iterations, given.pace, given.ramp = [3], 1, 0.2, 5.0
@@ -322,9 +407,17 @@ def measure_all(given: argparse.Namespace) -> None:
     """
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # more connections than it keeps
     cluster = connect_to_cluster()
-    there = len(json.loads(Api(cluster).send("GET", "/api/v1/nodes", labelSelector="type=kwok").data)["items"])
+    there = len(
+        json.loads(Api(cluster).send("GET", "/api/v1/nodes", labelSelector="type=kwok").data)[
+            "items"
+        ]
+    )
     if there < given.nodes:
-        raise UserError("--nodes", given.nodes, f"is more than the {there} with the label type=kwok: KWOK_NODES=…")
+        raise UserError(
+            "--nodes",
+            given.nodes,
+            f"is more than the {there} with the label type=kwok: KWOK_NODES=…",
+        )
     made, results = render_sizes(given.iterations, given.sampler_share > 0), dict[int, Result]()
     prepare_queues(given.nodes, given.sampler_share)
     for count in given.runs:

@@ -23,14 +23,20 @@ class Api:
     """The API server in plain JSON."""
 
     def __init__(self, cluster: Connection) -> None:
-        self.client, self.namespace, self.stopped = cluster.core.api_client, cluster.namespace, False
+        self.client, self.namespace, self.stopped = (
+            cluster.core.api_client,
+            cluster.namespace,
+            False,
+        )
         self.refused = 0
 
     def path(self, group: str, plural: str, name: str = "") -> str:
         root = f"/apis/{group}" if "/" in group else f"/api/{group}"
         return f"{root}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
-    def send(self, method: str, path: str, body: Any = None, accept: str = JSON, **query: Any) -> Any:
+    def send(
+        self, method: str, path: str, body: Any = None, accept: str = JSON, **query: Any
+    ) -> Any:
         """Return urllib3's response, unread; a PATCH is a merge patch."""
         kind = "application/merge-patch+json" if method == "PATCH" else JSON
         headers = {"Accept": accept, "Content-Type": kind}
@@ -52,7 +58,11 @@ class Api:
                 self.send(method, path, body, **query).read()
                 return
             except ApiException as error:
-                busy = error.status >= 500 or error.status == 429 or (error.status == 409 and method == "PATCH")
+                busy = (
+                    error.status >= 500
+                    or error.status == 429
+                    or (error.status == 409 and method == "PATCH")
+                )
                 if left == 0 or not busy:
                     raise
             except HTTPError:
@@ -65,7 +75,9 @@ class Api:
         """Call `see` with each object that is there, changes, or is gone, until `stopped`."""
         while not self.stopped:  # without a version the server begins with all that is there
             with contextlib.suppress(HTTPError):
-                for line in iter_resp_lines(self.send("GET", path, accept=accept, watch=1, timeoutSeconds=3000)):
+                for line in iter_resp_lines(
+                    self.send("GET", path, accept=accept, watch=1, timeoutSeconds=3000)
+                ):
                     event = json.loads(line)
                     if self.stopped or event["type"] == "ERROR":
                         break

@@ -38,7 +38,10 @@ PREEMPTED = {"tuneloop-low": 2.0, "tuneloop-normal": 1.0, "tuneloop-high": 0.0}
 CLIENTS, LOST_SERVER, SERVED = ("rollout", "evaluate"), (75, 30.0), 200.0
 """Who calls a server; how such a stage ends if the server is gone, and after how long; when a server is preempted."""
 ARGO, KUEUE, JOBSETS = "argoproj.io/v1alpha1", "kueue.x-k8s.io/v1beta2", "jobset.x-k8s.io/v1alpha2"
-WORKFLOW, REPORTED = "workflows.argoproj.io/workflow", "workflows.argoproj.io/report-outputs-completed"
+WORKFLOW, REPORTED = (
+    "workflows.argoproj.io/workflow",
+    "workflows.argoproj.io/report-outputs-completed",
+)
 NODE, NODE_ID = "workflows.argoproj.io/node-name", "workflows.argoproj.io/node-id"
 JOBSET, GPU = "jobset.sigs.k8s.io/jobset-name", "nvidia.com/gpu"
 METADATA = f"{JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -59,12 +62,16 @@ class Attempt:
 def read_template(pod: Object) -> dict[str, Any]:
     """Return the template that Argo gave to the executor of a pod."""
     env = pod["spec"]["initContainers"][0]["env"]
-    template: dict[str, Any] = json.loads(next(e["value"] for e in env if e["name"] == "ARGO_TEMPLATE"))
+    template: dict[str, Any] = json.loads(
+        next(e["value"] for e in env if e["name"] == "ARGO_TEMPLATE")
+    )
     return template
 
 
 def count_gpus(pod: Object) -> int:
-    return sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in pod["spec"]["containers"])
+    return sum(
+        int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in pod["spec"]["containers"]
+    )
 
 
 def fill_outputs(template: Object, draw: random.Random) -> list[dict[str, Any]]:
@@ -73,9 +80,16 @@ def fill_outputs(template: Object, draw: random.Random) -> list[dict[str, Any]]:
 
     def value(name: str) -> str:
         made = args[args.index(f"--{name}") + 1] if f"--{name}" in args else ""
-        return f"{made}@xxh3-128:{draw.getrandbits(128):032x}" if "://" in made else f"{draw.uniform(0, 0.9):.4f}"
+        return (
+            f"{made}@xxh3-128:{draw.getrandbits(128):032x}"
+            if "://" in made
+            else f"{draw.uniform(0, 0.9):.4f}"
+        )
 
-    return [{**each, "value": value(each["name"])} for each in template.get("outputs", {}).get("parameters", ())]
+    return [
+        {**each, "value": value(each["name"])}
+        for each in template.get("outputs", {}).get("parameters", ())
+    ]
 
 
 def build_end(pod: Object, code: int) -> dict[str, Any]:
@@ -85,8 +99,15 @@ def build_end(pod: Object, code: int) -> dict[str, Any]:
     def end(container: Object) -> dict[str, Any]:
         own = code if container["name"] == "main" else 0
         times = {"startedAt": pod["status"].get("startTime", now), "finishedAt": now}
-        state = {"terminated": {"exitCode": own, "reason": "Error" if own else "Completed", **times}}
-        about = {"name": container["name"], "image": container["image"], "imageID": "", "restartCount": 0}
+        state = {
+            "terminated": {"exitCode": own, "reason": "Error" if own else "Completed", **times}
+        }
+        about = {
+            "name": container["name"],
+            "image": container["image"],
+            "imageID": "",
+            "restartCount": 0,
+        }
         return {**about, "ready": False, "state": state}
 
     containers = list(map(end, pod["spec"]["containers"]))
@@ -111,23 +132,34 @@ class Executor:
         progress: when a stage last began or ended, or a workload was admitted.
     """
 
-    def __init__(self, api: Api, seed: int, runs: Mapping[str, tuple[float, str]], share: float) -> None:
+    def __init__(
+        self, api: Api, seed: int, runs: Mapping[str, tuple[float, str]], share: float
+    ) -> None:
         self.api, self.seed, self.runs, self.share = api, seed, runs, share
-        self.clock, self.pool, self.lock = sched.scheduler(), ThreadPoolExecutor(12), threading.RLock()
+        self.clock, self.pool, self.lock = (
+            sched.scheduler(),
+            ThreadPoolExecutor(12),
+            threading.RLock(),
+        )
         self.failed = list[BaseException]()
         self.waits: dict[str, list[float]] = defaultdict(list)
         self.lost: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.used, self.held, self.phases = dict[str, int](), dict[str, int](), dict[str, str]()
         self.progress = time.monotonic()
         self.attempts = dict[str, Attempt]()  # those that compute, by pod or JobSet
-        self.created, self.admitted = dict[str, float](), dict[str, float]()  # pods, workloads; by pod or JobSet
+        self.created, self.admitted = (
+            dict[str, float](),
+            dict[str, float](),
+        )  # pods, workloads; by pod or JobSet
         self.begun, self.gone, self.preempted = set[str](), set[str](), set[str]()
         self.evicted = set[tuple[str, str]]()
         self.done = dict[str, int]()  # pods that have ended, with their exit codes
         self.ended = dict[str, float]()  # run → when the stage ended that the next one waits for
         self.gangs: dict[str, dict[str, Object]] = defaultdict(dict)  # JobSet → its running pods
         self.starts = Counter[str]()
-        self.launchers = dict[str, tuple[Object, int]]()  # JobSet → the pod that waits for it, its number of pods
+        self.launchers = dict[
+            str, tuple[Object, int]
+        ]()  # JobSet → the pod that waits for it, its number of pods
         self.servers, self.workloads = dict[str, Object](), dict[str, str]()
 
     def follow_cluster(self) -> None:
@@ -136,7 +168,12 @@ class Executor:
             *(("v1", "pods", self.see_pod), (KUEUE, "workloads", self.see_workload)),
             *((JOBSETS, "jobsets", self.see_jobset), (ARGO, "workflows", self.see_workflow)),
         ):
-            followed = self.api.follow, self.api.path(group, plural), see, METADATA if group == ARGO else JSON
+            followed = (
+                self.api.follow,
+                self.api.path(group, plural),
+                see,
+                METADATA if group == ARGO else JSON,
+            )
             threading.Thread(target=self._guard, args=followed, daemon=True).start()
 
     def _guard(self, work: Callable[..., Any], *args: Any) -> None:
@@ -144,7 +181,9 @@ class Executor:
             work(*args)
         except Exception as error:
             # What was to be written may have been deleted, or be there.
-            if not self.api.stopped and not (isinstance(error, ApiException) and error.status in (404, 409)):
+            if not self.api.stopped and not (
+                isinstance(error, ApiException) and error.status in (404, 409)
+            ):
                 self.failed.append(error)
 
     def do_later(self, work: Callable[..., Any], *args: Any) -> None:
@@ -170,11 +209,17 @@ class Executor:
                 self.begun.add(uid)
                 self.used[uid] = count_gpus(pod)
                 self._begin(pod, run, now)
-            elif pod["status"].get("phase") == "Running" and uid in self.done:  # kwok, busy, has begun it twice
+            elif (
+                pod["status"].get("phase") == "Running" and uid in self.done
+            ):  # kwok, busy, has begun it twice
                 self.do_later(self._write_end, pod)
 
     def _begin(self, pod: Object, run: str, now: float) -> None:
-        uid, labels, name = pod["metadata"]["uid"], pod["metadata"]["labels"], pod["metadata"]["annotations"][NODE]
+        uid, labels, name = (
+            pod["metadata"]["uid"],
+            pod["metadata"]["labels"],
+            pod["metadata"]["annotations"][NODE],
+        )
         if jobset := labels.get(JOBSET):
             self.gangs[jobset][uid] = pod
             if jobset in self.launchers and len(self.gangs[jobset]) == self.launchers[jobset][1]:
@@ -190,7 +235,11 @@ class Executor:
 
     def _act(self, pod: Object, run: str, now: float) -> None:
         """Do what the template of a pod says, as its executor."""
-        uid, name, template = pod["metadata"]["uid"], pod["metadata"]["annotations"][NODE], read_template(pod)
+        uid, name, template = (
+            pod["metadata"]["uid"],
+            pod["metadata"]["annotations"][NODE],
+            read_template(pod),
+        )
         self._create_result(pod, bool(template.get("daemon")))
         if "resource" in template:
             self._launch(pod, yaml.safe_load(template["resource"]["manifest"]))
@@ -209,13 +258,19 @@ class Executor:
 
     def _compute(self, key: str, name: str, stage: str, pods: list[Object], now: float) -> None:
         run = pods[0]["metadata"]["labels"][RUN_LABEL]
-        seconds = SECONDS[stage] * self.runs[run][0] * random.Random(f"{self.seed} {name}").uniform(0.5, 1.5)
+        seconds = (
+            SECONDS[stage]
+            * self.runs[run][0]
+            * random.Random(f"{self.seed} {name}").uniform(0.5, 1.5)
+        )
         attempt = self.attempts[key] = Attempt(run, stage, pods, now)
         if key in self.gangs and self.starts[key] == 1 and key in self.admitted:
             self.waits["running"].append(now - self.admitted[key])
         self._draw_preemption(key, name, pods[0], seconds)
         server = self.servers[run]["status"]["podIP"] if run in self.servers else None
-        if stage in CLIENTS and f"http://{server}:" not in json.dumps(pods[0]["spec"]["containers"]):
+        if stage in CLIENTS and f"http://{server}:" not in json.dumps(
+            pods[0]["spec"]["containers"]
+        ):
             attempt.code, seconds = LOST_SERVER  # it was told the address of one that is gone
         else:
             self.progress = now
@@ -223,17 +278,29 @@ class Executor:
 
     def _draw_preemption(self, key: str, name: str, pod: Object, seconds: float) -> None:
         draw = random.Random(f"{self.seed} preempt {name}")
-        if draw.random() < self.share * PREEMPTED[self.runs[pod["metadata"]["labels"][RUN_LABEL]][1]]:
-            self.clock.enter(seconds * draw.uniform(0.1, 0.9), 0, self.do_later, (self._preempt, key, pod))
+        if (
+            draw.random()
+            < self.share * PREEMPTED[self.runs[pod["metadata"]["labels"][RUN_LABEL]][1]]
+        ):
+            self.clock.enter(
+                seconds * draw.uniform(0.1, 0.9), 0, self.do_later, (self._preempt, key, pod)
+            )
 
     def _preempt(self, key: str, pod: Object) -> None:
         """End an attempt as Kueue does: a pod is deleted, a JobSet's workload is evicted."""
         with self.lock:
-            if key not in self.attempts and self.servers.get(pod["metadata"]["labels"][RUN_LABEL]) is not pod:
+            if (
+                key not in self.attempts
+                and self.servers.get(pod["metadata"]["labels"][RUN_LABEL]) is not pod
+            ):
                 return
             self.preempted.add(key)
         if key in self.gangs:
-            self.api.write("PATCH", self.api.path(KUEUE, "workloads", self.workloads[key]), {"spec": {"active": False}})
+            self.api.write(
+                "PATCH",
+                self.api.path(KUEUE, "workloads", self.workloads[key]),
+                {"spec": {"active": False}},
+            )
         else:
             self.api.write("DELETE", self.api.path("v1", "pods", pod["metadata"]["name"]))
 
@@ -267,7 +334,9 @@ class Executor:
         with contextlib.suppress(ValueError):  # there was none, or it begins just now
             self.clock.cancel(attempt.event)  # type: ignore[arg-type]
         if key:
-            attempt.event = self.clock.enter(seconds, 0, self.do_later, (self._finish, key, attempt))
+            attempt.event = self.clock.enter(
+                seconds, 0, self.do_later, (self._finish, key, attempt)
+            )
 
     def _finish(self, key: str, attempt: Attempt) -> None:
         with self.lock:
@@ -300,9 +369,18 @@ class Executor:
     def _create_result(self, pod: Object, reported: bool) -> None:
         about = pod["metadata"]
         labels = {WORKFLOW: about["labels"][WORKFLOW], REPORTED: str(reported).lower()}
-        metadata = {"name": about["annotations"][NODE_ID], "ownerReferences": about["ownerReferences"]}
-        body = {"apiVersion": ARGO, "kind": "WorkflowTaskResult", "metadata": {**metadata, "labels": labels}}
-        with contextlib.suppress(ApiException):  # Argo has made a pod again that was deleted before it was seen to run
+        metadata = {
+            "name": about["annotations"][NODE_ID],
+            "ownerReferences": about["ownerReferences"],
+        }
+        body = {
+            "apiVersion": ARGO,
+            "kind": "WorkflowTaskResult",
+            "metadata": {**metadata, "labels": labels},
+        }
+        with contextlib.suppress(
+            ApiException
+        ):  # Argo has made a pod again that was deleted before it was seen to run
             self.api.write("POST", self.api.path(ARGO, "workflowtaskresults"), body)
 
     def _complete_result(self, pod: Object, code: int) -> None:
@@ -352,7 +430,9 @@ class Executor:
         with self.lock:
             self.workloads[key] = about["name"]
             free = gone or "Finished" in true
-            self.held[about["uid"]] = 0 if free else sum(int(each["resourceUsage"].get(GPU, 0)) for each in assigned)
+            self.held[about["uid"]] = (
+                0 if free else sum(int(each["resourceUsage"].get(GPU, 0)) for each in assigned)
+            )
             since = self.created.setdefault(about["uid"], now)
             if "Admitted" in true and key not in self.admitted:
                 self.admitted[key] = self.progress = now

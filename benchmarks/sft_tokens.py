@@ -58,12 +58,16 @@ def make_model(directory: Path, hidden: int, layers: int) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     core = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="t0", eos_token="t1", unk_token="t2")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="t0", eos_token="t1", unk_token="t2"
+    )
     tokenizer.save_pretrained(directory)
     return directory
 
 
-def ours(model: Path, data: list[tuple[list[int], int]], options: argparse.Namespace) -> Callable[[int], int]:
+def ours(
+    model: Path, data: list[tuple[list[int], int]], options: argparse.Namespace
+) -> Callable[[int], int]:
     """One step on batch `k`, through the code of the stage; returns its tokens."""
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
@@ -119,7 +123,10 @@ def beside_trl(
             seen.append(int(mask.sum()) if mask is not None else inputs["input_ids"].numel())
             return super().training_step(model, inputs, *rest, **named)
 
-    rows = [{"input_ids": ids, "completion_mask": [int(t >= p) for t in range(len(ids))]} for ids, p in data]
+    rows = [
+        {"input_ids": ids, "completion_mask": [int(t >= p) for t in range(len(ids))]}
+        for ids, p in data
+    ]
     trainer = Counting(
         model=AutoModelForCausalLM.from_pretrained(model),
         args=SFTConfig(
@@ -127,7 +134,9 @@ def beside_trl(
             use_cpu=options.device == "cpu",
             bf16=options.dtype == "bfloat16",
             gradient_checkpointing=False,
-            per_device_train_batch_size=max(1, options.batch * 94 // LONGEST) if packing else options.batch,
+            per_device_train_batch_size=max(1, options.batch * 94 // LONGEST)
+            if packing
+            else options.batch,
             max_steps=options.steps + 2,
             max_length=LONGEST,
             packing=packing,
@@ -164,14 +173,34 @@ def alone(model: Path, data: list[tuple[list[int], int]], options: argparse.Name
 
 def scaling(model: Path, options: argparse.Namespace) -> None:
     """A table of one process and two, the same batches."""
-    print(f"SFT, Qwen3 of width {options.hidden}, {options.dtype}, 1 thread a process, real tokens/s")
+    print(
+        f"SFT, Qwen3 of width {options.hidden}, {options.dtype}, 1 thread a process, real tokens/s"
+    )
     rates = []
     for count in (1, 2):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", __file__]
-        same = ["--steps", str(options.steps), "--dtype", options.dtype, "--hidden", str(options.hidden)]
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={count}",
+            __file__,
+        ]
+        same = [
+            "--steps",
+            str(options.steps),
+            "--dtype",
+            options.dtype,
+            "--hidden",
+            str(options.hidden),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [*launch, *same, "--rank", str(model)], env=env, check=True, stdout=subprocess.PIPE, text=True
+            [*launch, *same, "--rank", str(model)],
+            env=env,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         rates.append(float(done.stdout.splitlines()[-1]))
         print(f"{count} processes {rates[-1]:>9,.0f} {rates[-1] / rates[0]:>6.2f}", flush=True)
@@ -191,20 +220,29 @@ def corpus(rows: int, work: Path) -> None:
     rng = random.Random(0)
     with (work / "rows.jsonl").open("w") as file:
         for i in range(rows + 1):
-            words = [f"{rng.randrange(1 << 20):x}" for _ in range(max(4, round(rng.lognormvariate(2.9, 0.7))))]
-            file.write(json.dumps({"prompt": f"{i} {' '.join(words[::2])}", "said": " ".join(words)}) + "\n")
+            words = [
+                f"{rng.randrange(1 << 20):x}"
+                for _ in range(max(4, round(rng.lognormvariate(2.9, 0.7))))
+            ]
+            file.write(
+                json.dumps({"prompt": f"{i} {' '.join(words[::2])}", "said": " ".join(words)})
+                + "\n"
+            )
     columns = {"answer": None, "completion": "said"}
     source = {"train": str(work / "rows.jsonl"), "columns": columns, "shuffle": False}
     about: dict[str, Any] = {"source": "jsonl", "source_args": source}
     data_prep(out=f"{work}/data", train=1, eval=0, sft=rows, **about)
-    data_prep(out=f"{work}/few", train=1, eval=0, sft=2000, **about)  # a tokenizer is trained on all it is given
+    data_prep(
+        out=f"{work}/few", train=1, eval=0, sft=2000, **about
+    )  # a tokenizer is trained on all it is given
     base_model(out=f"{work}/base", model="tiny-qwen3", prompts=f"{work}/few")
 
     def measure(what: str, work: Callable[[], Any]) -> Any:
         begin, spent = time.perf_counter(), time.process_time()
         found = work()
         print(
-            f"{what:<32} {time.perf_counter() - begin:>9.3f} s {time.process_time() - spent:>9.3f} s of CPU", flush=True
+            f"{what:<32} {time.perf_counter() - begin:>9.3f} s {time.process_time() - spent:>9.3f} s of CPU",
+            flush=True,
         )
         return found
 
@@ -228,7 +266,9 @@ def corpus(rows: int, work: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--hidden", type=int, default=128)
@@ -253,17 +293,28 @@ def main() -> None:
             scaling(model, options)
             return
         step = ours(model, data, options)
-        found = {packing: beside_trl(model, data, packing, Path(work), options, step) for packing in (False, True)}
+        found = {
+            packing: beside_trl(model, data, packing, Path(work), options, step)
+            for packing in (False, True)
+        }
     import torch
 
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} threads"
-    print(f"SFT, Qwen3 of {options.layers} x {options.hidden}, {options.dtype}, {where}, real tokens/s")
+    where = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
+    print(
+        f"SFT, Qwen3 of {options.layers} x {options.hidden}, {options.dtype}, {where}, real tokens/s"
+    )
     print(f"{'':<20} {'TRL':>9} {'tuneloop':>9} {'ratio':>6}   lowest and highest ratio of a step")
     for packing, rates in found.items():
         mine, theirs = (statistics.median(rate[i] for rate in rates) for i in (0, 1))
         ratios = sorted(a / b for a, b in rates)
         spread = f"{ratios[0]:.2f} {ratios[-1]:.2f}"
-        print(f"TRL packing={packing!s:<8} {theirs:>9,.0f} {mine:>9,.0f} {statistics.median(ratios):>6.2f}   {spread}")
+        print(
+            f"TRL packing={packing!s:<8} {theirs:>9,.0f} {mine:>9,.0f} {statistics.median(ratios):>6.2f}   {spread}"
+        )
 
 
 if __name__ == "__main__":

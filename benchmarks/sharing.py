@@ -48,14 +48,27 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--runs", type=int, default=2, help="that take turns")
     parser.add_argument("--seconds", type=float, default=3.0, help="of the reward, each iteration")
-    parser.add_argument("--unit", type=float, default=0.5, help="seconds of stages that only wait; 0: leave them out")
+    parser.add_argument(
+        "--unit",
+        type=float,
+        default=0.5,
+        help="seconds of stages that only wait; 0: leave them out",
+    )
     flags = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", PAUSE: str(flags.seconds / COMPLETIONS)}
-    os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        PAUSE: str(flags.seconds / COMPLETIONS),
+    }
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    )
     with tempfile.TemporaryDirectory() as work:
         if flags.unit:
             stages_that_wait(Path(work), flags.unit)
@@ -77,23 +90,36 @@ def stages_that_wait(store: Path, unit: float) -> None:
         ("policy-update", "trainer", "trainer"),
     )
     runs = {}
-    for late, (name, units) in enumerate(WAITING.items()):  # they do not come all at once: who is first is known
+    for late, (name, units) in enumerate(
+        WAITING.items()
+    ):  # they do not come all at once: who is first is known
         tasks = [
-            Task(stage, i, x * unit, on, role=role) for i in (1, 2, 3) for x, (stage, on, role) in zip(units, loop)
+            Task(stage, i, x * unit, on, role=role)
+            for i in (1, 2, 3)
+            for x, (stage, on, role) in zip(units, loop)
         ]
         runs[name] = in_turn([replace(tasks[0], lead=late * unit / 4), *tasks[1:]])
     print(f"{'stages that wait':<16} {'predicted':>9} {'measured':>9} {'error':>6}")
     for policy in POLICIES:
-        predicted = simulate_runs(runs, Rules(GROUP, policy, handover=compute_poll_interval(1.0) / 2)).total
+        predicted = simulate_runs(
+            runs, Rules(GROUP, policy, handover=compute_poll_interval(1.0) / 2)
+        ).total
         began = time.monotonic()
         with ThreadPoolExecutor(len(runs)) as pool:
             for done in [
-                pool.submit(wait_through, tasks, open_turns(f"{store}/{policy}", who=name, policy=policy, patience=1.0))
+                pool.submit(
+                    wait_through,
+                    tasks,
+                    open_turns(f"{store}/{policy}", who=name, policy=policy, patience=1.0),
+                )
                 for name, tasks in runs.items()
             ]:
                 done.result()
         measured = time.monotonic() - began
-        print(f"{policy:<16} {predicted:>9.2f} {measured:>9.2f} {predicted / measured - 1:>6.0%}", flush=True)
+        print(
+            f"{policy:<16} {predicted:>9.2f} {measured:>9.2f} {predicted / measured - 1:>6.0%}",
+            flush=True,
+        )
 
 
 def wait_through(tasks: Sequence[Task], turns: Any) -> None:
@@ -118,26 +144,45 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
 
     settings: dict[str, object] = {
         **{"engine.name": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},
-        **{"rollout.prompts_per_iteration": 16, "rollout.n": 8, "rollout.max_tokens": 24, "evaluate.limit": 16},
+        **{
+            "rollout.prompts_per_iteration": 16,
+            "rollout.n": 8,
+            "rollout.max_tokens": 24,
+            "evaluate.limit": 16,
+        },
         **{"reward.reward_weights": "{'sharing:score': 1.0}", "reward.timeout_s": 60},
         **{"data.train": 512, "data.eval": 32, "data.sft": 32},
     }
     group: dict[str, object] = {"cluster.share.group": "bench", "cluster.share.patience": PATIENCE}
-    plans: dict[str, list[dict[str, object]]] = {ALONE: [{}], OVERLAPPED: [{"loop.asynchronous": True}]}
-    plans |= {name: [{**group, "cluster.share.policy": policy}] * runs for name, policy in zip(SHARED, POLICIES)}
+    plans: dict[str, list[dict[str, object]]] = {
+        ALONE: [{}],
+        OVERLAPPED: [{"loop.asynchronous": True}],
+    }
+    plans |= {
+        name: [{**group, "cluster.share.policy": policy}] * runs
+        for name, policy in zip(SHARED, POLICIES)
+    }
     one = functools.partial(run, store, "grpo")
     one("recorded", settings)
     tasks = build_workloads([Run.open("recorded", str(store))], runs)
     predicted = compare_plans(
-        tasks, {"trainer": 1, "sampler": 1}, False, Rules(GROUP, handover=compute_poll_interval(PATIENCE) / 2)
+        tasks,
+        {"trainer": 1, "sampler": 1},
+        False,
+        Rules(GROUP, handover=compute_poll_interval(PATIENCE) / 2),
     )
     alone = None
-    print(f"\n{'plan':<16} {'predicted':>9} {'measured':>9} {'error':>6}  {'gain predicted':>14} {'measured':>9}")
+    print(
+        f"\n{'plan':<16} {'predicted':>9} {'measured':>9} {'error':>6}  {'gain predicted':>14} {'measured':>9}"
+    )
     for plan, each in plans.items():
         names = [f"{plan}-{number}" for number in range(len(each))]
         with ThreadPoolExecutor(len(each)) as pool:
             list(pool.map(lambda name, more: one(name, settings | more), names, each))
-        step = (median_step(simulated(predicted[plan].schedules[0])), median_step(measured(store, names)))
+        step = (
+            median_step(simulated(predicted[plan].schedules[0])),
+            median_step(measured(store, names)),
+        )
         alone = alone or step
         gain = [len(each) * before / after for before, after in zip(alone, step)]
         row = f"{plan:<16} {step[0]:>9.2f} {step[1]:>9.2f} {step[0] / step[1] - 1:>6.0%}"
@@ -147,7 +192,10 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
 def simulated(schedule: Schedule) -> list[tuple[float, list[float]]]:
     """Of each run of a schedule: when its loop begins, and when its updates end."""
     names = dict.fromkeys(span.run for span in schedule.spans)
-    ends = {name: [s.ended for s in schedule.spans if (s.run, s.task.role) == (name, "trainer")] for name in names}
+    ends = {
+        name: [s.ended for s in schedule.spans if (s.run, s.task.role) == (name, "trainer")]
+        for name in names
+    }
     return [(0.0, each) for each in ends.values()]
 
 
@@ -157,7 +205,10 @@ def measured(store: Path, names: Sequence[str]) -> list[tuple[float, list[float]
 
     found = [Run.open(name, str(store)) for name in names]
     return [
-        (run.with_role("sampler")[0].started, [entry.finished for entry in run.with_role("trainer") if entry.iteration])
+        (
+            run.with_role("sampler")[0].started,
+            [entry.finished for entry in run.with_role("trainer") if entry.iteration],
+        )
         for run in found
     ]
 

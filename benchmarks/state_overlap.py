@@ -39,7 +39,9 @@ def serve_store(directory: Path, mb_per_s: float, line: Connection) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--mb-per-s", type=float, default=200.0)
@@ -67,7 +69,9 @@ def main() -> None:
         objects = Path(scratch) / "objects"
         context = multiprocessing.get_context("spawn")
         line, theirs = context.Pipe()
-        context.Process(target=serve_store, args=(objects, flags.mb_per_s, theirs), daemon=True).start()
+        context.Process(
+            target=serve_store, args=(objects, flags.mb_per_s, theirs), daemon=True
+        ).start()
         os.environ.update(line.recv())
         model = make_model(Path(scratch), flags.layers, flags.hidden)
         for number, beside in enumerate((False, True, False, True)):
@@ -81,7 +85,10 @@ def main() -> None:
             for path in objects.iterdir():
                 path.unlink()
             each = [round(b - a, 2) for a, b in pairwise(starts)][1:]
-            stages = ", ".join(f"{name} {took[name] / flags.iterations:.2f}" for name in ("rollout", "policy_update"))
+            stages = ", ".join(
+                f"{name} {took[name] / flags.iterations:.2f}"
+                for name in ("rollout", "policy_update")
+            )
             when, median = "beside" if beside else "before", statistics.median(each)
             print(f"{when} the next rollout: median {median:.2f} s {each}; ", end="")
             print(f"mean of {stages}; {sum(steps)} steps", flush=True)

@@ -65,11 +65,15 @@ class CountingS3(ThreadingHTTPServer):
         return self.directory / quote(key, safe="")
 
     def keys(self, prefix: str) -> list[str]:
-        return sorted(k for p in self.directory.iterdir() if (k := unquote(p.name)).startswith(prefix))
+        return sorted(
+            k for p in self.directory.iterdir() if (k := unquote(p.name)).startswith(prefix)
+        )
 
     def read(self, pattern: str = "") -> int:
         """Count the bytes read of keys that match `pattern`."""
-        return sum(size for method, key, size in self.log if method == "GET" and re.search(pattern, key))
+        return sum(
+            size for method, key, size in self.log if method == "GET" and re.search(pattern, key)
+        )
 
     def written(self) -> int:
         return sum(size for method, _, size in self.log if method == "PUT")
@@ -81,9 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked(self) -> tuple[str, dict[str, str]]:
         parts = urlsplit(self.path)
-        return unquote(parts.path).strip("/"), {k: v[0] for k, v in parse_qs(parts.query, True).items()}
+        return unquote(parts.path).strip("/"), {
+            k: v[0] for k, v in parse_qs(parts.query, True).items()
+        }
 
-    def _reply(self, status: int, body: bytes = b"", size: int | None = None, **headers: str) -> None:
+    def _reply(
+        self, status: int, body: bytes = b"", size: int | None = None, **headers: str
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if size is None else size))
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
@@ -138,7 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
             for name, size in names
         )
-        entries += "".join(f"<CommonPrefixes><Prefix>{escape(p)}</Prefix></CommonPrefixes>" for p in sorted(parts))
+        entries += "".join(
+            f"<CommonPrefixes><Prefix>{escape(p)}</Prefix></CommonPrefixes>" for p in sorted(parts)
+        )
         body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
         self._note(bucket, 0)
         self._reply(200, body)
@@ -152,7 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.server.path(key)
         with self.server.lock:
             expected = self.headers.get("If-Match")
-            if (self.headers.get("If-None-Match") and path.exists()) or (expected and expected != _tag(path)):
+            if (self.headers.get("If-None-Match") and path.exists()) or (
+                expected and expected != _tag(path)
+            ):
                 return self._reply(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             path.write_bytes(data)
         self._reply(200, ETag=_tag(path))
@@ -194,7 +206,10 @@ def serve_s3(directory: Path, kind: type[CountingS3] = CountingS3) -> Iterator[C
     """Serve a `CountingS3` at the endpoint that the environment names meanwhile."""
     with kind(directory) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        given = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "a"}
+        given = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+            "AWS_ACCESS_KEY_ID": "a",
+        }
         given |= {"AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
         before = {name: os.environ.get(name) for name in given}
         os.environ.update(given)
@@ -213,35 +228,89 @@ def make_model(work: Path, layers: int, hidden: int) -> Path:
     data_prep(out=f"{work}/prompts", train=64, eval=16, sft=64)
     base_model(out=f"{work}/tiny", prompts=f"{work}/prompts")
     words = AutoTokenizer.from_pretrained(Artifact(f"{work}/tiny").path / "model")
-    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 32}
-    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "tie_word_embeddings": True}
-    ends = {"bos_token_id": None, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
-    config = Qwen3Config(**shape, **heads, **ends, vocab_size=len(words), max_position_embeddings=1024)
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "head_dim": 32,
+    }
+    heads = {
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "tie_word_embeddings": True,
+    }
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+    }
+    config = Qwen3Config(
+        **shape, **heads, **ends, vocab_size=len(words), max_position_embeddings=1024
+    )
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(work / "model")
     words.save_pretrained(work / "model")
     return work / "model"
 
 
-def run_loop(url: str, model: Path, measure: Callable[..., None], iterations: int = 2, **options: Any) -> None:
+def run_loop(
+    url: str, model: Path, measure: Callable[..., None], iterations: int = 2, **options: Any
+) -> None:
     """Run the stages of a loop, each by `measure`; `options` are of its updates."""
     sampled = {"engine": "transformers", "max_tokens": 4}
     prompts, policy = f"{url}/data-prep", f"{url}/sft"
     measure("data_prep", data_prep, out=prompts, train=64, eval=16, sft=64)
     measure("base_model", base_model, out=f"{url}/base", prompts=prompts, model=str(model))
-    measure("sft", sft, out=policy, policy=f"{url}/base", prompts=prompts, max_steps=2, save_dtype="bfloat16")
+    measure(
+        "sft",
+        sft,
+        out=policy,
+        policy=f"{url}/base",
+        prompts=prompts,
+        max_steps=2,
+        save_dtype="bfloat16",
+    )
     for i in range(1, iterations + 1):
         here = f"{url}/iterations/{i}"
-        given = {"policy": policy, "prompts": prompts, "n": 2, "prompts_per_iteration": 4, **sampled}
+        given = {
+            "policy": policy,
+            "prompts": prompts,
+            "n": 2,
+            "prompts_per_iteration": 4,
+            **sampled,
+        }
         measure(f"rollout {i}", rollout, out=f"{here}/rollout", iteration=i, **given)
-        measure(f"reward {i}", reward, out=f"{here}/reward", rollouts=f"{here}/rollout", error_budget=0.5)
-        given = {"policy": policy, "rewards": f"{here}/reward", "iteration": i, "save_dtype": "bfloat16"}
-        measure(f"policy_update {i}", policy_update, out=f"{here}/policy-update", **given, **options)
+        measure(
+            f"reward {i}",
+            reward,
+            out=f"{here}/reward",
+            rollouts=f"{here}/rollout",
+            error_budget=0.5,
+        )
+        given = {
+            "policy": policy,
+            "rewards": f"{here}/reward",
+            "iteration": i,
+            "save_dtype": "bfloat16",
+        }
+        measure(
+            f"policy_update {i}", policy_update, out=f"{here}/policy-update", **given, **options
+        )
         policy = f"{here}/policy-update"
-    measure("evaluate", evaluate, out=f"{url}/evaluate", policy=policy, prompts=prompts, limit=4, **sampled)
+    measure(
+        "evaluate",
+        evaluate,
+        out=f"{url}/evaluate",
+        policy=policy,
+        prompts=prompts,
+        limit=4,
+        **sampled,
+    )
     measure("export", export, out=f"{url}/export", policy=policy)
 
 
-def count_updates(server: CountingS3, model: Path, work: Path, every: int, alone: bool) -> list[float]:
+def count_updates(
+    server: CountingS3, model: Path, work: Path, every: int, alone: bool
+) -> list[float]:
     """Count the updates of five iterations, replayed ones included, and MB that they read and wrote.
 
     Args:
@@ -250,7 +319,9 @@ def count_updates(server: CountingS3, model: Path, work: Path, every: int, alone
     sums, url = [0.0, 0.0, 0.0], f"s3://bucket/{every}-{alone}"
 
     def measure(name: str, stage: Any, **given: Any) -> None:
-        os.environ["TUNELOOP_CACHE"] = f"{work}/caches/{every}-{alone}" + (f"-{name}" if alone else "")
+        os.environ["TUNELOOP_CACHE"] = f"{work}/caches/{every}-{alone}" + (
+            f"-{name}" if alone else ""
+        )
         if alone:
             RESIDENT.options = None
         server.log.clear()
@@ -271,7 +342,9 @@ def _read_calls() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
     flags = parser.parse_args()
@@ -298,14 +371,21 @@ def main() -> None:
             run_loop(f"{work}/run", model, count_local)
             parameters = Artifact(f"{work}/run/base").manifest.results["parameters"]
             print(f"{parameters:,} parameters; MB of 1e6 bytes")
-            print(f"{'stage':<18} {'requests':>8} {'read MB':>10} {'written MB':>10} {'folder: read MB':>16}")
+            print(
+                f"{'stage':<18} {'requests':>8} {'read MB':>10} {'written MB':>10} {'folder: read MB':>16}"
+            )
             for name, (requests, *sizes) in counts.items():
-                print(f"{name:<18} {requests:>8.0f} " + " ".join(f"{s:>{w}.3f}" for s, w in zip(sizes, (10, 10, 16))))
+                print(
+                    f"{name:<18} {requests:>8.0f} "
+                    + " ".join(f"{s:>{w}.3f}" for s, w in zip(sizes, (10, 10, 16)))
+                )
             print(f"\n{'five updates':<28} {'updates':>8} {'read MB':>10} {'written MB':>10}")
             for every, alone in ((1, False), (5, False), (1, True), (5, True)):
                 found = count_updates(server, model, work, every, alone)
                 name = f"state_every={every}, {'a pod each' if alone else 'in one pod'}"
-                print(f"{name:<28} {found[0]:>8.0f} {found[1]:>10.3f} {found[2]:>10.3f}", flush=True)
+                print(
+                    f"{name:<28} {found[0]:>8.0f} {found[1]:>10.3f} {found[2]:>10.3f}", flush=True
+                )
 
 
 if __name__ == "__main__":

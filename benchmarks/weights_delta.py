@@ -88,7 +88,9 @@ class Clock:
     def __call__(self, name: str, work: Callable[[], object], size: int | None = None) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         work()
-        self.times.setdefault(name, []).append((time.perf_counter() - wall, time.process_time() - cpu))
+        self.times.setdefault(name, []).append(
+            (time.perf_counter() - wall, time.process_time() - cpu)
+        )
         if size is not None:
             self.sizes[name] = size
 
@@ -99,12 +101,17 @@ class Clock:
             count = self.sizes.get(name)
             bytes_, share = (f"{count:,}", f"{count / size:.2%}") if count else ("", "")
             spread = f"{min(walls):.3f} ({max(walls):.3f})"
-            table.add_row(name, bytes_, share, spread, f"{size / 1e9 / min(walls):.2f}", f"{min(cpus):.3f}")
+            table.add_row(
+                name, bytes_, share, spread, f"{size / 1e9 / min(walls):.2f}", f"{min(cpus):.3f}"
+            )
         return table
 
     def ratio(self, a: str, b: str) -> str:
         """Speed of `a` in that of `b`: the best turn of each, by the wall and by CPU time."""
-        wall, cpu = (min(turn[i] for turn in self.times[b]) / min(turn[i] for turn in self.times[a]) for i in (0, 1))
+        wall, cpu = (
+            min(turn[i] for turn in self.times[b]) / min(turn[i] for turn in self.times[a])
+            for i in (0, 1)
+        )
         return f"{wall:.2f} (cpu {cpu:.2f})"
 
 
@@ -116,8 +123,12 @@ class Memory:
 
     def __init__(self, clock: Clock, old: Checkpoint, new: Checkpoint) -> None:
         self.clock = clock
-        self.old, self.new, self.held = ({n: side.view(n).copy() for n in side.tensors} for side in (old, new, old))
-        self.digests = [{n: self.digest(data) for n, data in side.items()} for side in (self.new, self.old)]
+        self.old, self.new, self.held = (
+            {n: side.view(n).copy() for n in side.tensors} for side in (old, new, old)
+        )
+        self.digests = [
+            {n: self.digest(data) for n, data in side.items()} for side in (self.new, self.old)
+        ]
 
     def every(self, work: Callable[[str], Any]) -> dict[str, Any]:
         return dict(zip(self.old, map_ahead(work, self.old, delta.count_threads()), strict=True))
@@ -127,9 +138,14 @@ class Memory:
         return xxhash.xxh3_128_hexdigest(data.data)
 
     def turn(self) -> None:
-        self.clock("RAM: memcpy", lambda: self.every(lambda n: np.copyto(self.held[n], self.old[n])))
+        self.clock(
+            "RAM: memcpy", lambda: self.every(lambda n: np.copyto(self.held[n], self.old[n]))
+        )
         self.clock("RAM: xxh3-128 of both", lambda: self.every(self.parts))
-        self.clock("RAM: that, and finding what changed", lambda: self.every(lambda n: self.parts(n, find=True)))
+        self.clock(
+            "RAM: that, and finding what changed",
+            lambda: self.every(lambda n: self.parts(n, find=True)),
+        )
         for encoding in ENCODINGS:
             self.there_and_back(encoding)
 
@@ -155,12 +171,15 @@ class Memory:
         def apply(name: str, state: dict[str, str]) -> None:
             held = self.held[name]
             found = (
-                codec.apply_delta(held, held, payloads[name], 2, encoding) if name in payloads else self.digest(held)
+                codec.apply_delta(held, held, payloads[name], 2, encoding)
+                if name in payloads
+                else self.digest(held)
             )
             assert found == state[name]
 
         for state in self.digests:  # XOR undoes itself
-            self.clock(f"RAM: {encoding} apply + verify", lambda: self.every(lambda n: apply(n, state)))  # noqa: B023
+            label = f"RAM: {encoding} apply + verify"
+            self.clock(label, lambda: self.every(lambda n: apply(n, state)))  # noqa: B023
 
     def zstd(self) -> None:
         """All of it, once: slow, and of interest for its bytes."""
@@ -211,8 +230,13 @@ class Files:
             delta.DeltaFile(path, encoding, done.names, done.new, build_blame(path)),
             Checkpoint(self.place / "copy"),
         )
-        self.clock(f"{encoding} apply + verify", lambda: delta.patch_checkpoint(model, [opened], done.new))
-        self.clock.sizes |= {f"{encoding} encode": done.size, f"{encoding} apply + verify": done.size}
+        self.clock(
+            f"{encoding} apply + verify", lambda: delta.patch_checkpoint(model, [opened], done.new)
+        )
+        self.clock.sizes |= {
+            f"{encoding} encode": done.size,
+            f"{encoding} apply + verify": done.size,
+        }
         shutil.rmtree(self.place / "copy")
         return done.changed / done.elements
 
@@ -225,7 +249,10 @@ class Files:
         )
         publish_version(root, 0, old)
         materialize_version(root, 0, replica)
-        self.clock("publish (encode, write, fsync, pointer)", lambda: publish_version(root, 1, new, base=old))
+        self.clock(
+            "publish (encode, write, fsync, pointer)",
+            lambda: publish_version(root, 1, new, base=old),
+        )
         self.clock("materialize in place", lambda: materialize_version(root, 1, replica))
         shutil.rmtree(replica)
         self.clock("materialize from nothing", lambda: materialize_version(root, 1, replica))
@@ -235,7 +262,9 @@ class Files:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=4)
@@ -245,7 +274,9 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         place, clock = Path(scratch), Clock()
-        old, new = map(Checkpoint, exports(place, options.megabytes << 20, options.lr, options.steps))
+        old, new = map(
+            Checkpoint, exports(place, options.megabytes << 20, options.lr, options.steps)
+        )
         memory = Memory(clock, old, new)
         for _ in range(options.repeats):
             memory.turn()
@@ -256,10 +287,16 @@ def main() -> None:
             density = files.turn()
     steps = f"AdamW at {options.lr:g}, step {options.steps}: {density:.2%} changed; load {os.getloadavg()[0]:.0f}"
     out = Console(width=120)
-    out.print(clock.table(f"{new.size / 1e6:.0f} MB of bf16, {steps}; {delta.count_threads()} threads", new.size))
+    out.print(
+        clock.table(
+            f"{new.size / 1e6:.0f} MB of bf16, {steps}; {delta.count_threads()} threads", new.size
+        )
+    )
     ours, theirs = clock.sizes["gap8-xor encode"], clock.sizes["xor encode"]
     zstd = clock.sizes["RAM: all under zstd-1"]
-    out.print(f"bytes: 1/{new.size / ours:.0f} of full, 1/{zstd / ours:.0f} of zstd-1, {ours / theirs:.2f} of xor")
+    out.print(
+        f"bytes: 1/{new.size / ours:.0f} of full, 1/{zstd / ours:.0f} of zstd-1, {ours / theirs:.2f} of xor"
+    )
     for what in ("xxh3-128 of both", "that, and finding what changed"):
         out.print(f"{what}: {clock.ratio(f'RAM: {what}', 'RAM: memcpy')} of memcpy's speed")
     for what in ("encode", "apply + verify"):
@@ -269,7 +306,9 @@ def main() -> None:
         )
     published = clock.ratio("publish (encode, write, fsync, pointer)", "safetensors save + fsync")
     pulled = clock.ratio("materialize in place", "safetensors load")
-    out.print(f"publish: {published} of the speed of save + fsync; materialize in place: {pulled} of load's")
+    out.print(
+        f"publish: {published} of the speed of save + fsync; materialize in place: {pulled} of load's"
+    )
 
 
 if __name__ == "__main__":

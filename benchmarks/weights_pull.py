@@ -32,7 +32,12 @@ from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.weights.publish import publish_version
 
-ARGS = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28, "dtype": "bfloat16"}
+ARGS = {
+    "max_model_len": 256,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 28,
+    "dtype": "bfloat16",
+}
 
 
 class Trained:
@@ -40,8 +45,13 @@ class Trained:
 
     def __init__(self, model: Path, lr: float) -> None:
         self.model = model
-        self.masters = {n: torch.nn.Parameter(t.float()) for n, t in load_file(model / "model.safetensors").items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.masters = {
+            n: torch.nn.Parameter(t.float())
+            for n, t in load_file(model / "model.safetensors").items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     def step(self) -> None:
         for master in self.masters.values():
@@ -50,7 +60,9 @@ class Trained:
         self.save()
 
     def save(self) -> None:
-        tensors = {name: master.detach().to(torch.bfloat16) for name, master in self.masters.items()}
+        tensors = {
+            name: master.detach().to(torch.bfloat16) for name, master in self.masters.items()
+        }
         save_file(tensors, self.model / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -60,7 +72,17 @@ def ask(url: str, path: str, **about: Any) -> Any:
 
 
 def serve(root: str, poll_s: float) -> tuple[subprocess.Popen[str], str]:
-    line = [sys.executable, "-m", "tuneloop.inference.server", "--weights", root, "--host", "127.0.0.1", "--port", "0"]
+    line = [
+        sys.executable,
+        "-m",
+        "tuneloop.inference.server",
+        "--weights",
+        root,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     line += ["--poll-interval", str(poll_s), "--engine-args", json.dumps(ARGS)]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
     assert process.stderr
@@ -93,7 +115,9 @@ def follow(root: str, url: str, trained: Trained, version: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--versions", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--poll-interval", type=float, default=0.05)
@@ -108,21 +132,31 @@ def main() -> None:
         publish_version(root, 0, model)
         process, url = serve(root, flags.poll_interval)
         try:
-            taken = [follow(root, url, trained, version) for version in range(1, flags.versions + 1)]
+            taken = [
+                follow(root, url, trained, version) for version in range(1, flags.versions + 1)
+            ]
             held = ask(url, "/verify", method="POST")
         finally:
             process.kill()
             process.wait()
     table = Table(
-        "of each version", "median", "least", "most", title=f"{flags.versions} versions, {ARGS['dtype']}, CPU"
+        "of each version",
+        "median",
+        "least",
+        "most",
+        title=f"{flags.versions} versions, {ARGS['dtype']}, CPU",
     )
     for name in taken[0]:
         values = [about[name] for about in taken]
         form = "{:.2%}" if name == "bytes" else "{:.1f} ms"
         scale = 1 if name == "bytes" else 1e3
-        table.add_row(name, *(form.format(scale * f(values)) for f in (statistics.median, min, max)))
+        table.add_row(
+            name, *(form.format(scale * f(values)) for f in (statistics.median, min, max))
+        )
     Console(width=120).print(table)
-    print(f"{held['identical']} of {held['tensors']} tensors identical in the engine after the last")
+    print(
+        f"{held['identical']} of {held['tensors']} tensors identical in the engine after the last"
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from tuneloop.workflow.loop import Graph, StageSpec
 
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
-    data=data_prep.settings(without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128),
+    data=data_prep.settings(
+        without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128
+    ),
     model=base_model.settings(without=SET_BY_PIPELINE),
     sft=sft.settings(without=SET_BY_PIPELINE),
     reference=reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"}),

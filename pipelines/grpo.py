@@ -46,14 +46,24 @@ Config: Any = LoopPipelineConfig.with_sections(
 # and `endpoint` are always there), or outputs of a step before, under the names that they have in the YAML.
 LOOP = Loop(
     steps=[
-        Step(rollout, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"),
+        Step(
+            rollout, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"
+        ),
         Step(reward, rollouts="rollout.rollouts"),
-        Step(policy_update, policy="policy", rewards="reward.rewards", reference="reference", iteration="iteration"),
+        Step(
+            policy_update,
+            policy="policy",
+            rewards="reward.rewards",
+            reference="reference",
+            iteration="iteration",
+        ),
     ],
     carry={"policy": "policy-update.checkpoint"},
     constants=["prompts", "reference"],
     reward="reward.mean-reward",
-    check=Step(evaluate, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"),
+    check=Step(
+        evaluate, prompts="prompts", endpoint="endpoint", iteration="iteration", policy="policy"
+    ),
     finish=[
         Step(export, policy="policy"),
         Step(deploy_model, optional=True, model="export.model", metrics="evaluate.metrics"),
@@ -64,7 +74,10 @@ LOOP = Loop(
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves."""
     engine = {"engine": config.engine.name, "engine_args": config.engine.options}
-    first = {"publish_weights": not config.engine.fleet_has_base, "weight_encoding": config.engine.encoding}
+    first = {
+        "publish_weights": not config.engine.fleet_has_base,
+        "weight_encoding": config.engine.encoding,
+    }
     ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
         StageSpec(data_prep, config.data),

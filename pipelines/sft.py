@@ -31,7 +31,11 @@ def list_tuning_stages(config: Any) -> list[StageSpec]:
 
 def fine_tune(graph: Graph, model: Any, rows: Any) -> Any:
     """Draw these stages, and return the checkpoint."""
-    rows = graph.stage(tokenize_data, policy=model, prompts=rows).tokens if graph.config.tokenize else rows
+    rows = (
+        graph.stage(tokenize_data, policy=model, prompts=rows).tokens
+        if graph.config.tokenize
+        else rows
+    )
     return graph.stage(sft, policy=model, prompts=rows).checkpoint
 
 

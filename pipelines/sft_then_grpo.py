@@ -18,7 +18,9 @@ from tuneloop.workflow.loop import Graph, StageSpec
 grpo, tuning = (load_pipeline(name, beside=__file__) for name in ("grpo", "sft"))
 
 Config: Any = grpo.Config.with_sections(
-    tokenize=(tuning.Tokenize, False), data=data_prep.settings(without=grpo.GIVEN), sft=sft.settings(without=grpo.GIVEN)
+    tokenize=(tuning.Tokenize, False),
+    data=data_prep.settings(without=grpo.GIVEN),
+    sft=sft.settings(without=grpo.GIVEN),
 )
 
 

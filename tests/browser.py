@@ -22,7 +22,13 @@ from tests.waiting import LIMIT_S, until
 from tuneloop.ui.app import build_app
 
 LINE = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-port=0",
+    ),
     "--disable-features=IsolateSandboxedIframes",  # a frame in a process of its own is a target of its own
 )
 PATIENT: Any = {"max_size": None, "open_timeout": LIMIT_S, "ping_interval": None}
@@ -50,13 +56,18 @@ class Page:
                 return dict(said["result"])
             if said.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(said["params"]["exceptionDetails"]))
-            if said.get("method") == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
+            if (
+                said.get("method") == "Log.entryAdded"
+                and said["params"]["entry"]["level"] == "error"
+            ):
                 entry = said["params"]["entry"]
                 self.errors.append(f"{entry['text']} {entry.get('url', '')}".rstrip())
 
     def evaluate(self, script: str, **where: Any) -> Any:
         """Return what a script, or the promise that it is, comes to; in the page unless `where` has a contextId."""
-        found = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, **where)
+        found = self.ask(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, **where
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -82,7 +93,11 @@ class Page:
     def enter_frame(self) -> dict[str, Any]:
         """Return where `evaluate` finds the document of the page's one frame."""
         (child,) = self.ask("Page.getFrameTree")["frameTree"]["childFrames"]
-        return {"contextId": self.ask("Page.createIsolatedWorld", frameId=child["frame"]["id"])["executionContextId"]}
+        return {
+            "contextId": self.ask("Page.createIsolatedWorld", frameId=child["frame"]["id"])[
+                "executionContextId"
+            ]
+        }
 
     def press(self, key: str) -> None:
         """Press a key where the keyboard is."""
@@ -90,7 +105,9 @@ class Page:
             text = {"text": key} if kind == "keyDown" and len(key) == 1 else {}
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
-    def take_picture(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def take_picture(
+        self, path: Path, width: int = 1280, height: int = 900, dark: bool = False
+    ) -> None:
         """Write a PNG of the whole page as wide as given."""
         self.resize(width, height, dark)
         shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
@@ -99,7 +116,11 @@ class Page:
     def resize(self, width: int, height: int = 900, dark: bool = False) -> None:
         """Make the window as large as given, in CSS pixels, and the colours light or dark."""
         self.ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])

@@ -18,9 +18,13 @@ from tuneloop.kfp.previews import render_markdown_table
 
 def load_stages() -> Iterator[Component]:
     """Yield every stage that ships with tuneloop, by name."""
-    for module in sorted(pkgutil.iter_modules(tuneloop.stages.__path__), key=lambda each: each.name):
+    for module in sorted(
+        pkgutil.iter_modules(tuneloop.stages.__path__), key=lambda each: each.name
+    ):
         made = getattr(importlib.import_module(f"tuneloop.stages.{module.name}"), module.name)
-        assert isinstance(made, Component), f"tuneloop.stages.{module.name} defines another stage than {module.name}"
+        assert isinstance(made, Component), (
+            f"tuneloop.stages.{module.name} defines another stage than {module.name}"
+        )
         yield made
 
 
@@ -32,14 +36,26 @@ def render_stage_page(stage: Component) -> str:
     kinds = {name: _kind(each.type) for name, each in [*spec.inputs.items(), *spec.outputs.items()]}
     role = find_role(stage, {})
     where = "a CPU" if role == "cpu" else f"what `cluster.{role}` asks for"
-    where += ", or `cluster.cpu` where it calls a server" if "engine" in stage.Params.model_fields else ""
+    where += (
+        ", or `cluster.cpu` where it calls a server"
+        if "engine" in stage.Params.model_fields
+        else ""
+    )
     inputs = [
         (f"`--{to_kebab_case(name)}`", kinds[name], "required" if needed else "optional")
         for name, needed in stage.inputs.items()
     ]
-    outputs = [(f"`--{to_kebab_case(stage.output)}`", kinds[stage.output], "the URL where it is committed")]
-    shown = [(f"`{name}`", kind, "shown by Kubeflow Pipelines") for name, kind in _shown(stage, spec, kinds)]
-    results = [(f"`{name}`", kind.__name__, "result, for the workflow") for name, kind in stage.results.items()]
+    outputs = [
+        (f"`--{to_kebab_case(stage.output)}`", kinds[stage.output], "the URL where it is committed")
+    ]
+    shown = [
+        (f"`{name}`", kind, "shown by Kubeflow Pipelines")
+        for name, kind in _shown(stage, spec, kinds)
+    ]
+    results = [
+        (f"`{name}`", kind.__name__, "result, for the workflow")
+        for name, kind in stage.results.items()
+    ]
     parameters = [
         (f"`--{to_kebab_case(name)}`", kinds[name], _default(field), field.description or "")
         for name, field in stage.Params.model_fields.items()
@@ -53,7 +69,9 @@ def render_stage_page(stage: Component) -> str:
         "## Outputs",
         render_markdown_table(("name", "kind", ""), [*outputs, *results, *shown]),
         "## Parameters",
-        render_markdown_table(("flag", "type", "default", "meaning"), parameters) if parameters else "None.",
+        render_markdown_table(("flag", "type", "default", "meaning"), parameters)
+        if parameters
+        else "None.",
     ]
     return "\n\n".join(parts) + "\n"
 

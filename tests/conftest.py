@@ -12,7 +12,9 @@ settings.load_profile("tuneloop")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ instead of comparing")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden/ instead of comparing"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

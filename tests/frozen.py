@@ -9,5 +9,7 @@ from typing import Any
 
 def read_answers(page: str) -> dict[str, Any]:
     """Read of a frozen page what it would be answered, by path."""
-    (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', page, re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="frozen">(.*?)</script>', page, re.DOTALL
+    )
     return dict(json.loads(data)["answers"])

@@ -14,7 +14,11 @@ NUMBER = re.compile(r"-?\d{1,18}")
 def create_environment(row: Mapping[str, Any]) -> Environment:
     """Begin an episode over the number ``row["answer"]``. Raises UserError where it is not a whole number."""
     if not NUMBER.fullmatch(row["answer"]):
-        raise UserError(f"prompts row {row['id']}: answer", row["answer"], "the environment guess needs a whole number")
+        raise UserError(
+            f"prompts row {row['id']}: answer",
+            row["answer"],
+            "the environment guess needs a whole number",
+        )
     return Guess(int(row["answer"]))
 
 

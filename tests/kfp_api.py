@@ -65,8 +65,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply({"experiments": [{"experiment_id": "e1", "display_name": "tuneloop"}]})
             case ["v2beta1", "runs"]:
                 assert query["sort_by"] == "created_at desc"
-                found = sorted(self.named(self.server.runs, query), key=lambda run: run["created_at"], reverse=True)
-                at, size = int(query.get("page_token", 0)), min(int(query["page_size"]), self.server.page_size)
+                found = sorted(
+                    self.named(self.server.runs, query),
+                    key=lambda run: run["created_at"],
+                    reverse=True,
+                )
+                at, size = (
+                    int(query.get("page_token", 0)),
+                    min(int(query["page_size"]), self.server.page_size),
+                )
                 more = {"next_page_token": str(at + size)} if len(found) > at + size else {}
                 self.reply({"runs": found[at : at + size], **more})
             case ["v2beta1", "runs", run_id]:
@@ -79,7 +86,12 @@ class Handler(BaseHTTPRequestHandler):
                     packed = gzip.compress(json.dumps(self.server.nodes).encode())
                     status = {"nodes": None, "compressedNodes": base64.b64encode(packed).decode()}
                 workflow = {"metadata": {"name": "wf"}, "status": status}
-                self.reply({"run": {"id": run_id}, "pipeline_runtime": {"workflow_manifest": json.dumps(workflow)}})
+                self.reply(
+                    {
+                        "run": {"id": run_id},
+                        "pipeline_runtime": {"workflow_manifest": json.dumps(workflow)},
+                    }
+                )
             case ["v1alpha1", "runs", _, "nodes", pod, "log"] if pod in self.server.logs:
                 self.reply(self.server.logs[pod])
             case ["v2beta1", "pipelines"]:
@@ -102,7 +114,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         if path == "/apis/v2beta1/pipelines/upload_version":
             number = f"v{len(self.server.versions) + 1}"
-            made = {"pipeline_version_id": number, "pipeline_id": query["pipelineid"], "display_name": query["name"]}
+            made = {
+                "pipeline_version_id": number,
+                "pipeline_id": query["pipelineid"],
+                "display_name": query["name"],
+            }
             self.server.versions.append(made)
             self.reply(made)
             return
@@ -111,32 +127,44 @@ class Handler(BaseHTTPRequestHandler):
             check_message(body, "V2beta1Run")
             made = {**body, "run_id": f"r{len(self.server.runs) + 1}", "state": "RUNNING"}
             made["created_at"] = f"2026-11-22T08:{len(self.server.runs):02}:00Z"
-            self.server.runs.append(made | {"run_details": {"task_details": self.server.task_details}})
+            self.server.runs.append(
+                made | {"run_details": {"task_details": self.server.task_details}}
+            )
             self.reply(made)
         elif path == "/apis/v2beta1/recurringruns":
-            self.server.recurring.append({**body, "recurring_run_id": f"j{len(self.server.recurring) + 1}"})
+            self.server.recurring.append(
+                {**body, "recurring_run_id": f"j{len(self.server.recurring) + 1}"}
+            )
             self.reply(self.server.recurring[-1])
         elif match := re.fullmatch(r"/apis/v2beta1/runs/(\w+):terminate", path):
-            next(run for run in self.server.runs if run["run_id"] == match[1])["state"] = "CANCELING"
+            next(run for run in self.server.runs if run["run_id"] == match[1])["state"] = (
+                "CANCELING"
+            )
             self.reply({})
         else:
             self.reply({"error_message": f"no {path}"}, 404)
 
     def do_DELETE(self) -> None:
         name = self.path.rpartition("/")[2]
-        self.server.recurring = [each for each in self.server.recurring if each["recurring_run_id"] != name]
+        self.server.recurring = [
+            each for each in self.server.recurring if each["recurring_run_id"] != name
+        ]
         self.reply({})
 
     def named(self, listed: list[dict[str, Any]], query: dict[str, str]) -> list[dict[str, Any]]:
         (predicate,) = json.loads(query["filter"])["predicates"]
         assert predicate["key"] == "display_name"
-        match: Any = {"EQUALS": operator.eq, 1: operator.eq, "IS_SUBSTRING": operator.contains}[predicate["operation"]]
+        match: Any = {"EQUALS": operator.eq, 1: operator.eq, "IS_SUBSTRING": operator.contains}[
+            predicate["operation"]
+        ]
         return [each for each in listed if match(each["display_name"], predicate["stringValue"])]
 
     def reply(self, body: Any, code: int = 200) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(code)
-        self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
+        self.send_header(
+            "Content-Type", "text/plain" if isinstance(body, str) else "application/json"
+        )
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

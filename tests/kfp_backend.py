@@ -95,7 +95,9 @@ class Backend:
         self._types: dict[str, int] = {}
         self._cache: dict[str, int] = {}
 
-    def run(self, package: Path, name: str, *, cache: bool = True, run_id: str = "", **parameters: Any) -> BackendRun:
+    def run(
+        self, package: Path, name: str, *, cache: bool = True, run_id: str = "", **parameters: Any
+    ) -> BackendRun:
         """Run a compiled pipeline to its end.
 
         Raises:
@@ -130,7 +132,9 @@ class Backend:
 class Interpreter:
     """Interprets the compiled specification of one run."""
 
-    def __init__(self, backend: Backend, run: BackendRun, spec: Mapping[str, Any], cache: bool) -> None:
+    def __init__(
+        self, backend: Backend, run: BackendRun, spec: Mapping[str, Any], cache: bool
+    ) -> None:
         self.backend, self.run, self.spec, self.cache = backend, run, spec, cache
         self.store = backend.store
         self.macros = {
@@ -141,15 +145,21 @@ class Interpreter:
 
     # ------------------------------------------------------------------ driver
 
-    def run_dag(self, name: str, path: str, component: Mapping[str, Any], given: Values, parent: int | None) -> None:
+    def run_dag(
+        self, name: str, path: str, component: Mapping[str, Any], given: Values, parent: int | None
+    ) -> None:
         """Run the tasks of a DAG; raises the first failure once nothing of it can be started any more."""
         tasks = component["dag"]["tasks"]
-        dag = self.create_execution("system.DAGExecution", name, path, given, parent, total_dag_tasks=len(tasks))
+        dag = self.create_execution(
+            "system.DAGExecution", name, path, given, parent, total_dag_tasks=len(tasks)
+        )
         succeeded, failed = set[str](), dict[str, TaskFailed]()
         waiting = dict(tasks)
         while waiting:
             ended = succeeded | set(failed)
-            ready = next((k for k, task in waiting.items() if _is_ready(task, succeeded, ended)), None)
+            ready = next(
+                (k for k, task in waiting.items() if _is_ready(task, succeeded, ended)), None
+            )
             if ready is None:
                 break  # what they depend on has failed
             task = waiting.pop(ready)
@@ -161,16 +171,22 @@ class Interpreter:
         for error in failed.values():
             raise error
 
-    def run_task(self, name: str, path: str, task: Mapping[str, Any], scope: Values, dag: int) -> None:
+    def run_task(
+        self, name: str, path: str, task: Mapping[str, Any], scope: Values, dag: int
+    ) -> None:
         component = self.spec["components"][task["componentRef"]["name"]]
         given = self.resolve_inputs(task, component, scope, path)
-        assert "parameterIterator" not in task and "condition" not in task.get("triggerPolicy", {}), "ours have none"
+        assert "parameterIterator" not in task and "condition" not in task.get(
+            "triggerPolicy", {}
+        ), "ours have none"
         if "dag" in component:
             self.run_dag(name, path, component, given, dag)
         else:
             self.run_container(name, path, task, component, given, dag)
 
-    def resolve_inputs(self, task: Mapping[str, Any], component: Mapping[str, Any], scope: Values, path: str) -> Values:
+    def resolve_inputs(
+        self, task: Mapping[str, Any], component: Mapping[str, Any], scope: Values, path: str
+    ) -> Values:
         wanted = component.get("inputDefinitions", {})
         inputs, resolved = task.get("inputs", {}), Values()
         beside = path.rpartition("/")[0]
@@ -179,7 +195,9 @@ class Interpreter:
                 value = scope.parameters.get(source["componentInputParameter"])
             elif "taskOutputParameter" in source:
                 made = source["taskOutputParameter"]
-                value = self.run.outputs[f"{beside}/{made['producerTask']}"].parameters[made["outputParameterKey"]]
+                value = self.run.outputs[f"{beside}/{made['producerTask']}"].parameters[
+                    made["outputParameterKey"]
+                ]
             else:
                 value = source["runtimeValue"]["constant"]
                 value = self.macros.get(value, value) if isinstance(value, str) else value
@@ -193,11 +211,17 @@ class Interpreter:
                 outputs = self.run.outputs[f"{beside}/{made['producerTask']}"]
                 resolved.artifacts[name] = outputs.artifacts[made["outputArtifactKey"]]
         for name, definition in wanted.get("parameters", {}).items():
-            assert name in resolved.parameters or definition.get("isOptional"), f"{path}: {name} is not given"
+            assert name in resolved.parameters or definition.get("isOptional"), (
+                f"{path}: {name} is not given"
+            )
             if name in resolved.parameters:
-                _check_type(f"{path}: {name}", definition["parameterType"], resolved.parameters[name])
+                _check_type(
+                    f"{path}: {name}", definition["parameterType"], resolved.parameters[name]
+                )
         for name, definition in wanted.get("artifacts", {}).items():
-            assert name in resolved.artifacts or definition.get("isOptional"), f"{path}: {name} is not given"
+            assert name in resolved.artifacts or definition.get("isOptional"), (
+                f"{path}: {name} is not given"
+            )
         return resolved
 
     def create_execution(
@@ -215,7 +239,9 @@ class Interpreter:
         execution.custom_properties["task_name"].string_value = name
         execution.custom_properties["parent_dag_id"].int_value = parent or 0
         execution.custom_properties["total_dag_tasks"].int_value = total_dag_tasks
-        pairs = [(artifact, _event(pb.Event.INPUT, key)) for key, artifact in given.artifacts.items()]
+        pairs = [
+            (artifact, _event(pb.Event.INPUT, key)) for key, artifact in given.artifacts.items()
+        ]
         made: int = self.store.put_execution(execution, pairs, [])[0]
         self.run.executions[path] = made
         return made
@@ -223,9 +249,17 @@ class Interpreter:
     # ------------------------------------------------------------------ launcher
 
     def run_container(
-        self, name: str, path: str, task: Mapping[str, Any], component: Mapping[str, Any], given: Values, dag: int
+        self,
+        name: str,
+        path: str,
+        task: Mapping[str, Any],
+        component: Mapping[str, Any],
+        given: Values,
+        dag: int,
     ) -> None:
-        container = self.spec["deploymentSpec"]["executors"][component["executorLabel"]]["container"]
+        container = self.spec["deploymentSpec"]["executors"][component["executorLabel"]][
+            "container"
+        ]
         key = _compute_fingerprint(self.spec["pipelineInfo"]["name"], component, container, given)
         number = self.create_execution("system.ContainerExecution", name, path, given, dag)
         enabled = self.cache and task.get("cachingOptions", {}).get("enableCache", False)
@@ -251,7 +285,9 @@ class Interpreter:
         finally:
             self.update_dag(dag)
 
-    def provision(self, path: str, attempt: int, component: Mapping[str, Any], given: Values) -> dict[str, Any]:
+    def provision(
+        self, path: str, attempt: int, component: Mapping[str, Any], given: Values
+    ) -> dict[str, Any]:
         """Build the executor input, with the defaults that the launcher adds."""
         place = self.backend.root / self.run.id / path / str(attempt)
         definitions = component.get("inputDefinitions", {}).get("parameters", {})
@@ -261,14 +297,23 @@ class Interpreter:
         return {
             "inputs": {
                 "parameterValues": {**defaults, **given.parameters},
-                "artifacts": {k: {"artifacts": [_describe(each)]} for k, each in given.artifacts.items()},
+                "artifacts": {
+                    k: {"artifacts": [_describe(each)]} for k, each in given.artifacts.items()
+                },
             },
             "outputs": {
                 "artifacts": {
-                    k: {"artifacts": [{"name": k, "uri": str(place / k), "type": each["artifactType"]}]}
+                    k: {
+                        "artifacts": [
+                            {"name": k, "uri": str(place / k), "type": each["artifactType"]}
+                        ]
+                    }
                     for k, each in {**outputs.get("artifacts", {}), **logs}.items()
                 },
-                "parameters": {k: {"outputFile": str(place / "parameters" / k)} for k in outputs.get("parameters", {})},
+                "parameters": {
+                    k: {"outputFile": str(place / "parameters" / k)}
+                    for k in outputs.get("parameters", {})
+                },
                 "outputFile": str(place / "executor_output.json"),
             },
         }
@@ -284,12 +329,20 @@ class Interpreter:
             return text
 
         assert container["command"][0] == "python3"
-        command = [python(), *(compile_text(word) for word in (*container["command"][1:], *container.get("args", ())))]
+        command = [
+            python(),
+            *(
+                compile_text(word)
+                for word in (*container["command"][1:], *container.get("args", ()))
+            ),
+        ]
         environment = {each["name"]: each["value"] for each in container.get("env", ())}
         log = Path(executor_input["outputs"]["artifacts"]["executor-logs"]["artifacts"][0]["uri"])
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as file:
-            done = subprocess.run(command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                command, env={**os.environ, **environment}, stdout=file, stderr=subprocess.STDOUT
+            )
         print(log.read_text())
         return done.returncode == 0
 
@@ -321,14 +374,23 @@ class Interpreter:
             artifact.custom_properties["name"].string_value = name
             if new:
                 (artifact.id,) = self.store.put_artifacts([artifact])
-        pairs = [(artifact, _event(pb.Event.OUTPUT, name)) for name, artifact in outputs.artifacts.items()]
+        pairs = [
+            (artifact, _event(pb.Event.OUTPUT, name))
+            for name, artifact in outputs.artifacts.items()
+        ]
         self.store.put_execution(execution, pairs, [])
 
     def read_outputs(self, number: int) -> Values:
         (execution,) = self.store.get_executions_by_id([number])
-        events = [e for e in self.store.get_events_by_execution_ids([number]) if e.type == pb.Event.OUTPUT]
+        events = [
+            e for e in self.store.get_events_by_execution_ids([number]) if e.type == pb.Event.OUTPUT
+        ]
         names = {event.artifact_id: event.path.steps[0].key for event in events}
-        artifacts = {names[each.id]: each for each in self.store.get_artifacts_by_id([*names])} if names else {}
+        artifacts = (
+            {names[each.id]: each for each in self.store.get_artifacts_by_id([*names])}
+            if names
+            else {}
+        )
         return Values(json.loads(execution.custom_properties["outputs"].string_value), artifacts)
 
     def update_dag(self, number: int) -> None:
@@ -353,13 +415,22 @@ class Interpreter:
 
 
 def _is_ready(task: Mapping[str, Any], succeeded: set[str], ended: set[str]) -> bool:
-    enough = ended if task.get("triggerPolicy", {}).get("strategy") == "ALL_UPSTREAM_TASKS_COMPLETED" else succeeded
+    enough = (
+        ended
+        if task.get("triggerPolicy", {}).get("strategy") == "ALL_UPSTREAM_TASKS_COMPLETED"
+        else succeeded
+    )
     return set(task.get("dependentTasks", ())) <= enough
 
 
 def _check_type(what: str, kind: str, value: Any) -> None:
     expected: Mapping[str, Any] = {
-        **{"STRING": str, "NUMBER_INTEGER": (int, float), "NUMBER_DOUBLE": (int, float), "BOOLEAN": bool},
+        **{
+            "STRING": str,
+            "NUMBER_INTEGER": (int, float),
+            "NUMBER_DOUBLE": (int, float),
+            "BOOLEAN": bool,
+        },
         **{"LIST": list, "STRUCT": dict},
     }
     good = isinstance(value, expected[kind]) and (kind == "BOOLEAN" or not isinstance(value, bool))

@@ -33,14 +33,33 @@ def write_tasks(folder: Path, policy: Artifact) -> str:
         rows.append({"question": request.id, "choices": CHOICES, "gold": gold, "said": told})
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder.with_name("cache"))}
-    shared = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
-    choose = {"task": "digits_choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
+    data = {
+        "data_files": {"test": str(folder / "rows.jsonl")},
+        "cache_dir": str(folder.with_name("cache")),
+    }
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": data,
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    choose = {
+        "task": "digits_choose",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+    }
     choose |= {"doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
     say = {"task": "digits_say", "output_type": "generate_until", "doc_to_target": "{{said}}"}
-    say |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 2}, "metric_list": [{"metric": "exact_match"}]}
+    say |= {
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 2},
+        "metric_list": [{"metric": "exact_match"}],
+    }
     both = {"group": "digits", "task": ["digits_choose", "digits_say"]}
-    for name, about in (("choose", {**shared, **choose}), ("say", {**shared, **say}), ("both", both)):
+    for name, about in (
+        ("choose", {**shared, **choose}),
+        ("say", {**shared, **say}),
+        ("both", both),
+    ):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(about))
     return str(folder)
 

@@ -18,7 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.waiting import until
 from tuneloop.core import fencing
@@ -30,15 +36,26 @@ CHARACTERS = [*"0123456789abcdefghijklmnopqrstuvwxyz", " ", "="]
 
 
 def tiny_model(
-    directory: Path, arch: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, tie: bool = True
+    directory: Path,
+    arch: str = "qwen3",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    tie: bool = True,
 ) -> Path:
     """A decoder of two layers, 32 wide, with a tokenizer of one token a character; returns `directory`."""
-    kind = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[arch]
+    kind = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
+        arch
+    ]
     vocabulary = {text: i for i, text in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>", model_max_length=64
+        tokenizer_object=core,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=64,
     )
     torch.manual_seed(seed)
     config = kind[0](
@@ -72,7 +89,9 @@ def commit(url: Path | str, stage: str, files: Path | None = None, **facts: Any)
 
 
 @contextlib.contextmanager
-def lease_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Artifact, Path], None]]:
+def lease_of(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Artifact, Path], None]]:
     """A device lease for what computes in the block; what is given asserts that it was released in time.
 
     That is, after the last step (its metrics), and before any weights of the checkpoint, its canary, its manifest and
@@ -84,7 +103,11 @@ def lease_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     def check(made: Artifact, weights: Path) -> None:
         until(lambda: turns.read().idle)
         at = file.with_suffix(".released").stat().st_mtime_ns
-        committed = [made.path.parent / "manifest.json", made.path / "canary.json", *made.path.rglob("*.safetensors")]
+        committed = [
+            made.path.parent / "manifest.json",
+            made.path / "canary.json",
+            *made.path.rglob("*.safetensors"),
+        ]
         published = [path for path in weights.rglob("*") if path.is_file()]
         assert len(committed) > 2 and published
         assert (made.path / "metrics.jsonl").stat().st_mtime_ns <= at
@@ -94,11 +117,15 @@ def lease_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         yield check
 
 
-def checkpoint_artifact(url: Path | str, arch: str = "qwen3", *, version: int = 0, **model: Any) -> Artifact:
+def checkpoint_artifact(
+    url: Path | str, arch: str = "qwen3", *, version: int = 0, **model: Any
+) -> Artifact:
     """What `base_model` commits, with a tiny model."""
     draft = Draft(str(url), attempt="data-test")
     tiny_model(draft.path / "model", arch, **model)
-    opened = (Qwen3ForCausalLM if arch == "qwen3" else LlamaForCausalLM).from_pretrained(draft.path / "model")
+    opened = (Qwen3ForCausalLM if arch == "qwen3" else LlamaForCausalLM).from_pretrained(
+        draft.path / "model"
+    )
     write_canary(opened, draft.path / "canary.json")
     return commit(url, "base_model", version=version)
 
@@ -130,13 +157,21 @@ def prompts_artifact(url: Path | str, sft: Sequence[dict[str, Any]] | None = Non
     ]
     for name in ("train", "eval"):
         pq.write_table(pa.Table.from_pylist(questions), draft.path / f"{name}.parquet")
-    schema = pa.schema([("id", "string"), ("prompt", "string"), ("chat", "bool"), ("completion", "string")])
+    schema = pa.schema(
+        [("id", "string"), ("prompt", "string"), ("chat", "bool"), ("completion", "string")]
+    )
     pq.write_table(pa.Table.from_pylist(rows, None if rows else schema), draft.path / "sft.parquet")
     return commit(url, "data_prep")
 
 
 def rollout_rows(
-    policy: Artifact, groups: int = 4, n: int = 4, *, seed: int = 0, vocab_size: int = 41, gap: float = 0.0
+    policy: Artifact,
+    groups: int = 4,
+    n: int = 4,
+    *,
+    seed: int = 0,
+    vocab_size: int = 41,
+    gap: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Random completions of random prompts, scored at random, with the log-probabilities of the policy's model.
 
@@ -151,7 +186,9 @@ def rollout_rows(
             completion = [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, 7))]
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].float()
-            picked = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
+            picked = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(
+                1, torch.tensor(completion)[:, None]
+            )[:, 0]
             version = policy.manifest.facts["version"]
             rows.append(
                 {
@@ -184,13 +221,19 @@ def rewards_artifact(
     rows = rollout_rows(policy) if rows is None else rows
     ints = pa.list_(pa.int32())
     types = {"prompt_ids": ints, "completion_ids": ints, "policy_versions": ints}
-    types |= {"logprobs": pa.list_(pa.float32()), "loss_mask": pa.list_(pa.bool_()), "score": pa.float32()}
+    types |= {
+        "logprobs": pa.list_(pa.float32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "score": pa.float32(),
+    }
     columns = list(rows[0]) if rows else list(rollout_rows(policy, 1, 1)[0])
     schema = pa.schema([(name, types.get(name, pa.string())) for name in columns])
     draft = Draft(str(url), attempt="data-test")
     pq.write_table(pa.Table.from_pylist(list(rows), schema), draft.path / "rewards.parquet")
     said = {"version": policy.manifest.facts["version"], "digest": policy.manifest.digest}
-    return commit(url, "reward", **{**said, "engine": "test", "sampling": {"temperature": 1.0}, **facts})
+    return commit(
+        url, "reward", **{**said, "engine": "test", "sampling": {"temperature": 1.0}, **facts}
+    )
 
 
 def _model(policy: Artifact) -> Any:
@@ -204,7 +247,11 @@ def sigterm_while_training(out: Path) -> None:
     armed = [True]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if armed and event == "open" and re.fullmatch(rf"{out}/data-[^/]*/metrics\.jsonl", str(arguments[0])):
+        if (
+            armed
+            and event == "open"
+            and re.fullmatch(rf"{out}/data-[^/]*/metrics\.jsonl", str(arguments[0]))
+        ):
             armed.clear()
             os.kill(os.getpid(), signal.SIGTERM)
 

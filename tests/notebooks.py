@@ -32,7 +32,9 @@ def find_fault(path: Path) -> str | None:
         return "a cell ended with an error"
     if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
         return "its cells were not run from top to bottom"
-    if named := re.search(rf"/tmp/(?!work\b)[\w.-]+|(?<!\w)/(home|root)\b|{ROOT}", path.read_text()):
+    if named := re.search(
+        rf"/tmp/(?!work\b)[\w.-]+|(?<!\w)/(home|root)\b|{ROOT}", path.read_text()
+    ):
         return f"it names a path of the machine that ran it, {named.group()}"
     return f"it has more than {LIMIT_BYTES} bytes" if path.stat().st_size > LIMIT_BYTES else None
 
@@ -40,7 +42,14 @@ def find_fault(path: Path) -> str | None:
 def describe_outputs(book: nbformat.NotebookNode) -> list[list[str]]:
     """Return the kinds of each code cell's outputs, the same on every machine: ``stdout``, ``image/svg+xml``."""
     return [
-        sorted({kind for output in cell.outputs for kind in [output.get("name"), *output.get("data", ())] if kind})
+        sorted(
+            {
+                kind
+                for output in cell.outputs
+                for kind in [output.get("name"), *output.get("data", ())]
+                if kind
+            }
+        )
         for cell in book.cells
         if cell.cell_type == "code"
     ]
@@ -65,7 +74,9 @@ def run_notebook(path: Path, folder: Path, timeout_s: float) -> nbformat.Noteboo
 def _cut_paths(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
     """Write ``/tmp/work`` for folders that the notebook made, and paths of the checkout from there on."""
     text = json.dumps(outputs).replace(f"{ROOT}/", "")
-    return [nbformat.from_dict(each) for each in json.loads(re.sub(r"/tmp/[\w.-]+", "/tmp/work", text))]
+    return [
+        nbformat.from_dict(each) for each in json.loads(re.sub(r"/tmp/[\w.-]+", "/tmp/work", text))
+    ]
 
 
 def _join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:

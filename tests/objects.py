@@ -66,12 +66,16 @@ def serve_bucket(
             if refuse(key or query.get("prefix", [""])[0]):
                 self.answer(503, b"")
             elif kind == "LIST":
-                self.answer(200, list_page(objects, **{name: values[0] for name, values in query.items()}))
+                self.answer(
+                    200, list_page(objects, **{name: values[0] for name, values in query.items()})
+                )
             elif kind == "PUT":
                 objects[key] = self.rfile.read(int(self.headers["Content-Length"]))
                 self.answer(200, b"", objects[key])
             else:
-                self.answer(200 if key in objects else 404, objects.get(key, b""), objects.get(key, b""))
+                self.answer(
+                    200 if key in objects else 404, objects.get(key, b""), objects.get(key, b"")
+                )
 
         do_HEAD = do_PUT = do_GET
 
@@ -113,12 +117,16 @@ def list_page(objects: dict[str, bytes], **query: str) -> bytes:
             at += 1
     more = at < len(names) and names[at].startswith(prefix)
     body = [f"<IsTruncated>{str(more).lower()}</IsTruncated>"]
-    body += [f"<NextContinuationToken>{escape(names[at - 1])}</NextContinuationToken>"] if more else []
+    body += (
+        [f"<NextContinuationToken>{escape(names[at - 1])}</NextContinuationToken>"] if more else []
+    )
     for name in contents:
         about = f"<ETag>{escape(tag(objects[name]))}</ETag><Size>{len(objects[name])}</Size>"
         when = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
         body.append(f"<Contents><Key>{escape(name)}</Key>{when}{about}</Contents>")
-    body += [f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in prefixes]
+    body += [
+        f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in prefixes
+    ]
     return f'<?xml version="1.0"?><ListBucketResult>{"".join(body)}</ListBucketResult>'.encode()
 
 

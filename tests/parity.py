@@ -54,18 +54,27 @@ class Outcomes:
         """Yield each row that names tests, with ``passed``, ``left out`` or the tests that fail it."""
         for row in self.rows:
             of = {name: self.seen.get(name, set()) for name in row.tests}
-            bad = [name for name, said in of.items() if "failed" in said or not said & {"passed", "left out"}]
+            bad = [
+                name
+                for name, said in of.items()
+                if "failed" in said or not said & {"passed", "left out"}
+            ]
             if bad or (row.state == "shown" and not of):
                 yield row, f"failed: {', '.join(bad) or 'it names no test'}"
             elif of:
-                yield row, "left out" if any("left out" in said for said in of.values()) else "passed"
+                yield (
+                    row,
+                    "left out" if any("left out" in said for said in of.values()) else "passed",
+                )
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         for item in items:
             self.add(item.nodeid, "left out")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed:  # a set-up that fails, or skips, is all that there is
+        if (
+            report.when == "call" or not report.passed
+        ):  # a set-up that fails, or skips, is all that there is
             self.add(report.nodeid, report.outcome)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -79,7 +88,9 @@ class Outcomes:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-table", type=Path, default=TABLE, help="the table whose tests are run")
+    parser.addoption(
+        "--parity-table", type=Path, default=TABLE, help="the table whose tests are run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -34,7 +34,9 @@ def tokenizer(context: int = 1024) -> Any:
     return train_tokenizer(iter(TEXTS), 512, context)
 
 
-def model(seed: int = 0, *, tied: bool = True, family: type[Any] = Qwen3Config, context: int = 1024) -> Any:
+def model(
+    seed: int = 0, *, tied: bool = True, family: type[Any] = Qwen3Config, context: int = 1024
+) -> Any:
     """A random decoder with matrices four times the usual, so that its distributions have peaks."""
     words = tokenizer()
     config = family(
@@ -56,7 +58,12 @@ def model(seed: int = 0, *, tied: bool = True, family: type[Any] = Qwen3Config, 
 
 
 def commit_policy(
-    url: Path, version: int = 0, *, canary_of: Any = None, rewards: Artifact | None = None, **about: Any
+    url: Path,
+    version: int = 0,
+    *,
+    canary_of: Any = None,
+    rewards: Artifact | None = None,
+    **about: Any,
 ) -> Artifact:
     """A checkpoint of `model(version, **about)`; with the canary of another model, and the groups that rewards carry,
     where these are given."""
@@ -71,11 +78,20 @@ def commit_policy(
     return Artifact(str(url))
 
 
-def commit_prompts(url: Path, prompts: list[str], *, chat: bool = False, reward: str = '{"exact": 1.0}') -> Artifact:
+def commit_prompts(
+    url: Path, prompts: list[str], *, chat: bool = False, reward: str = '{"exact": 1.0}'
+) -> Artifact:
     """The same prompts to train on and to evaluate; the answer is the prompt itself."""
     draft = Draft(str(url))
     rows = [
-        {"id": f"p{i}", "prompt": text, "chat": chat, "answer": text, "reward": reward, "metadata": "{}"}
+        {
+            "id": f"p{i}",
+            "prompt": text,
+            "chat": chat,
+            "answer": text,
+            "reward": reward,
+            "metadata": "{}",
+        }
         for i, text in enumerate(prompts)
     ]
     for name in ("train", "eval"):

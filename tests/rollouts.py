@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.rollouts import FILE, SCHEMA
 
-SCORED = pa.schema([*SCHEMA, ("outcome", pa.string()), ("score", pa.float32()), ("breakdown", pa.string())])
+SCORED = pa.schema(
+    [*SCHEMA, ("outcome", pa.string()), ("score", pa.float32()), ("breakdown", pa.string())]
+)
 SAMPLES = 4
 """Completions of a prompt."""
 
@@ -41,7 +43,12 @@ def commit_scored_rollouts(
         rows.append(
             {
                 **dict.fromkeys(SCORED.names, ""),
-                **{"request_id": f"g{number}-s{sample}", "group": f"g{number}", "id": f"p{number}", "prompt_ids": [1]},
+                **{
+                    "request_id": f"g{number}-s{sample}",
+                    "group": f"g{number}",
+                    "id": f"p{number}",
+                    "prompt_ids": [1],
+                },
                 **{
                     "prompt": f"{prompt}{number}",
                     "completion": text,
@@ -49,18 +56,38 @@ def commit_scored_rollouts(
                     "finish_reason": "stop",
                 },
                 **{"completion_ids": tokens, "logprobs": [-0.5 * i for i in range(len(tokens))]},
-                **{"loss_mask": [i != 1 for i in range(len(tokens))], "policy_versions": [iteration] * len(tokens)},
-                **{"outcome": "unverifiable" if unsure else "score", "score": None if unsure else float(right)},
-                **{"breakdown": json.dumps({"exact": "no number" if unsure else float(right)}), "metadata": "{}"},
+                **{
+                    "loss_mask": [i != 1 for i in range(len(tokens))],
+                    "policy_versions": [iteration] * len(tokens),
+                },
+                **{
+                    "outcome": "unverifiable" if unsure else "score",
+                    "score": None if unsure else float(right),
+                },
+                **{
+                    "breakdown": json.dumps({"exact": "no number" if unsure else float(right)}),
+                    "metadata": "{}",
+                },
             }
         )
     facts = {"version": iteration, "sampling": {"temperature": 1.0}}
     at, table = f"{run}/iterations/{iteration}", pa.Table.from_pylist(rows, SCORED)
     draft = Draft(f"{at}/rollout")
     pq.write_table(table.select(SCHEMA.names), draft.path / FILE, row_group_size=group)
-    about: dict[str, Any] = {"facts": facts, "timings": {"total": 2.0}, "provenance": {"started": 10.0 * iteration}}
-    made = draft.commit(stage="rollout", role="sampler", kind="rollouts", inputs={"policy": policy.ref}, **about)
+    about: dict[str, Any] = {
+        "facts": facts,
+        "timings": {"total": 2.0},
+        "provenance": {"started": 10.0 * iteration},
+    }
+    made = draft.commit(
+        stage="rollout", role="sampler", kind="rollouts", inputs={"policy": policy.ref}, **about
+    )
     draft = Draft(f"{at}/reward")
     pq.write_table(table, draft.path / "rewards.parquet", row_group_size=group)
-    inputs, results = {"rollouts": f"{at}/rollout@{made.digest}"}, {"mean_reward": 0.5 + iteration / 10_000}
-    draft.commit(stage="reward", role="scorer", kind="rewards", inputs=inputs, results=results, **about)
+    inputs, results = (
+        {"rollouts": f"{at}/rollout@{made.digest}"},
+        {"mean_reward": 0.5 + iteration / 10_000},
+    )
+    draft.commit(
+        stage="reward", role="scorer", kind="rewards", inputs=inputs, results=results, **about
+    )

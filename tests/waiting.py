@@ -15,7 +15,11 @@ LIMIT_S = 300.0
 
 
 def until(
-    done: Callable[[], T], seconds: float = LIMIT_S, child: subprocess.Popen[Any] | None = None, *, pause: float = 0.01
+    done: Callable[[], T],
+    seconds: float = LIMIT_S,
+    child: subprocess.Popen[Any] | None = None,
+    *,
+    pause: float = 0.01,
 ) -> T:
     """What `done` returns, once that is true. All that is asserted afterwards of others' state belongs into `done`.
 
@@ -26,7 +30,9 @@ def until(
     deadline = time.monotonic() + seconds
     while not (found := done()):
         assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s"
-        assert child is None or child.poll() is None or done(), f"the process ended: {child.communicate()}"
+        assert child is None or child.poll() is None or done(), (
+            f"the process ended: {child.communicate()}"
+        )
         time.sleep(pause)
     return found
 

@@ -39,7 +39,11 @@ def forked(pid: int) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--warm-vllm", action="store_true", help="have the warm process import vLLM, for many servers")
+    parser.addoption(
+        "--warm-vllm",
+        action="store_true",
+        help="have the warm process import vLLM, for many servers",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,13 +66,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _start(config: pytest.Config) -> None:
     directory = Path(tempfile.mkdtemp(prefix="tuneloop-"))
     program, path = directory / "python", directory / "socket"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).with_name("forked.py")} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).with_name("forked.py")} "$@"\n'
+    )
     program.chmod(0o755)
     os.environ["PYTHON_EXEC"] = str(program)  # torchrun's own name of what starts its ranks
-    os.environ.update(base_environment({}))  # what is not started by an executor is to find the same
+    os.environ.update(
+        base_environment({})
+    )  # what is not started by an executor is to find the same
     more = [*MORE, *VLLM] if config.getoption("--warm-vllm") else MORE
     warm = subprocess.Popen(
-        [sys.executable, "-m", "tuneloop.local.warm", "stages", str(path), *more], stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "tuneloop.local.warm", "stages", str(path), *more],
+        stdin=subprocess.DEVNULL,
     )
     until(path.exists, child=warm)
     os.environ[WARM] = str(path)

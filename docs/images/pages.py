@@ -37,7 +37,9 @@ PROMPTS, SAMPLES, MOST_BYTES = 8, 8, 60_000
 SECONDS = {"rollout": 21.0, "reward": 1.4, "policy-update": 11.0}
 FIRST = "digits"
 RIGHT = "The digits from the last to the first are 9 8 7 6 5 4 3 2 1."
-WRONG = "It begins with the last digit, so I think it is 1 2 3 4 5 6 7 8 9, or perhaps another order."
+WRONG = (
+    "It begins with the last digit, so I think it is 1 2 3 4 5 6 7 8 9, or perhaps another order."
+)
 WORKFLOW = "spec: {templates: [{name: main, dag: {tasks: [{name: export, template: export}]}}]}"
 
 
@@ -53,21 +55,39 @@ class Maker:
     def __init__(self, store: Path, name: str, rate: float) -> None:
         self.at, self.rate, self.clock = store / name, rate, BEGAN
         self.draw = random.Random(name)
-        config = {"seed": len(name), "rollout": {"temperature": 1.0}, "grpo": {"learning_rate": round(rate * 1e-4, 8)}}
+        config = {
+            "seed": len(name),
+            "rollout": {"temperature": 1.0},
+            "grpo": {"learning_rate": round(rate * 1e-4, 8)},
+        }
         record = Record(
-            run=name, pipeline="sft_then_grpo", path="sft_then_grpo.py", config=config, store=f"file://{store}"
+            run=name,
+            pipeline="sft_then_grpo",
+            path="sft_then_grpo.py",
+            config=config,
+            store=f"file://{store}",
         )
         Run.create(record.model_copy(update={"created": BEGAN}), WORKFLOW)
         self.journal = Journal(self.at)
-        self.words, self.model = train_tokenizer(iter([RIGHT, WRONG] * 50), 512, 1024), policies.model()
+        self.words, self.model = (
+            train_tokenizer(iter([RIGHT, WRONG] * 50), 512, 1024),
+            policies.model(),
+        )
 
-    def commit(self, key: str, kind: str, seconds: float, files: Mapping[str, bytes], **about: Any) -> Manifest:
+    def commit(
+        self, key: str, kind: str, seconds: float, files: Mapping[str, bytes], **about: Any
+    ) -> Manifest:
         """Commit an artifact of these files and return its manifest."""
         draft = Draft(f"{self.at}/{key}")
         for name, data in files.items():
             (draft.path / name).parent.mkdir(exist_ok=True)
             (draft.path / name).write_bytes(data)
-        provenance = {"started": self.clock, "device": "cpu (x86_64)", "code": "0.1.0", "image": "tuneloop:0.1.0"}
+        provenance = {
+            "started": self.clock,
+            "device": "cpu (x86_64)",
+            "code": "0.1.0",
+            "image": "tuneloop:0.1.0",
+        }
         self.clock += seconds + 0.5
         stage = re.sub("-(before|after)$", "", key.rpartition("/")[2]).replace("-", "_")
         timings = {"total": seconds, **about.pop("timings", {})}
@@ -88,7 +108,16 @@ class Maker:
             files = {f"model/{path.name}": path.read_bytes() for path in Path(made).iterdir()}
             files["metrics.jsonl"] = write_lines(metrics)
             facts, results = {"version": version}, {"loss": metrics[-1]["loss"], "version": version}
-            said = self.commit(key, "checkpoint", seconds, files, role="trainer", facts=facts, results=results, **about)
+            said = self.commit(
+                key,
+                "checkpoint",
+                seconds,
+                files,
+                role="trainer",
+                facts=facts,
+                results=results,
+                **about,
+            )
             if self.at.name == FIRST:  # whose weights are pictured
                 publish_version(f"{self.at}/weights", version, made, source=said.digest)
         return f"{self.at}/{key}@{said.digest}"
@@ -115,26 +144,50 @@ class Maker:
         doubts = [self.draw.expovariate(0.5 if wrong else 4.0) for _ in ids]
         return {
             **dict.fromkeys(SCORED.names, ""),
-            **{"request_id": f"{group}-s{place % count:02d}", "group": group, "id": f"p{place // count}"},
+            **{
+                "request_id": f"{group}-s{place % count:02d}",
+                "group": group,
+                "id": f"p{place // count}",
+            },
             **{
                 "prompt": f"reverse {' '.join(prompt)} =",
                 "completion": text,
                 "answer": answer,
                 "finish_reason": "stop",
             },
-            **{"prompt_ids": [1], "completion_ids": ids, "logprobs": [-each for each in doubts], "metadata": "{}"},
-            **{"loss_mask": [True] * len(ids), "policy_versions": [version] * len(ids), "outcome": "score"},
+            **{
+                "prompt_ids": [1],
+                "completion_ids": ids,
+                "logprobs": [-each for each in doubts],
+                "metadata": "{}",
+            },
+            **{
+                "loss_mask": [True] * len(ids),
+                "policy_versions": [version] * len(ids),
+                "outcome": "score",
+            },
             **{"score": float(not wrong), "breakdown": json.dumps({"exact": float(not wrong)})},
         }
 
     def evaluate(self, name: str, policy: str, skill: float, version: int) -> None:
         """Commit an evaluation."""
         rows = self.sample(skill, 32, version)
-        about = {"version": version, "sampling": {"temperature": 0.0}, "outcomes": {"score": len(rows)}}
+        about = {
+            "version": version,
+            "sampling": {"temperature": 0.0},
+            "outcomes": {"score": len(rows)},
+        }
         results = {"mean_reward": sum(row["score"] for row in rows) / len(rows)}
         files = {"samples.parquet": write_table(rows, SCORED)}
         self.commit(
-            name, "metrics", 9.0, files, role="evaluator", inputs={"policy": policy}, facts=about, results=results
+            name,
+            "metrics",
+            9.0,
+            files,
+            role="evaluator",
+            inputs={"policy": policy},
+            facts=about,
+            results=results,
         )
 
     def iterate(self, i: int, policy: str) -> str:
@@ -166,13 +219,22 @@ class Maker:
         rewards = f"{self.at}/{at}/reward@{made.digest}"
         entropy, decay = 0.9 * math.exp(-i * self.rate / 12) + 0.05, math.exp(-i / 10)
         measures = {
-            **{"loss": noise(0.02), "kl": 0.002 * i + abs(noise(0.002)), "entropy": entropy + noise(0.02)},
-            **{"clip_fraction": 0.02 + 0.08 * decay + abs(noise(0.01)), "logprob_gap": 0.0021 + abs(noise(0.0004))},
+            **{
+                "loss": noise(0.02),
+                "kl": 0.002 * i + abs(noise(0.002)),
+                "entropy": entropy + noise(0.02),
+            },
+            **{
+                "clip_fraction": 0.02 + 0.08 * decay + abs(noise(0.01)),
+                "logprob_gap": 0.0021 + abs(noise(0.0004)),
+            },
             **{"grad_norm": 0.4 + decay + noise(0.08), "learning_rate": self.rate * 1e-4},
         }
         taken = SECONDS["policy-update"] + noise(0.8)
         inputs = {"policy": policy, "rewards": rewards}
-        return self.commit_checkpoint(f"{at}/policy-update", i + 1, taken, [measures], inputs=inputs)
+        return self.commit_checkpoint(
+            f"{at}/policy-update", i + 1, taken, [measures], inputs=inputs
+        )
 
     def skill(self, i: int) -> float:
         """Compute the share of right completions at an iteration."""
@@ -180,7 +242,10 @@ class Maker:
 
     def make(self, iterations: int, *, whole: bool = True) -> None:
         """Commit a run of so many iterations; with its evaluation and its exported model where it is whole."""
-        about = {"params": {"source": "digits", "train": 512, "eval": 256}, "results": {"prompts": 512}}
+        about = {
+            "params": {"source": "digits", "train": 512, "eval": 256},
+            "results": {"prompts": 512},
+        }
         prompts = self.commit("data-prep", "prompts", 1.2, {"train.jsonl": b"{}\n"}, **about)
         losses = [{"step": step, "loss": 2.4 * math.exp(-step / 9) + 0.4} for step in range(1, 41)]
         inputs = {"data": f"{self.at}/data-prep@{prompts.digest}"}
@@ -191,7 +256,14 @@ class Maker:
         if whole:
             self.evaluate("evaluate-after", policy, self.skill(iterations), iterations + 1)
             files = {"model.safetensors": b"\0" * 100_000}
-            self.commit("export", "model", 2.0, files, inputs={"policy": policy}, results={"parameters": 172_000})
+            self.commit(
+                "export",
+                "model",
+                2.0,
+                files,
+                inputs={"policy": policy},
+                results={"parameters": 172_000},
+            )
 
 
 def write_lines(rows: list[dict[str, float]]) -> bytes:
@@ -220,12 +292,22 @@ def make_store(store: Path) -> None:
         about: dict[str, Any] = {"started": BEGAN, "parameters": {"iterations": "40"}}
         maker.journal.write(Workflow("sft-then-grpo", **about))
         if name == "live":
-            node = Node("n", "live.rollout(0)", "rollout(0)", "rollout", "Pod", "Running", progress="37/64")
+            node = Node(
+                "n", "live.rollout(0)", "rollout(0)", "rollout", "Pod", "Running", progress="37/64"
+            )
             node.started = maker.clock
             maker.journal.write(node)
             continue
         if name == "too-large":
-            node = Node("n", "toy.policy-update(0)", "policy-update(0)", "policy-update", "Pod", "Failed", message=why)
+            node = Node(
+                "n",
+                "toy.policy-update(0)",
+                "policy-update(0)",
+                "policy-update",
+                "Pod",
+                "Failed",
+                message=why,
+            )
             node.started, node.finished, node.exit_code = maker.clock, maker.clock + 4, 137
             maker.journal.write(node)
             about["message"] = why
@@ -249,9 +331,9 @@ def take_picture(page: Page, path: Path, width: int, height: int, dark: bool) ->
     full = path.with_suffix(".full.png")
     page.take_picture(full, width, height, dark)
     with Image.open(full) as shot:
-        shot.convert("RGB").crop((0, 0, width, height)).quantize(128, dither=Image.Dither.NONE).save(
-            path, optimize=True
-        )
+        shot.convert("RGB").crop((0, 0, width, height)).quantize(
+            128, dither=Image.Dither.NONE
+        ).save(path, optimize=True)
     full.unlink()
     return path.stat().st_size
 

@@ -18,31 +18,50 @@ from tests.certify.supervise import Task, make_certificate
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.certify", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the plan")
-    parser.add_argument("--cluster", action="store_true", help="on the cluster that KUBECONFIG names")
-    parser.add_argument("--real", action="store_true", help="stages that train and sample with torch, not the toy's")
-    parser.add_argument("--injections", type=int, help="how many (default: 1000; real 50; on a cluster 30)")
+    parser.add_argument(
+        "--cluster", action="store_true", help="on the cluster that KUBECONFIG names"
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="stages that train and sample with torch, not the toy's"
+    )
+    parser.add_argument(
+        "--injections", type=int, help="how many (default: 1000; real 50; on a cluster 30)"
+    )
     parser.add_argument("--only", type=int, metavar="INDEX", help="this one of the plan alone")
     parser.add_argument("--kind", default="", help="those alone whose kind contains this")
-    parser.add_argument("--jobs", type=int, help="processes at a time (default: 2); on a cluster, runs (3)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the certificate there as JSON, too")
+    parser.add_argument(
+        "--jobs", type=int, help="processes at a time (default: 2); on a cluster, runs (3)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the certificate there as JSON, too"
+    )
     given = parser.parse_args(argv)
     if given.real and given.cluster:
-        parser.error("--real and --cluster exclude each other: the cluster's certificate is of the toy's stages")
+        parser.error(
+            "--real and --cluster exclude each other: the cluster's certificate is of the toy's stages"
+        )
     return certify_cluster(given) if given.cluster else certify_here(given)
 
 
 def certify_here(given: argparse.Namespace) -> int:
     """Certify runs on this machine, and return the exit code."""
     injections = given.injections or (50 if given.real else 1000)
-    made = make_certificate(Task(given.seed, injections, given.only, given.kind, given.real), given.jobs or 2)
+    made = make_certificate(
+        Task(given.seed, injections, given.only, given.kind, given.real), given.jobs or 2
+    )
     made.print()
     if given.output:
         given.output.write_text(made.dump())
     if made.violations:
         first = made.violations[0].injection
         what = "tests.certify --real" if given.real else "tests.certify"
-        again = f"python -m {what} --seed {given.seed} --injections {injections} --only {first.index}"
-        print(f"\n{len(made.violations)} violations; the first: {first}\nrepeat it alone: {again}", file=sys.stderr)
+        again = (
+            f"python -m {what} --seed {given.seed} --injections {injections} --only {first.index}"
+        )
+        print(
+            f"\n{len(made.violations)} violations; the first: {first}\nrepeat it alone: {again}",
+            file=sys.stderr,
+        )
     return bool(made.violations)
 
 

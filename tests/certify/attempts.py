@@ -26,7 +26,12 @@ from tuneloop.local.results import Result
 from tuneloop.local.retries import _pause, _refusal
 from tuneloop.local.spawn import adopt_orphans
 
-STRATEGY = {"limit": 1000, "retryPolicy": "Always", "expression": RETRY_STAGE, "backoff": {"duration": "10s"}}
+STRATEGY = {
+    "limit": 1000,
+    "retryPolicy": "Always",
+    "expression": RETRY_STAGE,
+    "backoff": {"duration": "10s"},
+}
 """As it is rendered; `tests/unit/core/test_ends.py` compares."""
 LIMIT_S = 600.0
 """Seconds after which an attempt hangs, however busy the machine is."""
@@ -85,7 +90,10 @@ class Ends:
         self.attempts += 1
         self.codes.append(ended.code)
         for _, seconds, committed in ended.stages:
-            self.lost, self.lost_s = self.lost + (not committed), self.lost_s + (0.0 if committed else seconds)
+            self.lost, self.lost_s = (
+                self.lost + (not committed),
+                self.lost_s + (0.0 if committed else seconds),
+            )
 
 
 def name_end(ended: Ended) -> Result:
@@ -94,7 +102,9 @@ def name_end(ended: Ended) -> Result:
 
 
 def run_until_ended(
-    work: Callable[[int], Callable[[], int]], scratch: Path, name: Callable[[Ended], Result] = name_end
+    work: Callable[[int], Callable[[], int]],
+    scratch: Path,
+    name: Callable[[Ended], Result] = name_end,
 ) -> Ends:
     """Run attempts until one ends with 0.
 
@@ -107,13 +117,19 @@ def run_until_ended(
     """
     ends, number, last = Ends(), 0, ""
     while True:
-        ended = run_apart(work(ends.attempts), scratch, {budget.ATTEMPT: str(number), budget.LAST_END: last})
+        ended = run_apart(
+            work(ends.attempts), scratch, {budget.ATTEMPT: str(number), budget.LAST_END: last}
+        )
         ends.add(ended)
         if ended.code == 0:
             return ends
         result = name(ended)
         facts = {"lastRetry.status": result.phase, "lastRetry.exitCode": str(result.code)}
-        facts |= {"lastRetry.message": result.message, "lastRetry.duration": "0", "retries": str(number)}
+        facts |= {
+            "lastRetry.message": result.message,
+            "lastRetry.duration": "0",
+            "retries": str(number),
+        }
         if _refusal(STRATEGY, facts, result, number) is None:
             ends.waited_s += _pause(STRATEGY["backoff"], number)  # type: ignore[arg-type]
             number, last = number + 1, f"{result.phase} {result.code} {result.message}"
@@ -129,7 +145,9 @@ def read_met(scratch: Path) -> str:
     return (scratch / "fired").read_text() if (scratch / "fired").exists() else ""
 
 
-def run_apart(work: Callable[[], int], scratch: Path, env: Mapping[str, str] | None = None) -> Ended:
+def run_apart(
+    work: Callable[[], int], scratch: Path, env: Mapping[str, str] | None = None
+) -> Ended:
     """Run `work` in a process of its own; its exit code is what it returns."""
     words, output, told = scratch / "words", scratch / "output", scratch / "stages"
     for path in (words, output, told):
@@ -162,7 +180,9 @@ def _end_like_a_program(work: Callable[[], int], output: Path, env: Mapping[str,
         os.environ.update(env)
         tempfile.tempdir = None
         count_stages()
-        budget.wait_before_ending = component.program.wait_before_ending = lambda: None  # the clock is virtual
+        budget.wait_before_ending = component.program.wait_before_ending = lambda: (
+            None
+        )  # the clock is virtual
         before = _list_open()
         code = work()
         wait_for_others()

@@ -85,13 +85,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        key, query = unquote(url.path).removeprefix(f"/{NAME}").lstrip("/"), parse_qs(url.query, True)
+        key, query = (
+            unquote(url.path).removeprefix(f"/{NAME}").lstrip("/"),
+            parse_qs(url.query, True),
+        )
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if url.path.startswith("/-/"):
             return self.answer(200, json.dumps(self.control(url.path, body)).encode())
-        kind = "LIST" if not key and self.command == "GET" else "DELETE many" if "delete" in query else self.command
+        kind = (
+            "LIST"
+            if not key and self.command == "GET"
+            else "DELETE many"
+            if "delete" in query
+            else self.command
+        )
         conditional = bool(self.headers.get("If-None-Match") or self.headers.get("If-Match"))
-        fault = self.meet(f"{kind}{' if' if conditional else ''} {_ATTEMPT.sub('*', key)}", conditional)
+        fault = self.meet(
+            f"{kind}{' if' if conditional else ''} {_ATTEMPT.sub('*', key)}", conditional
+        )
         try:
             self.serve(kind, key, {name: values[0] for name, values in query.items()}, body, fault)
         except Broken:
@@ -109,7 +120,11 @@ class Handler(BaseHTTPRequestHandler):
             return ""
         if not plan.fault or not plan.at <= number < plan.at + plan.length:
             return ""
-        wanted = {"conflict": conditional, "torn upload": request.startswith("PUT"), "stale list": "LIST" in request}
+        wanted = {
+            "conflict": conditional,
+            "torn upload": request.startswith("PUT"),
+            "stale list": "LIST" in request,
+        }
         if plan.fault == "stale read" and not request.startswith("GET"):
             return ""
         if not all(fits for name, fits in wanted.items() if plan.fault.startswith(name)):
@@ -142,15 +157,33 @@ class Handler(BaseHTTPRequestHandler):
         bucket = self.bucket
         if kind == "LIST":
             left_out = bucket.newest if stale else ""
-            return 200, list_page({k: v for k, v in bucket.objects.items() if k != left_out}, **query), b""
+            return (
+                200,
+                list_page({k: v for k, v in bucket.objects.items() if k != left_out}, **query),
+                b"",
+            )
         if kind == "DELETE many":
             keys = [unquote(each.decode()) for each in re.findall(rb"<Key>([^<]*)</Key>", body)]
             for each in keys:
                 bucket.write(each, None)
-            return 200, _xml("DeleteResult", "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in keys)), b""
+            return (
+                200,
+                _xml(
+                    "DeleteResult",
+                    "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in keys),
+                ),
+                b"",
+            )
         if "uploads" in query:
             bucket.uploads.append({})
-            return 200, _xml("InitiateMultipartUploadResult", f"<UploadId>{len(bucket.uploads) - 1}</UploadId>"), b""
+            return (
+                200,
+                _xml(
+                    "InitiateMultipartUploadResult",
+                    f"<UploadId>{len(bucket.uploads) - 1}</UploadId>",
+                ),
+                b"",
+            )
         if "partNumber" in query:
             bucket.uploads[int(query["uploadId"])][int(query["partNumber"])] = body
             return 200, b"", body
@@ -164,10 +197,17 @@ class Handler(BaseHTTPRequestHandler):
         held = bucket.before.get(key, bucket.objects.get(key)) if stale else bucket.objects.get(key)
         if kind in ("PUT", "POST"):
             wanted = self.headers.get("If-Match")
-            if (held is not None and self.headers.get("If-None-Match")) or (wanted and wanted != tag(held or b"")):
+            if (held is not None and self.headers.get("If-None-Match")) or (
+                wanted and wanted != tag(held or b"")
+            ):
                 return 412, _error("PreconditionFailed"), b""
             bucket.write(key, body)
-            return 200, _xml("CompleteMultipartUploadResult", f"<ETag>{tag(body)}</ETag>") * (kind == "POST"), body
+            return (
+                200,
+                _xml("CompleteMultipartUploadResult", f"<ETag>{tag(body)}</ETag>")
+                * (kind == "POST"),
+                body,
+            )
         if held is None:
             return 404, _error("NoSuchKey"), b""
         if ranged := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):

@@ -55,7 +55,10 @@ class Certificate:
         return {
             "seed": self.seed,
             "injections": len(self.outcomes),
-            "kinds": [self._describe_kind(kind) for kind in sorted({each.injection.kind for each in self.outcomes})],
+            "kinds": [
+                self._describe_kind(kind)
+                for kind in sorted({each.injection.kind for each in self.outcomes})
+            ],
             "boundaries": {
                 place: {"calls": calls, "injected": len({e.injection.at for e in self._at(place)})}
                 for place, calls in self.boundaries.items()
@@ -63,7 +66,9 @@ class Certificate:
             "roots": dict(self.roots),
             "met": sum(bool(each.ends.met) for each in self.outcomes),
             "equal": len(self.outcomes) - len(self.violations),
-            "leaks": sum("leaked" in each.problem or "left" in each.problem for each in self.violations),
+            "leaks": sum(
+                "leaked" in each.problem or "left" in each.problem for each in self.violations
+            ),
             "deleted_by_gc": sum(each.leftovers for each in self.outcomes),
             "temporary_of_killed": sum(len(each.ends.temporary) for each in self.outcomes),
             "attempts": sum(each.ends.attempts for each in self.outcomes),
@@ -73,7 +78,9 @@ class Certificate:
             "virtual_seconds_waited": sum(each.ends.waited_s for each in self.outcomes),
             "seconds": round(self.seconds, 1),
             "processor_seconds": round(self.processor_s, 1),
-            "violations": [{**asdict(each.injection), "problem": each.problem} for each in self.violations],
+            "violations": [
+                {**asdict(each.injection), "problem": each.problem} for each in self.violations
+            ],
         }
 
     def _at(self, place: Place) -> list[Outcome]:
@@ -89,7 +96,9 @@ class Certificate:
             "attempts": sum(each.ends.attempts for each in own),
             "resumed_by_hand": sum(each.ends.by_hand for each in own),
             "stages_lost": sum(each.ends.lost for each in own),
-            "exit_codes": dict(Counter(str(code) for each in own for code in each.ends.codes if code)),
+            "exit_codes": dict(
+                Counter(str(code) for each in own for code in each.ends.codes if code)
+            ),
             "met": sum(bool(each.ends.met) for each in own),
             "violations": sum(bool(each.problem) for each in own),
         }
@@ -100,23 +109,37 @@ class Certificate:
         names = ("at calls of", "injected", "met", "calls", "attempts", "by hand", "lost")
         print(f"\n{'kind':34}" + "{:>12}{:>9}{:>6}{:>6}{:>9}{:>8}{:>6}".format(*names))
         for kind in told["kinds"]:
-            figures = (kind["injections"], kind["met"], kind["boundaries"], kind["attempts"], kind["resumed_by_hand"])
+            figures = (
+                kind["injections"],
+                kind["met"],
+                kind["boundaries"],
+                kind["attempts"],
+                kind["resumed_by_hand"],
+            )
             line = "{:>9}{:>6}{:>6}{:>9}{:>8}".format(*figures)
             print(f"{kind['kind']:34}{kind['place']:>12}{line}{kind['stages_lost']:>6}")
-        print("\nmet: at a call that happened; threads of the executor may have fewer than in the undisturbed run;")
-        print("calls: how many boundaries; by hand: resumed because Argo's rules let no attempt follow;")
+        print(
+            "\nmet: at a call that happened; threads of the executor may have fewer than in the undisturbed run;"
+        )
+        print(
+            "calls: how many boundaries; by hand: resumed because Argo's rules let no attempt follow;"
+        )
         print("lost: stages that were begun and did not commit\n")
         for place, about in told["boundaries"].items():
             print(f"{place:12}{about['injected']} of {about['calls']} calls of an undisturbed run")
         for place, root in told["roots"].items():
             print(f"root of {place:9}{root}")
-        print(f"equal roots and audits that pass: {told['equal']} of {told['injections']} (seed {told['seed']})")
+        print(
+            f"equal roots and audits that pass: {told['equal']} of {told['injections']} (seed {told['seed']})"
+        )
         print(f"leaks: {told['leaks']}; gc deleted {told['deleted_by_gc']} places of dead attempts")
         print(
             f"temporary directories that killed processes left, which a pod takes along: {told['temporary_of_killed']}"
         )
         work = f"{told['stages_lost']} stages, {told['seconds_lost']} s"
-        print(f"work lost: {work}; waited by the virtual clock: {told['virtual_seconds_waited']:.0f} s")
+        print(
+            f"work lost: {work}; waited by the virtual clock: {told['virtual_seconds_waited']:.0f} s"
+        )
         print(f"took {told['seconds']} s, {told['processor_seconds']} s of processors")
 
     def dump(self) -> str:

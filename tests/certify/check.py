@@ -44,13 +44,17 @@ class Standing:
 def inspect_run(name: str, store: str) -> Standing:
     """Audit a run, delete what `gc` finds, and audit it again."""
     run, problems = Run.open(name, store), list[str]()
-    problems += [f"audit: {proof.key}: {each}" for proof in audit_run(run) for each in proof.problems]
+    problems += [
+        f"audit: {proof.key}: {each}" for proof in audit_run(run) for each in proof.problems
+    ]
     root = compute_root(run)
     leftovers = find_leftovers(run, idle=-60)
     delete_leftovers(run, leftovers)
     if leftovers:
         run = Run.open(name, store)
-        problems += [f"after gc: {proof.key}: {each}" for proof in audit_run(run) for each in proof.problems]
+        problems += [
+            f"after gc: {proof.key}: {each}" for proof in audit_run(run) for each in proof.problems
+        ]
         if compute_root(run) != root:
             problems.append(f"gc changed the root from {root}")
     files = Store(run.url).keys("")
@@ -59,7 +63,9 @@ def inspect_run(name: str, store: str) -> Standing:
     return Standing(root, keys, len(leftovers), tuple(problems))
 
 
-def inspect_apart(name: str, store: str, scratch: Path, prepare: Callable[[], int | None] = lambda: None) -> Standing:
+def inspect_apart(
+    name: str, store: str, scratch: Path, prepare: Callable[[], int | None] = lambda: None
+) -> Standing:
     """Inspect a run in a process of its own, which does `prepare` first. Raises `Violation` where that fails."""
     told = scratch / "standing"
 
@@ -94,7 +100,9 @@ def compare(found: Standing, calm: Standing) -> list[str]:
     if found.root != calm.root:
         problems.append(f"the root is {found.root}, of the undisturbed run {calm.root}")
     problems += [f"leaked: {key}" for key in sorted({*found.keys} - {*calm.keys})]
-    problems += [f"missing: {key}" for key in sorted({*calm.keys} - {*found.keys}) if not _is_spared(key)]
+    problems += [
+        f"missing: {key}" for key in sorted({*calm.keys} - {*found.keys}) if not _is_spared(key)
+    ]
     return problems
 
 

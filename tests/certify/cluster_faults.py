@@ -71,7 +71,9 @@ class Scene:
 
     def list_pods(self) -> list[Any]:
         """List the pods of the run."""
-        return list(retry_until_available(lambda: self.cluster.list_pods(f"{RUN_LABEL}={self.run}")))
+        return list(
+            retry_until_available(lambda: self.cluster.list_pods(f"{RUN_LABEL}={self.run}"))
+        )
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,20 @@ class Held:
     def has_ended(self) -> bool:
         """Say whether the pod has ended, or is gone."""
         with ignore_refusals(404):
-            found = self.scene.cluster.core.read_namespaced_pod(self.name, self.scene.cluster.namespace)
-            return found.metadata.uid != self.pod.metadata.uid or found.status.phase in ("Succeeded", "Failed")
+            found = self.scene.cluster.core.read_namespaced_pod(
+                self.name, self.scene.cluster.namespace
+            )
+            return found.metadata.uid != self.pod.metadata.uid or found.status.phase in (
+                "Succeeded",
+                "Failed",
+            )
         return True
 
     def release(self, order: str = GO) -> None:
         """Tell the program what to do."""
-        self.execute(f"printf %s '{order}' > /tmp/certify-orders.new; mv /tmp/certify-orders.new /tmp/certify-orders")
+        self.execute(
+            f"printf %s '{order}' > /tmp/certify-orders.new; mv /tmp/certify-orders.new /tmp/certify-orders"
+        )
 
 
 Fault = Callable[[Held], None]
@@ -134,10 +143,19 @@ def use_up_memory(held: Held) -> None:
 def run_duplicate(held: Held) -> None:
     """Run the same program in another pod, to its end, while this one stands still."""
     name = f"{held.scene.run}-duplicate-{held.injection.index}"
-    apply(json.dumps(copy_pod(held.scene.cluster.core.api_client.sanitize_for_serialization(held.pod), name)))
+    apply(
+        json.dumps(
+            copy_pod(held.scene.cluster.core.api_client.sanitize_for_serialization(held.pod), name)
+        )
+    )
     try:
-        phase = until(lambda: _read_phase(held, name) in ("Succeeded", "Failed") and _read_phase(held, name), pause=0.5)
-        assert phase == "Succeeded", f"the duplicate has failed: {held.kubectl('logs', name, check=False)[-1000:]}"
+        phase = until(
+            lambda: _read_phase(held, name) in ("Succeeded", "Failed") and _read_phase(held, name),
+            pause=0.5,
+        )
+        assert phase == "Succeeded", (
+            f"the duplicate has failed: {held.kubectl('logs', name, check=False)[-1000:]}"
+        )
     finally:
         held.kubectl("delete", "pod", name, "--wait=false")
     held.release()
@@ -147,7 +165,9 @@ def copy_pod(pod: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Build the pod `name` that runs what the main container of a pod of Argo's runs, and which Argo does not know."""
     spec = pod["spec"]
     main = dict(next(each for each in spec["containers"] if each["name"] == "main"))
-    main["command"] = main["command"][main["command"].index("--") + 1 :]  # what Argo's own program starts
+    main["command"] = main["command"][
+        main["command"].index("--") + 1 :
+    ]  # what Argo's own program starts
     main["env"] = [each for each in main["env"] if each["name"] != HOLDS]
     mounted = {each["name"] for each in main["volumeMounts"]}
     kept = ("securityContext", "serviceAccountName", "automountServiceAccountToken")
@@ -186,10 +206,23 @@ def take_store_away(held: Held) -> None:
     """Have no server of the object store for a while, in which the stage goes on."""
     with ALONE:
         namespace, name, selector = _find_store(held)
-        before, scale = _list_ready(namespace, selector), ("-n", namespace, "scale", f"deployment/{name}")
+        before, scale = (
+            _list_ready(namespace, selector),
+            ("-n", namespace, "scale", f"deployment/{name}"),
+        )
         kubectl(*scale, "--replicas=0")
         try:
-            kubectl("-n", namespace, "delete", "pod", "-l", selector, "--grace-period=0", "--force", "--wait=false")
+            kubectl(
+                "-n",
+                namespace,
+                "delete",
+                "pod",
+                "-l",
+                selector,
+                "--grace-period=0",
+                "--force",
+                "--wait=false",
+            )
             until(lambda: not _list_ready(namespace, selector) & before, pause=0.2)
             held.release()
             time.sleep(AWAY_S)
@@ -204,7 +237,9 @@ def change_workflow(held: Held) -> None:
 
     def write_label(value: str | None) -> None:
         body = {"metadata": {"labels": {CHANGE: value}}}
-        cluster.custom.patch_namespaced_custom_object(*WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, body)
+        cluster.custom.patch_namespaced_custom_object(
+            *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, body
+        )
 
     for number in range(CHANGES):
         write_label(str(number))
@@ -223,7 +258,9 @@ def refuse_executor(held: Held) -> None:
             held.release()
             until(held.has_ended, pause=0.5)
         finally:
-            held.kubectl("patch", *EXECUTOR, "--type=merge", "-p", json.dumps({"subjects": subjects}))
+            held.kubectl(
+                "patch", *EXECUTOR, "--type=merge", "-p", json.dumps({"subjects": subjects})
+            )
 
 
 def drain_node(held: Held) -> None:
@@ -234,8 +271,15 @@ def drain_node(held: Held) -> None:
         try:
             about = {"name": held.name, "namespace": scene.cluster.namespace}
             body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about}
-            scene.cluster.core.create_namespaced_pod_eviction(held.name, scene.cluster.namespace, body)
-            until(lambda: _is_unschedulable(scene) or get_workflow_phase(scene.read_workflow()) in DONE, pause=0.5)
+            scene.cluster.core.create_namespaced_pod_eviction(
+                held.name, scene.cluster.namespace, body
+            )
+            until(
+                lambda: (
+                    _is_unschedulable(scene) or get_workflow_phase(scene.read_workflow()) in DONE
+                ),
+                pause=0.5,
+            )
         finally:
             kubectl("uncordon", node)
 
@@ -246,9 +290,15 @@ def preempt_pod(held: Held) -> None:
     labels = {QUEUE_LABEL: queue, PRIORITY_LABEL: "tuneloop-high"}
     size = {"requests": {"cpu": "100m", "memory": "64Mi"}}
     sleep = {"name": "main", "image": IMAGE, "command": ["sleep", "3600"], "resources": size}
-    spec = {"restartPolicy": "Never", "serviceAccountName": "tuneloop-stage", "securityContext": NOBODY}
+    spec = {
+        "restartPolicy": "Never",
+        "serviceAccountName": "tuneloop-stage",
+        "securityContext": NOBODY,
+    }
     spec["automountServiceAccountToken"] = False
-    spec["containers"] = [{**sleep, "imagePullPolicy": "IfNotPresent", "securityContext": RESTRICTED}]
+    spec["containers"] = [
+        {**sleep, "imagePullPolicy": "IfNotPresent", "securityContext": RESTRICTED}
+    ]
     about = {"name": name, "namespace": held.scene.cluster.namespace, "labels": labels}
     apply(json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}))
     try:
@@ -323,16 +373,24 @@ def _expect_refusal(held: Held) -> None:
     """Let the stage go on, and see that the run ends by the user's mistake."""
     held.scene.by_hand += 1
     held.release()
-    ended = until(lambda: (w := held.scene.read_workflow()) and get_workflow_phase(w) in DONE and w, pause=0.5)
+    ended = until(
+        lambda: (w := held.scene.read_workflow()) and get_workflow_phase(w) in DONE and w, pause=0.5
+    )
     code = submit.exit_code(ended)
-    assert code == EXIT_USER, f"what is damaged was taken: the run ended with {code}, not {EXIT_USER}"
+    assert code == EXIT_USER, (
+        f"what is damaged was taken: the run ended with {code}, not {EXIT_USER}"
+    )
 
 
 def _find_store(held: Held) -> tuple[str, str, str]:
     """Return namespace, name and labels of the Deployment behind the Service of the object store, of the same name."""
-    url = held.kubectl("get", "configmap", "tuneloop-store", "-o", "jsonpath={.data.AWS_ENDPOINT_URL}")
+    url = held.kubectl(
+        "get", "configmap", "tuneloop-store", "-o", "jsonpath={.data.AWS_ENDPOINT_URL}"
+    )
     name, namespace = url.partition("://")[2].split(":")[0].split(".")[:2]
-    labels = json.loads(kubectl("-n", namespace, "get", "service", name, "-o", "jsonpath={.spec.selector}"))
+    labels = json.loads(
+        kubectl("-n", namespace, "get", "service", name, "-o", "jsonpath={.spec.selector}")
+    )
     return namespace, name, ",".join(f"{key}={value}" for key, value in labels.items())
 
 
@@ -340,13 +398,25 @@ def _kill_pods(namespace: str, selector: str, meanwhile: Callable[[], None]) -> 
     """Kill what is a Deployment's, and wait until others are ready."""
     before = _list_ready(namespace, selector)
     assert before, f"no pod {selector} is ready in {namespace}"
-    kubectl("-n", namespace, "delete", "pod", "-l", selector, "--grace-period=0", "--force", "--wait=false")
+    kubectl(
+        "-n",
+        namespace,
+        "delete",
+        "pod",
+        "-l",
+        selector,
+        "--grace-period=0",
+        "--force",
+        "--wait=false",
+    )
     meanwhile()
     until(lambda: _list_ready(namespace, selector) - before, pause=0.5)
 
 
 def _list_ready(namespace: str, selector: str) -> set[str]:
-    found = json.loads(kubectl("-n", namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
+    found = json.loads(kubectl("-n", namespace, "get", "pods", "-l", selector, "-o", "json"))[
+        "items"
+    ]
     return {each["metadata"]["uid"] for each in found if _is_ready(each)}
 
 
@@ -362,4 +432,6 @@ def _read_phase(held: Held, name: str) -> str:
 def _is_unschedulable(scene: Scene) -> bool:
     """Say whether a pod of the run waits for a node."""
     conditions = (each for pod in scene.list_pods() for each in pod.status.conditions or ())
-    return any(each.type == "PodScheduled" and each.reason == "Unschedulable" for each in conditions)
+    return any(
+        each.type == "PodScheduled" and each.reason == "Unschedulable" for each in conditions
+    )

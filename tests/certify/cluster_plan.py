@@ -83,7 +83,10 @@ def make_cluster_plan(count: int, seed: int) -> list[ClusterInjection]:
     """Draw `count` injections: of each kind as many, but for one, and at most one a stage of a run."""
     chance = random.Random(seed)
     runs = math.ceil(count / len(STAGES))
-    rounds = [chance.sample(CLUSTER_KINDS, len(CLUSTER_KINDS)) for _ in range(math.ceil(count / len(CLUSTER_KINDS)))]
+    rounds = [
+        chance.sample(CLUSTER_KINDS, len(CLUSTER_KINDS))
+        for _ in range(math.ceil(count / len(CLUSTER_KINDS)))
+    ]
     kinds = sorted([kind for each in rounds for kind in each][:count], key=CLUSTER_KINDS.index)
     free = {run: chance.sample(STAGES, len(STAGES)) for run in range(runs)}
     moments = {kind.name: _repeat(kind.moments, chance) for kind in CLUSTER_KINDS}
@@ -94,7 +97,10 @@ def make_cluster_plan(count: int, seed: int) -> list[ClusterInjection]:
         free[run].remove(stage)
         drawn.append((run, STAGES.index(stage), kind.name, next(moments[kind.name])))
     plan = enumerate(sorted(drawn))
-    return [ClusterInjection(index, run, kind, STAGES[at], moment) for index, (run, at, kind, moment) in plan]
+    return [
+        ClusterInjection(index, run, kind, STAGES[at], moment)
+        for index, (run, at, kind, moment) in plan
+    ]
 
 
 def _repeat(moments: tuple[str, ...], chance: random.Random) -> Iterator[str]:

@@ -63,21 +63,32 @@ def make_cluster_certificate(
         jobs: runs at a time.
     """
     began = time.monotonic()
-    plan = [i for i in make_cluster_plan(injections, seed) if only in (None, i.index) and kind in i.kind]
+    plan = [
+        i for i in make_cluster_plan(injections, seed) if only in (None, i.index) and kind in i.kind
+    ]
     cluster = prepare_cluster()
     store, before = f"{STORE}/certify-{uuid.uuid4().hex[:8]}", _list_objects(cluster)
     try:
         calm = _Disturbed(cluster, store, []).follow()
         assert not calm.problems, f"the undisturbed run: {calm.problems}"
         numbers = sorted({each.run for each in plan})
-        disturbed = [_Disturbed(cluster, store, [i for i in plan if i.run == number]) for number in numbers]
+        disturbed = [
+            _Disturbed(cluster, store, [i for i in plan if i.run == number]) for number in numbers
+        ]
         with ThreadPoolExecutor(jobs) as pool:
             disturbed = [*pool.map(_Disturbed.follow, disturbed)]
         with open_store(cluster):
             standing = inspect_run(calm.scene.run, store)
             made = [each.judge(standing) for each in (calm, *disturbed)]
     finally:
-        kubectl("-n", cluster.namespace, "delete", "workflows", "-l", f"{RUN_LABEL},certify={_name(store)}")
+        kubectl(
+            "-n",
+            cluster.namespace,
+            "delete",
+            "workflows",
+            "-l",
+            f"{RUN_LABEL},certify={_name(store)}",
+        )
         with open_store(cluster):
             Store(store).delete("")
     left = _wait_for_nothing_left(cluster, before)
@@ -88,7 +99,9 @@ def make_cluster_certificate(
 class _Disturbed:
     """A run, and what happens to it."""
 
-    def __init__(self, cluster: Connection, store: str, injections: Sequence[ClusterInjection]) -> None:
+    def __init__(
+        self, cluster: Connection, store: str, injections: Sequence[ClusterInjection]
+    ) -> None:
         run = f"c{uuid.uuid4().hex[:8]}"
         self.injections = {each.stage.rpartition("/")[2]: each for each in injections}
         self.scene = Scene(cluster, run, store, draw_workflow(run, injections, _name(store)))
@@ -101,7 +114,9 @@ class _Disturbed:
         """Submit the run, make each injection as its program stands still, and see the run end."""
         began = time.monotonic()
         try:
-            with _made_for(self.scene, any(each.kind == PREEMPTED for each in self.injections.values())):
+            with _made_for(
+                self.scene, any(each.kind == PREEMPTED for each in self.injections.values())
+            ):
                 self.scene.submit()
                 while not self._has_ended():
                     for pod in self.scene.list_pods():
@@ -123,11 +138,21 @@ class _Disturbed:
         except (UserError, Retryable) as error:
             self.problems.append(f"the audit: {error}")
         self.problems += _list_forbidden(cluster, run)
-        self.problems += [f"{stage}: a traceback" for stage, line in read_logs(cluster, run) if "Traceback" in line]
+        self.problems += [
+            f"{stage}: a traceback"
+            for stage, line in read_logs(cluster, run)
+            if "Traceback" in line
+        ]
         seen = read_status(cluster, run)
-        lost = [n for n in seen.nodes.values() if n.type == "Pod" and n.phase in ("Failed", "Error")]
+        lost = [
+            n for n in seen.nodes.values() if n.type == "Pod" and n.phase in ("Failed", "Error")
+        ]
         for injection in self.injections.values():
-            own = [node for node in lost if stages.get_stage_name(node) == injection.stage.rpartition("/")[2]]
+            own = [
+                node
+                for node in lost
+                if stages.get_stage_name(node) == injection.stage.rpartition("/")[2]
+            ]
             outcome = self.outcomes.setdefault(injection, ClusterOutcome(injection))
             outcome.ends = [_name_end(node) for node in own]
             outcome.lost_s = sum(max(0.0, node.finished - node.started) for node in own)
@@ -165,8 +190,13 @@ class _Disturbed:
             return
         told = None
         with ignore_refusals(400, 404):  # its container has not begun; it is gone
-            own = {"container": "main", "_preload_content": False}  # else some releases of the client give no text
-            log = self.scene.cluster.core.read_namespaced_pod_log(about.name, about.namespace, **own)
+            own = {
+                "container": "main",
+                "_preload_content": False,
+            }  # else some releases of the client give no text
+            log = self.scene.cluster.core.read_namespaced_pod_log(
+                about.name, about.namespace, **own
+            )
             told = SAID.search(log.data.decode(errors="replace"))
         if not told:
             return
@@ -186,15 +216,23 @@ class _Disturbed:
             outcome.problem = f"{type(error).__name__}: {error}"
             held.release()
         outcome.by_hand, outcome.seconds = self.scene.by_hand - by_hand, time.monotonic() - began
-        print(f"{injection}: {outcome.problem or 'made'}, {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{injection}: {outcome.problem or 'made'}, {outcome.seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-def draw_workflow(run: str, injections: Sequence[ClusterInjection], certificate: str) -> dict[str, Any]:
+def draw_workflow(
+    run: str, injections: Sequence[ClusterInjection], certificate: str
+) -> dict[str, Any]:
     """Draw the toy's workflow of one iteration, whose stages stand still where `injections` are made."""
     made: dict[str, Any] = toy.build_argo(toy.Config(iterations=1)).to_dict()
     made["metadata"].setdefault("labels", {})["certify"] = certificate
     items = [{"key": name, "path": path} for name, path in PROGRAMS.items()]
-    made["spec"].setdefault("volumes", []).append({"name": "toy", "configMap": {"name": f"{run}-toy", "items": items}})
+    made["spec"].setdefault("volumes", []).append(
+        {"name": "toy", "configMap": {"name": f"{run}-toy", "items": items}}
+    )
     holds = {each.stage: each.moment for each in injections}
     hogged = {_find_template(each.stage) for each in injections if each.kind == HOGGED}
     preempted = {_find_template(each.stage) for each in injections if each.kind == PREEMPTED}
@@ -203,7 +241,10 @@ def draw_workflow(run: str, injections: Sequence[ClusterInjection], certificate:
         if not container or container["command"][-1] != "tests.unit.toy":
             continue
         container["command"] = ["python", "-m", "tests.certify.held"]
-        container["env"] += [{"name": "PYTHONPATH", "value": "/toy"}, {"name": HOLDS, "value": json.dumps(holds)}]
+        container["env"] += [
+            {"name": "PYTHONPATH", "value": "/toy"},
+            {"name": HOLDS, "value": json.dumps(holds)},
+        ]
         container.setdefault("volumeMounts", []).append({"name": "toy", "mountPath": "/toy"})
         container["image"] = IMAGE
         container["resources"] = {"requests": {"cpu": "50m", "memory": "256Mi"}}
@@ -232,16 +273,28 @@ def _made_for(scene: Scene, queue: bool) -> Iterator[None]:
     own = ["-n", scene.cluster.namespace]
     files = [f"--from-file={key}={ROOT / path}" for key, path in PROGRAMS.items()]
     kubectl(*own, "create", "configmap", f"{scene.run}-toy", *files)
-    text = TIGHT % {"name": scene.run, "namespace": scene.cluster.namespace, "cpu": "100m"}  # one pod of a stage
+    text = TIGHT % {
+        "name": scene.run,
+        "namespace": scene.cluster.namespace,
+        "cpu": "100m",
+    }  # one pod of a stage
     try:
         if queue:
             apply(text)
-            kubectl(*own, "wait", "--for=condition=Active", f"localqueue/{scene.run}", "--timeout=300s")
+            kubectl(
+                *own, "wait", "--for=condition=Active", f"localqueue/{scene.run}", "--timeout=300s"
+            )
         yield
     finally:
         kubectl(*own, "delete", "configmap", f"{scene.run}-toy")
         if queue:
-            kubectl(*own, "delete", f"localqueue/{scene.run}", f"clusterqueue/{scene.run}", "--wait=false")
+            kubectl(
+                *own,
+                "delete",
+                f"localqueue/{scene.run}",
+                f"clusterqueue/{scene.run}",
+                "--wait=false",
+            )
 
 
 def _name(store: str) -> str:
@@ -249,9 +302,13 @@ def _name(store: str) -> str:
 
 
 def _name_end(node: Node) -> str:
-    if node.exit_code is None and ("shutdown" in node.message or "ended with the workflow" in node.message):
+    if node.exit_code is None and (
+        "shutdown" in node.message or "ended with the workflow" in node.message
+    ):
         return "stopped"
-    return classify_end(node.phase, -1 if node.exit_code is None else node.exit_code, node.message).name
+    return classify_end(
+        node.phase, -1 if node.exit_code is None else node.exit_code, node.message
+    ).name
 
 
 def _compute_root_here() -> str:
@@ -263,10 +320,18 @@ def _compute_root_here() -> str:
 
 def _list_forbidden(cluster: Connection, run: str) -> list[str]:
     """List what a run that has ended has on the cluster, beside what it keeps."""
-    found = kubectl("-n", cluster.namespace, "get", LISTED, "-l", f"{RUN_LABEL}={run}", "-o", "name").split()
+    found = kubectl(
+        "-n", cluster.namespace, "get", LISTED, "-l", f"{RUN_LABEL}={run}", "-o", "name"
+    ).split()
     left = [f"left on the cluster: {name}" for name in found if name.partition("/")[0] not in KEPT]
-    live = [pod for pod in cluster.list_pods(f"{RUN_LABEL}={run}") if pod.status.phase in ("Pending", "Running")]
-    return left + [f"left on the cluster: pod {pod.metadata.name}, {pod.status.phase}" for pod in live]
+    live = [
+        pod
+        for pod in cluster.list_pods(f"{RUN_LABEL}={run}")
+        if pod.status.phase in ("Pending", "Running")
+    ]
+    return left + [
+        f"left on the cluster: pod {pod.metadata.name}, {pod.status.phase}" for pod in live
+    ]
 
 
 def _list_objects(cluster: Connection) -> set[str]:

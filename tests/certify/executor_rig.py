@@ -43,7 +43,10 @@ def serve_forks(path: Path) -> Iterator[None]:
         code = 1
         try:
             os.setsid()
-            warm.LIBRARIES, sys.argv = {"server": ()}, ["warm", "server", str(path), "tests.certify.pod"]  # type: ignore[assignment]
+            warm.LIBRARIES, sys.argv = (
+                {"server": ()},
+                ["warm", "server", str(path), "tests.certify.pod"],
+            )  # type: ignore[assignment]
             warm.main()
             code = 0
         except BaseException:
@@ -90,7 +93,9 @@ class ExecutorRig:
             return code
 
         (self.home / "pods").mkdir()
-        os.environ[pod.VARIABLE] = json.dumps({"root": self._root, "record": str(self.home / "pods")})
+        os.environ[pod.VARIABLE] = json.dumps(
+            {"root": self._root, "record": str(self.home / "pods")}
+        )
         ended = run_apart(work, self.home)
         del os.environ[pod.VARIABLE]
         if ended.code:
@@ -159,7 +164,9 @@ class ExecutorRig:
         os.environ[WARM] = str(self.warm)
         start = processes.ProcessServer.start
 
-        def start_pod(server: processes.ProcessServer, argv: list[str], *more: object) -> processes.Process:
+        def start_pod(
+            server: processes.ProcessServer, argv: list[str], *more: object
+        ) -> processes.Process:
             words = ["tests.certify.pod" if word == "tests.unit.toy" else word for word in argv]
             return start(server, words, *more)  # type: ignore[arg-type]
 
@@ -184,7 +191,9 @@ class ExecutorRig:
 
     def _inspect(self) -> Standing:
         store = f"{self.home}/store"
-        found = inspect_apart(RUN, store, self.home, lambda: run_cli(["status", RUN, "--store", store]))
+        found = inspect_apart(
+            RUN, store, self.home, lambda: run_cli(["status", RUN, "--store", store])
+        )
         return replace(found, keys=tuple(key for key in found.keys if not key.startswith(LOCAL)))
 
     def _wait_for_processes(self) -> None:

@@ -26,7 +26,18 @@ import obstore
 
 from tuneloop.core.store import Store
 
-CALLS = ("open", "mkdir", "link", "replace", "rename", "unlink", "rmdir", "fsync", "truncate", "write")
+CALLS = (
+    "open",
+    "mkdir",
+    "link",
+    "replace",
+    "rename",
+    "unlink",
+    "rmdir",
+    "fsync",
+    "truncate",
+    "write",
+)
 READS = ("get", "keys", "parts", "find_marks")
 OBJECTS = ("put", "get", "get_range", "head", "list", "list_with_delimiter", "delete")
 FIRED = "CERTIFY_FIRED"
@@ -78,14 +89,31 @@ class Interposer:
 
     def install(self) -> None:
         """Put this between the process and its files."""
-        {"files": self._install_files, "reads": self._install_reads, "objects": self._install_objects}[self.of]()
+        {
+            "files": self._install_files,
+            "reads": self._install_reads,
+            "objects": self._install_objects,
+        }[self.of]()
 
     def _install_files(self) -> None:
-        for name in ("mkdir", "link", "replace", "rename", "unlink", "remove", "rmdir", "fsync", "truncate", "write"):
+        for name in (
+            "mkdir",
+            "link",
+            "replace",
+            "rename",
+            "unlink",
+            "remove",
+            "rmdir",
+            "fsync",
+            "truncate",
+            "write",
+        ):
             setattr(os, name, self._wrap(name, getattr(os, name)))
         opened = os.open
         os.open = lambda path, flags, *more, **options: (  # type: ignore[assignment]
-            self._around("open", path, lambda: opened(path, flags, *more, **options), options.get("dir_fd"))
+            self._around(
+                "open", path, lambda: opened(path, flags, *more, **options), options.get("dir_fd")
+            )
             if flags & (os.O_CREAT | os.O_TRUNC)
             else opened(path, flags, *more, **options)
         )
@@ -103,11 +131,15 @@ class Interposer:
 
         def call(*given: Any, **options: Any) -> Any:
             about = given[1] if name in ("link", "replace", "rename") else given[0]
-            return self._around(known, about, lambda: real(*given, **options), options.get("dir_fd"))
+            return self._around(
+                known, about, lambda: real(*given, **options), options.get("dir_fd")
+            )
 
         return call
 
-    def _around(self, name: str, about: Any, call: Callable[[], Any], dir_fd: int | None = None) -> Any:
+    def _around(
+        self, name: str, about: Any, call: Callable[[], Any], dir_fd: int | None = None
+    ) -> Any:
         path = "" if self.paused else self._find_path(about, dir_fd)
         if not path.startswith(f"{self.root}/"):
             return call()
@@ -185,7 +217,9 @@ class Interposer:
         """Number the reads of the store, and answer one as if the newest write had not happened yet."""
         written: list[tuple[str, str, bytes | None]] = []
         get, create, put = Store.get, Store.create, Store.put
-        lists: dict[str, Callable[..., Any]] = {name: getattr(Store, name) for name in ("keys", "parts", "find_marks")}
+        lists: dict[str, Callable[..., Any]] = {
+            name: getattr(Store, name) for name in ("keys", "parts", "find_marks")
+        }
 
         def read(store: Store, key: str) -> bytes | None:
             before = [old for url, name, old in written if (url, name) == (store.url, key)]
@@ -206,8 +240,16 @@ class Interposer:
                 found = lists[name](store, *given)
                 if not self._met_read(name, store, str(given[0]) if given else ""):
                     return found
-                newest = {part for url, key, _ in written[-1:] for part in (key, *f"{url}/{key}".split("/"))}
-                keep = [each for each in found if each not in newest and each.rpartition("/")[2] not in newest]
+                newest = {
+                    part
+                    for url, key, _ in written[-1:]
+                    for part in (key, *f"{url}/{key}".split("/"))
+                }
+                keep = [
+                    each
+                    for each in found
+                    if each not in newest and each.rpartition("/")[2] not in newest
+                ]
                 return {each: found[each] for each in keep} if isinstance(found, dict) else keep
 
             return read_list
@@ -288,8 +330,12 @@ def fill_disk(interposer: Interposer) -> Act:
         around = interposer._around
 
         def full(name: str, about: Any, real: Callable[[], Any], dir_fd: int | None = None) -> Any:
-            takes_room = name in ("open", "mkdir", "link", "write", "fsync") and not interposer.paused
-            if takes_room and interposer._find_path(about, dir_fd).startswith(f"{interposer.root}/"):
+            takes_room = (
+                name in ("open", "mkdir", "link", "write", "fsync") and not interposer.paused
+            )
+            if takes_room and interposer._find_path(about, dir_fd).startswith(
+                f"{interposer.root}/"
+            ):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(about))
             return around(name, about, real, dir_fd)
 
@@ -389,7 +435,12 @@ def _bring_back(root: Path, notes: list[list[str]]) -> list[str]:
     for number, (kind, kept, path) in enumerate(notes):
         after = notes[number + 1 :]
         gone = any(each[0] == "settled" and each[2] == os.path.dirname(path) for each in after)
-        if kind == "old" and not gone and not os.path.exists(path) and os.path.isdir(os.path.dirname(path)):
+        if (
+            kind == "old"
+            and not gone
+            and not os.path.exists(path)
+            and os.path.isdir(os.path.dirname(path))
+        ):
             os.link(kept, path)
             back.append(path.removeprefix(f"{root}/"))
     return back

@@ -90,7 +90,9 @@ KINDS = (
     Kind("stale read of an object", "requests", _of("GET"), weight=5),
     Kind("stale list of objects", "requests", _of("LIST"), weight=5),
     Kind("executor killed", "executor", weight=5),
-    Kind("executor's disk full", "executor", _of("open", "mkdir", "link", "fsync", "write"), weight=2),
+    Kind(
+        "executor's disk full", "executor", _of("open", "mkdir", "link", "fsync", "write"), weight=2
+    ),
     Kind("executor preempted (SIGTERM)", "executor", weight=2),
     Kind("two executors", "executor", weight=2),
     Kind("journal line torn", "executor", _of("write"), weight=2),
@@ -126,7 +128,11 @@ def make_plan(calls: Mapping[Place, Sequence[str]], count: int, seed: int) -> li
     plan = []
     for index, kind in enumerate(order):
         at = next(draws[kind.name])
-        plan.append(Injection(index, kind.name, kind.place, at, calls[kind.place][at], chance.getrandbits(32)))
+        plan.append(
+            Injection(
+                index, kind.name, kind.place, at, calls[kind.place][at], chance.getrandbits(32)
+            )
+        )
     return plan
 
 

@@ -22,7 +22,11 @@ def main(argv: list[str]) -> None:
     count_stages()
     told = json.loads(os.environ.get(VARIABLE) or "{}")
     root = told.get("root", "")
-    key = next(word.removeprefix(f"file://{root}/") for word in argv if word.startswith("file://") and "@" not in word)
+    key = next(
+        word.removeprefix(f"file://{root}/")
+        for word in argv
+        if word.startswith("file://") and "@" not in word
+    )
     between = interpose.Interposer(root)
     if told.get("key") == key and not Path(told["once"]).exists():
         Path(told["once"]).touch()

@@ -20,7 +20,13 @@ from tuneloop.stages.rollout import rollout
 from tuneloop.stages.sft import sft
 
 SIZES = {"source_args": {"digits": 2}, "train": 16, "eval": 4, "sft": 32}
-TRAINING = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 8, "max_length": 64, "learning_rate": 0.001}
+TRAINING = {
+    "max_steps": 6,
+    "save_steps": 2,
+    "per_device_train_batch_size": 8,
+    "max_length": 64,
+    "learning_rate": 0.001,
+}
 SAMPLING = {"engine": "transformers", "max_tokens": 6}
 
 
@@ -30,7 +36,11 @@ def list_real_steps(url: str, refs: Mapping[str, str]) -> Iterator[Step]:
     yield "data-prep", data_prep, SIZES
     prompts = refs["data-prep"]
     yield "base-model", base_model, {"prompts": prompts, "weights": weights}
-    yield "sft", sft, {"policy": refs["base-model"], "prompts": prompts, "weights": weights, **TRAINING}
+    yield (
+        "sft",
+        sft,
+        {"policy": refs["base-model"], "prompts": prompts, "weights": weights, **TRAINING},
+    )
     policy = reference = refs["sft"]
     yield "evaluate-before", evaluate, {"policy": policy, "prompts": prompts, **SAMPLING}
     for number in (1, 2):
@@ -39,7 +49,15 @@ def list_real_steps(url: str, refs: Mapping[str, str]) -> Iterator[Step]:
         yield f"{at}/rollout", rollout, {"policy": policy, "prompts": prompts, **sampled}
         yield f"{at}/reward", reward, {"rollouts": refs[f"{at}/rollout"]}
         given = {"policy": policy, "rewards": refs[f"{at}/reward"], "reference": reference}
-        yield f"{at}/policy-update", policy_update, {**given, "iteration": number, "weights": weights}
+        yield (
+            f"{at}/policy-update",
+            policy_update,
+            {**given, "iteration": number, "weights": weights},
+        )
         policy = refs[f"{at}/policy-update"]
-    yield "evaluate-after", evaluate, {"policy": policy, "prompts": prompts, "iteration": 2, **SAMPLING}
+    yield (
+        "evaluate-after",
+        evaluate,
+        {"policy": policy, "prompts": prompts, "iteration": 2, **SAMPLING},
+    )
     yield "export", export, {"policy": policy}

@@ -32,7 +32,11 @@ def list_steps(url: str, refs: Mapping[str, str]) -> Iterator[Step]:
     learned = {"policy": refs["sft"], "rewards": refs["iterations/1/reward"], "iteration": 1}
     yield "iterations/1/policy-update", toy.policy_update, learned
     yield "iterations/2/tune", sample_run.tune, {"iteration": 2, "weights": weights}
-    yield "iterations/3/sample", sample_run.sample, {"policy": refs["iterations/2/tune"], "iteration": 3}
+    yield (
+        "iterations/3/sample",
+        sample_run.sample,
+        {"policy": refs["iterations/2/tune"], "iteration": 3},
+    )
     yield (
         "iterations/3/tune",
         sample_run.tune,
@@ -46,7 +50,9 @@ def run_sequence(url: str, steps: Steps = list_steps) -> int:
     """Run all steps; return the exit code of the first that does not end well, else 0."""
     refs: dict[str, str] = {}
     for key, stage, flags in steps(url, refs):
-        with tempfile.TemporaryDirectory(prefix="outputs-") as outputs:  # the workflow engine's, not a stage's
+        with tempfile.TemporaryDirectory(
+            prefix="outputs-"
+        ) as outputs:  # the workflow engine's, not a stage's
             os.environ["TUNELOOP_OUTPUTS"] = outputs
             if code := stage.run([*encode_flags(flags), f"--{stage.output}", f"{url}/{key}"]):
                 return code

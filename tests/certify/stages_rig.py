@@ -55,7 +55,10 @@ class StagesRig:
         self._clear()
         asked: list[list[str]] = []
         self.bucket.begin(Plan())
-        run_until_ended(lambda n: asked.append(self.bucket.end_plan()["asked"]) or self._work("objects"), self.home)
+        run_until_ended(
+            lambda n: asked.append(self.bucket.end_plan()["asked"]) or self._work("objects"),
+            self.home,
+        )
         asked.append(self.bucket.end_plan()["asked"])
         self.lengths["requests"], calls["requests"] = 0, asked[-1]
         return calls
@@ -94,7 +97,11 @@ class StagesRig:
 
         def work(number: int) -> Callable[[], int]:
             if number == attempt + 1 and injection.kind.startswith("power lost"):
-                what = "names" if "names" in injection.kind.partition(":")[2].split(",")[0] else "bytes"
+                what = (
+                    "names"
+                    if "names" in injection.kind.partition(":")[2].split(",")[0]
+                    else "bytes"
+                )
                 lost.extend(interpose.lose_power(self.home / "store", self.home / "durable", what))
             if number != attempt or injection.place == "requests":
                 return self._work(injection.place)
@@ -116,8 +123,16 @@ class StagesRig:
     def _plan_requests(self, injection: Injection, chance: random.Random) -> Plan:
         if injection.place != "requests":
             return Plan()
-        long = {"server dead": (5, 60), "stale read of an object": (1, 1), "stale list of objects": (1, 1)}
-        return Plan(SERVER_FAULTS[injection.kind], injection.at, chance.randint(*long.get(injection.kind, (1, 12))))
+        long = {
+            "server dead": (5, 60),
+            "stale read of an object": (1, 1),
+            "stale list of objects": (1, 1),
+        }
+        return Plan(
+            SERVER_FAULTS[injection.kind],
+            injection.at,
+            chance.randint(*long.get(injection.kind, (1, 12))),
+        )
 
     def _disturb(self, injection: Injection, at: int, chance: random.Random) -> Interposer:
         """Return what is between an attempt's process and its files."""
@@ -182,7 +197,10 @@ def _shorten_pauses() -> None:
     """Let obstore ask again at once, and three times: its pauses grow to a quarter of a minute. A process makes one
     client for a URL: each takes 10 ms to read the machine's certificates."""
     soon = timedelta(milliseconds=1)
-    retry = {"max_retries": 3, "backoff": {"init_backoff": soon, "max_backoff": 2 * soon, "base": 2}}
+    retry = {
+        "max_retries": 3,
+        "backoff": {"init_backoff": soon, "max_backoff": 2 * soon, "base": 2},
+    }
     real: Any = obstore.store.from_url
     made: dict[str, Any] = {}
 

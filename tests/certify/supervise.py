@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 # Threads of before a fork would be missing in it: OpenBLAS and Arrow's allocator start theirs when they are imported.
-os.environ.update(OPENBLAS_NUM_THREADS="1", JE_ARROW_MALLOC_CONF="background_thread:false", OMP_NUM_THREADS="1")
+os.environ.update(
+    OPENBLAS_NUM_THREADS="1", JE_ARROW_MALLOC_CONF="background_thread:false", OMP_NUM_THREADS="1"
+)
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as the executor has it, or pods could not be forks
 
 import hera.workflows
@@ -40,7 +42,11 @@ from tuneloop.local.warm import STAGES
 PRELOADED = (hera.workflows, pyarrow.parquet, tuneloop.ui.report)
 """Imported here, once, and not by each attempt."""
 Rig = StagesRig | ExecutorRig | WeekRig
-PLACES: Sequence[Sequence[Place]] = (("files", "reads", "objects", "requests"), ("executor", "pods"), ("clock",))
+PLACES: Sequence[Sequence[Place]] = (
+    ("files", "reads", "objects", "requests"),
+    ("executor", "pods"),
+    ("clock",),
+)
 """Those of each rig."""
 
 
@@ -72,12 +78,15 @@ class Begun:
 def make_certificate(task: Task, jobs: int = 2) -> Certificate:
     """Carry out a plan by so many processes at a time, and return what it came to."""
     began = time.monotonic()
-    home = Path(tempfile.mkdtemp(prefix="certify-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    home = Path(
+        tempfile.mkdtemp(prefix="certify-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    )
     begun, outcomes, processor_s = list[Begun](), list[Outcome](), 0.0
     adopt_orphans()
     try:
         workers = [
-            _Worker(home / str(number), task, (number, jobs)) for number in range(1 if task.only is not None else jobs)
+            _Worker(home / str(number), task, (number, jobs))
+            for number in range(1 if task.only is not None else jobs)
         ]
         for worker in workers:
             for told in worker.listen():
@@ -89,7 +98,9 @@ def make_certificate(task: Task, jobs: int = 2) -> Certificate:
                     continue
                 outcomes.append(told)
                 if told.problem:
-                    print(f"\nviolation {told.injection}\n{told.problem}", file=sys.stderr, flush=True)
+                    print(
+                        f"\nviolation {told.injection}\n{told.problem}", file=sys.stderr, flush=True
+                    )
     finally:
         end_all()  # where one process has failed, the others
         shutil.rmtree(home, ignore_errors=True)
@@ -97,7 +108,9 @@ def make_certificate(task: Task, jobs: int = 2) -> Certificate:
         _check_same(begun[0], other)
     outcomes.sort(key=lambda each: each.injection.index)
     counts = {place: len(calls) for place, calls in begun[0].calls.items()}
-    return Certificate(task.seed, begun[0].roots, counts, outcomes, time.monotonic() - began, processor_s)
+    return Certificate(
+        task.seed, begun[0].roots, counts, outcomes, time.monotonic() - began, processor_s
+    )
 
 
 def _check_same(one: Begun, other: Begun) -> None:
@@ -160,7 +173,11 @@ def _carry_out(home: Path, task: Task, share: tuple[int, int], out: BinaryIO) ->
         calls: dict[Place, list[str]] = {}
         for rig in rigs:
             calls |= rig.record()
-        roots = {name: rig.calm.root for name, rig in zip(("stages", "pipeline", "week"), rigs) if rig.calm}
+        roots = {
+            name: rig.calm.root
+            for name, rig in zip(("stages", "pipeline", "week"), rigs)
+            if rig.calm
+        }
         out.write(pickle.dumps(Begun(calls, roots)))
         of = {place: rig for rig, places in zip(rigs, PLACES) for place in places}
         plan = make_plan(calls, task.injections, task.seed)
@@ -175,7 +192,9 @@ def _open_rigs(home: Path, real: bool, stack: ExitStack) -> Sequence[Rig]:
     if real:
         from tests.certify.real_sequence import list_real_steps
 
-        for name in STAGES:  # nothing of torch may have computed here: its threads would be missing in the forks
+        for name in (
+            STAGES
+        ):  # nothing of torch may have computed here: its threads would be missing in the forks
             import_module(name)
         return [StagesRig(home / "stages", stack.enter_context(bucket.serve()), list_real_steps)]
     _warm_up(home)

@@ -36,7 +36,9 @@ def train(stage: Stage, *, hours: int = HOURS) -> Results:
         stage.check_stop()
         told = {"step": told["step"] + 1, "sum": told["sum"] * 31 % 65521 + told["step"]}
         text = json.dumps(told)
-        stage.save_resume(told["step"], lambda path, text=text: (path / "step.json").write_text(text))  # type: ignore[misc]
+        stage.save_resume(
+            told["step"], lambda path, text=text: (path / "step.json").write_text(text)
+        )  # type: ignore[misc]
     (stage.out / "step.json").write_text(json.dumps(told))
     return {"step": told["step"]}
 
@@ -63,7 +65,10 @@ class WeekRig:
         how = ["SIGTERM"]
 
         def work(number: int) -> Callable[[], int]:
-            steps, how[0] = chance.choice((0, 1, 1, 2)) if number else injection.at, chance.choice([*ENDS])
+            steps, how[0] = (
+                chance.choice((0, 1, 1, 2)) if number else injection.at,
+                chance.choice([*ENDS]),
+            )
             return lambda: self._preempt(steps, ENDS[how[0]])
 
         def name(ended: Ended) -> Result:

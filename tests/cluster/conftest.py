@@ -76,15 +76,25 @@ def cluster() -> Connection:
 
 def prepare_cluster() -> Connection:
     """Apply overlays/local to the cluster, and connect to it."""
-    kubectl("apply", "--server-side", "--force-conflicts", "-k", str(ROOT / "manifests" / "overlays" / "local"))
+    kubectl(
+        "apply",
+        "--server-side",
+        "--force-conflicts",
+        "-k",
+        str(ROOT / "manifests" / "overlays" / "local"),
+    )
     connection = connect_to_cluster()
-    queues = [f"localqueue/{name}" for name in (QUEUE, SAMPLER_QUEUE)]  # what they do not admit yet is refused
+    queues = [
+        f"localqueue/{name}" for name in (QUEUE, SAMPLER_QUEUE)
+    ]  # what they do not admit yet is refused
     kubectl("-n", connection.namespace, "wait", "--for=condition=Active", *queues, "--timeout=600s")
     return connection
 
 
 @pytest.fixture
-def root(cluster: Connection, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+def root(
+    cluster: Connection, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[str]:
     """A URL below the module's or the cluster's store, reached from here with the pods' keys; emptied afterwards."""
     with reach_store(cluster) as settings:
         for name, value in settings.items():
@@ -130,11 +140,15 @@ spec: {clusterQueue: %(name)s}
 def tight(cluster: Connection) -> Iterator[str]:
     """A queue with quota for one `sleeper`."""
     made = TIGHT % {"name": "tuneloop-test", "namespace": cluster.namespace, "cpu": "150m"}
-    subprocess.run(["kubectl", "apply", "-f", "-"], input=made, text=True, check=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", "apply", "-f", "-"], input=made, text=True, check=True, capture_output=True
+    )
     wait = ["wait", "--for=condition=Active", "localqueue/tuneloop-test", "--timeout=600s"]
     kubectl("-n", cluster.namespace, *wait)
     yield "tuneloop-test"
-    subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=made, text=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", "delete", "-f", "-", "--wait=false"], input=made, text=True, capture_output=True
+    )
 
 
 SLEEP = """
@@ -161,7 +175,9 @@ def sleeper(seconds: float, queue: str = "tuneloop") -> dict[str, Any]:
     with define_workflow("sleeper") as built:
         small = AcceleratorResources(cpu="100m", memory="64Mi", grace_s=30)
         pod = pod_fields("base", "scorer", Cluster(queue=queue, scorer=small))
-        stage = Container(name="sleep", command=["python", "-c"], args=[program], **pod, **retry_fields())
+        stage = Container(
+            name="sleep", command=["python", "-c"], args=[program], **pod, **retry_fields()
+        )
         with DAG(name="main"):
             stage(name="sleep")
     made: dict[str, Any] = built.to_dict()

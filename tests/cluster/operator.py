@@ -34,7 +34,12 @@ DEFINITION = {
                 "served": True,
                 "storage": True,
                 "subresources": {"status": {}},
-                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "x-kubernetes-preserve-unknown-fields": True,
+                    }
+                },
             }
         ],
     },
@@ -47,7 +52,14 @@ def operating(cluster: Connection) -> Iterator[None]:
     apply(json.dumps(DEFINITION))
     kubectl("wait", "--for=condition=Established", f"crd/{PLURAL}.{GROUP}", "--timeout=600s")
     kubectl("-n", cluster.namespace, "delete", "configmap", "crew", "--ignore-not-found")
-    kubectl("-n", cluster.namespace, "create", "configmap", "crew", f"--from-file={ROOT}/tests/unit/inference/crew.py")
+    kubectl(
+        "-n",
+        cluster.namespace,
+        "create",
+        "configmap",
+        "crew",
+        f"--from-file={ROOT}/tests/unit/inference/crew.py",
+    )
     stop = threading.Event()
     thread = threading.Thread(target=_watch, args=(cluster, stop), daemon=True)
     thread.start()
@@ -78,15 +90,28 @@ def _reconcile(cluster: Connection, graph: dict[str, Any]) -> None:
         apply(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
         _report(cluster, graph, "pending", "")
     elif state == "pending":
-        found = kubectl("-n", cluster.namespace, "get", "deploy", "-l", f"{POD_LABEL}={name}", "-o", "json")
+        found = kubectl(
+            "-n", cluster.namespace, "get", "deploy", "-l", f"{POD_LABEL}={name}", "-o", "json"
+        )
         statuses = [each["status"] for each in json.loads(found)["items"]]
-        if statuses and all(each.get("availableReplicas") == each.get("replicas") for each in statuses):
+        if statuses and all(
+            each.get("availableReplicas") == each.get("replicas") for each in statuses
+        ):
             _report(cluster, graph, "successful", "")
 
 
 def _report(cluster: Connection, graph: dict[str, Any], state: str, message: str) -> None:
-    ready = {"type": "Ready", "status": str(state == "successful"), "reason": state, "message": message}
-    status = {"state": state, "observedGeneration": graph["metadata"]["generation"], "conditions": [ready]}
+    ready = {
+        "type": "Ready",
+        "status": str(state == "successful"),
+        "reason": state,
+        "message": message,
+    }
+    status = {
+        "state": state,
+        "observedGeneration": graph["metadata"]["generation"],
+        "conditions": [ready],
+    }
     cluster.custom.patch_namespaced_custom_object_status(
         GROUP, "v1beta1", cluster.namespace, PLURAL, graph["metadata"]["name"], {"status": status}
     )
@@ -97,10 +122,21 @@ def _objects(graph: dict[str, Any], component: dict[str, Any]) -> Iterator[dict[
     name = f"{graph['metadata']['name']}-{component['name']}"
     labels = {POD_LABEL: graph["metadata"]["name"], "app": name}
     about = {"name": name, "namespace": graph["metadata"]["namespace"], "labels": labels}
-    owner = {"apiVersion": graph["apiVersion"], "kind": KIND, "controller": True, "blockOwnerDeletion": True}
-    about["ownerReferences"] = [{**owner, "name": graph["metadata"]["name"], "uid": graph["metadata"]["uid"]}]
+    owner = {
+        "apiVersion": graph["apiVersion"],
+        "kind": KIND,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    about["ownerReferences"] = [
+        {**owner, "name": graph["metadata"]["name"], "uid": graph["metadata"]["uid"]}
+    ]
     front = component["type"] == "frontend"
-    role = ["frontend", "8000", "8001", name.replace("frontend", "worker"), "8081"] if front else ["worker", "8081"]
+    role = (
+        ["frontend", "8000", "8001", name.replace("frontend", "worker"), "8081"]
+        if front
+        else ["worker", "8081"]
+    )
     container = {
         "name": "main",
         "image": IMAGE,
@@ -114,12 +150,20 @@ def _objects(graph: dict[str, Any], component: dict[str, Any]) -> Iterator[dict[
     pod = {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": 1,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": [{"name": "crew", "configMap": {"name": "crew"}}],
     }
     template = {"metadata": {"labels": labels}, "spec": pod}
-    spec = {"replicas": component.get("replicas", 1), "selector": {"matchLabels": labels}, "template": template}
+    spec = {
+        "replicas": component.get("replicas", 1),
+        "selector": {"matchLabels": labels},
+        "template": template,
+    }
     yield {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": about, "spec": spec}
     ports = [{"name": f"p{port}", "port": port} for port in ((8000, 8001) if front else (8081,))]
     service = {"selector": labels, "ports": ports, **({} if front else {"clusterIP": "None"})}

@@ -25,11 +25,15 @@ def count(**changes: int) -> None:
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.reply("".join(f"vllm:num_requests_{name} {number}\n" for name, number in COUNTS.items()))
+        self.reply(
+            "".join(f"vllm:num_requests_{name} {number}\n" for name, number in COUNTS.items())
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        made = [self.complete(body["version"]) for request in body["requests"] for _ in request["seeds"]]
+        made = [
+            self.complete(body["version"]) for request in body["requests"] for _ in request["seeds"]
+        ]
         self.reply(json.dumps({"index": 0, "completions": made}) + "\n")
 
     def complete(self, version: int) -> dict[str, object]:

@@ -38,17 +38,33 @@ metadata: {name: %(name)s, namespace: tuneloop}
 spec: {clusterQueue: %(name)s}
 ---
 """
-QUEUES = "".join(PAIR % {"name": name, "cpu": cpu} for name, cpu in ((SERVERS, "250m"), (STAGES, "150m")))
+QUEUES = "".join(
+    PAIR % {"name": name, "cpu": cpu} for name, cpu in ((SERVERS, "250m"), (STAGES, "150m"))
+)
 """For two servers, and for one stage: a pod asks for 110m, with Argo's own container."""
 
 
 @pytest.fixture(scope="module")
 def queues(cluster: Connection) -> Iterator[None]:
-    subprocess.run(["kubectl", "apply", "-f", "-"], input=QUEUES, text=True, check=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", "apply", "-f", "-"], input=QUEUES, text=True, check=True, capture_output=True
+    )
     for name in (SERVERS, STAGES):
-        kubectl("-n", cluster.namespace, "wait", "--for=condition=Active", f"localqueue/{name}", "--timeout=600s")
+        kubectl(
+            "-n",
+            cluster.namespace,
+            "wait",
+            "--for=condition=Active",
+            f"localqueue/{name}",
+            "--timeout=600s",
+        )
     yield
-    subprocess.run(["kubectl", "delete", "-f", "-", "--wait=false"], input=QUEUES, text=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", "delete", "-f", "-", "--wait=false"],
+        input=QUEUES,
+        text=True,
+        capture_output=True,
+    )
 
 
 def serve_and_train(trainers: str) -> dict[str, Any]:
@@ -60,7 +76,10 @@ def serve_and_train(trainers: str) -> dict[str, Any]:
     from tuneloop.argo.template import define_workflow
 
     size: Any = {"cpu": "100m", "memory": "64Mi", "grace_s": 5}
-    sampler, trainer = AcceleratorResources(queue=SERVERS, **size), AcceleratorResources(queue=trainers, **size)
+    sampler, trainer = (
+        AcceleratorResources(queue=SERVERS, **size),
+        AcceleratorResources(queue=trainers, **size),
+    )
     settings = Cluster(sampler=sampler, trainer=trainer)
     told = ExecAction(command=["test", "-e", "/tmp/ready"])
     probe = Probe(exec=told, period_seconds=1, failure_threshold=3600)
@@ -90,7 +109,9 @@ def submit_two_runs(cluster: Connection, run: str, trainers: str) -> tuple[str, 
 
 def find_server(cluster: Connection, run: str) -> str:
     """The name of the pod of a run's server, once it runs."""
-    pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+    pods = cluster.core.list_namespaced_pod(
+        cluster.namespace, label_selector=f"{RUN_LABEL}={run}"
+    ).items
     return next((pod.metadata.name for pod in pods if pod.status.phase == "Running"), "")
 
 
@@ -102,10 +123,18 @@ def tell_server(cluster: Connection, run: str) -> str:
 
 
 def count_warnings(cluster: Connection, trainers: str) -> int:
-    return len([*find_queue_warnings(cluster, prepare_workflow(serve_and_train(trainers), run="w", store=STORE))])
+    return len(
+        [
+            *find_queue_warnings(
+                cluster, prepare_workflow(serve_and_train(trainers), run="w", store=STORE)
+            )
+        ]
+    )
 
 
-def test_servers_and_stages_of_one_quota_lock_two_runs(cluster: Connection, queues: None, run: str) -> None:
+def test_servers_and_stages_of_one_quota_lock_two_runs(
+    cluster: Connection, queues: None, run: str
+) -> None:
     """What `doctor` warns of; the preflight lets each of them pass, for each could run alone."""
     assert count_warnings(cluster, SERVERS) == 1
     names = submit_two_runs(cluster, run, SERVERS)

@@ -40,21 +40,43 @@ print(sum(map(len, made)), "completions", engine.retries > 0)
 @pytest.fixture
 def fleet(cluster: Connection, tmp_path: Path) -> Iterator[None]:
     """The two components: servers at 0, with the stand-in for their program, and an autoscaler that hurries."""
-    paths = [os.path.relpath(ROOT / "manifests" / "components" / name, tmp_path) for name in COMPONENTS]
-    (tmp_path / "kustomization.yaml").write_text(json.dumps({"kind": "Kustomization", "components": paths}))
+    paths = [
+        os.path.relpath(ROOT / "manifests" / "components" / name, tmp_path) for name in COMPONENTS
+    ]
+    (tmp_path / "kustomization.yaml").write_text(
+        json.dumps({"kind": "Kustomization", "components": paths})
+    )
     objects = list(yaml.safe_load_all(kubectl("kustomize", str(tmp_path))))
-    specs = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Deployment"}
+    specs = {
+        each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Deployment"
+    }
     specs[NAME]["replicas"] = 0
     pods = {name: spec["template"]["spec"] for name, spec in specs.items()}
     pods[NAME] |= {"terminationGracePeriodSeconds": 1}
     pods[NAME]["volumes"].append({"name": "program", "configMap": {"name": "stand-in"}})
     server, autoscaler = pods[NAME]["containers"][0], pods[f"{NAME}-autoscaler"]["containers"][0]
-    server |= {"image": IMAGE, "command": ["python", "/program/rollout_stand_in.py", "8000"], "args": []}
+    server |= {
+        "image": IMAGE,
+        "command": ["python", "/program/rollout_stand_in.py", "8000"],
+        "args": [],
+    }
     server |= {"resources": {"requests": {"cpu": "20m", "memory": "64Mi"}}}
     server["volumeMounts"].append({"name": "program", "mountPath": "/program"})
-    autoscaler |= {"image": IMAGE, "args": ["--max", "3", "--target", "8", "--window", "5", "--interval", "0.5"]}
-    made, own = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}), ["-n", cluster.namespace]
-    kubectl(*own, "create", "configmap", "stand-in", f"--from-file={ROOT}/tests/cluster/rollout_stand_in.py")
+    autoscaler |= {
+        "image": IMAGE,
+        "args": ["--max", "3", "--target", "8", "--window", "5", "--interval", "0.5"],
+    }
+    made, own = (
+        json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+        ["-n", cluster.namespace],
+    )
+    kubectl(
+        *own,
+        "create",
+        "configmap",
+        "stand-in",
+        f"--from-file={ROOT}/tests/cluster/rollout_stand_in.py",
+    )
     try:
         apply(made)
         yield
@@ -72,23 +94,39 @@ def client_pod(cluster: Connection, run: str) -> str:
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "-c", ASK],
     }
-    container |= {"resources": {"requests": {"cpu": "20m", "memory": "64Mi"}}, "securityContext": RESTRICTED}
+    container |= {
+        "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}},
+        "securityContext": RESTRICTED,
+    }
     container["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
-    spec: dict[str, Any] = {"restartPolicy": "Never", "automountServiceAccountToken": False, "securityContext": NOBODY}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "securityContext": NOBODY,
+    }
     spec |= {"containers": [container], "volumes": [{"name": "scratch", "emptyDir": {}}]}
     about = {"name": run, "namespace": cluster.namespace, "labels": labels}
     return json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec})
 
 
-def test_servers_come_when_asked_and_go_when_not(cluster: Connection, fleet: None, run: str) -> None:
+def test_servers_come_when_asked_and_go_when_not(
+    cluster: Connection, fleet: None, run: str
+) -> None:
     own = ["-n", cluster.namespace]
     apply(client_pod(cluster, run))
-    until(lambda: cluster.core.read_namespaced_pod(run, cluster.namespace).status.phase == "Succeeded")
-    assert kubectl(*own, "logs", run).strip() == "300 completions True", "all of them, though at first nobody was there"
+    until(
+        lambda: cluster.core.read_namespaced_pod(run, cluster.namespace).status.phase == "Succeeded"
+    )
+    assert kubectl(*own, "logs", run).strip() == "300 completions True", (
+        "all of them, though at first nobody was there"
+    )
 
     def scaled() -> list[tuple[int, int]]:
         told = kubectl(*own, "logs", f"deploy/{NAME}-autoscaler")
-        return [(int(before), int(after)) for before, after in re.findall(r"(\d+) → (\d+) replicas", told)]
+        return [
+            (int(before), int(after))
+            for before, after in re.findall(r"(\d+) → (\d+) replicas", told)
+        ]
 
     until(lambda: scaled()[-1][1] == 0)
     steps = scaled()

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.cluster
 def pods(cluster: Connection, run: str, template: str) -> list[Node]:
     """Its pods that have ended well, in their order."""
     found = read_status(cluster, run).nodes.values()
-    return [n for n in found if n.type == "Pod" and n.template == template and n.phase == "Succeeded"]
+    return [
+        n for n in found if n.type == "Pod" and n.template == template and n.phase == "Succeeded"
+    ]
 
 
 def loop_that_stands(iterations: int, per_workflow: int) -> dict[str, Any]:
@@ -36,7 +38,9 @@ def loop_that_stands(iterations: int, per_workflow: int) -> dict[str, Any]:
     for template in made["spec"]["templates"]:
         if template["name"] == "stage":
             script = template["container"]["command"]
-            script[-1] = f"case $TUNELOOP_NODE_WORKFLOW in *-3) exec sleep 3600;; esac; {script[-1]}"
+            script[-1] = (
+                f"case $TUNELOOP_NODE_WORKFLOW in *-3) exec sleep 3600;; esac; {script[-1]}"
+            )
     return made
 
 
@@ -58,7 +62,10 @@ def test_parts_are_one_run_and_stop_ends_the_newest(cluster: Connection, run: st
     assert read_status(cluster, run).workflows[-1] == f"{run}-5"
     assert run_drift(cluster, workflow, run) == ""
     changed = run_drift(cluster, loop_that_stands(4, 2), run).splitlines()
-    assert [line for line in changed if line[:1] in "+-"][2:] == ["-    value: '1'", "+    value: '2'"]
+    assert [line for line in changed if line[:1] in "+-"][2:] == [
+        "-    value: '1'",
+        "+    value: '2'",
+    ]
 
 
 @pytest.mark.slow
@@ -66,7 +73,9 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: Connection, run: st
     """As from Argo's page, or `argo submit --from`: labels and parts come from the template; live is as rendered."""
     template = run_workflows.as_template(empty_loop(2, 1), run)
     apply = ["kubectl", "apply", "--server-side", "-f", "-"]
-    subprocess.run(apply, input=yaml.safe_dump(template), text=True, check=True, capture_output=True)
+    subprocess.run(
+        apply, input=yaml.safe_dump(template), text=True, check=True, capture_output=True
+    )
     try:
         assert template_drift(cluster, empty_loop(2, 1), run) == ""
         assert "+    value: '9'" in template_drift(cluster, empty_loop(9, 1), run)
@@ -79,7 +88,10 @@ def test_what_is_submitted_from_a_template_is_a_run(cluster: Connection, run: st
         assert [node.outputs["told"] for node in pods(cluster, run, "stage")] == ["1", "2"]
         assert len(_pods(run)) == 3
         # A second attempt of the step finds what the first has made.
-        assert create_next_workflow(cluster, run, "main", {"iteration": "2", "told": "1"}) == f"{run}-2"
+        assert (
+            create_next_workflow(cluster, run, "main", {"iteration": "2", "told": "1"})
+            == f"{run}-2"
+        )
         assert len(run_workflows.find_workflows(cluster, run)) == 2
     finally:
         kubectl("-n", cluster.namespace, "delete", "workflowtemplate", run)
@@ -105,7 +117,8 @@ def test_a_killed_pod_and_a_controller_that_restarts_change_nothing(
     assert finish(cluster, run, "reward") == 0
     undisturbed = make(str(tmp_path), iterations=1)
     assert digests(read_status(cluster, run).nodes.values(), run) == {
-        f"iterations/{name}" if name[0].isdigit() else name: manifest.digest for name, manifest in undisturbed.items()
+        f"iterations/{name}" if name[0].isdigit() else name: manifest.digest
+        for name, manifest in undisturbed.items()
     }
 
 
@@ -125,11 +138,16 @@ def test_nothing_with_the_runs_label_is_left(cluster: Connection, run: str) -> N
 
 
 def _phases(cluster: Connection, run: str) -> list[str]:
-    return [run_workflows.get_workflow_phase(workflow) for workflow in run_workflows.find_workflows(cluster, run)]
+    return [
+        run_workflows.get_workflow_phase(workflow)
+        for workflow in run_workflows.find_workflows(cluster, run)
+    ]
 
 
 def _pods(run: str) -> list[str]:
-    return kubectl("-n", NAMESPACE, "get", "pods", "-l", f"{RUN_LABEL}={run}", "--no-headers").splitlines()
+    return kubectl(
+        "-n", NAMESPACE, "get", "pods", "-l", f"{RUN_LABEL}={run}", "--no-headers"
+    ).splitlines()
 
 
 def _running(run: str, template: str) -> list[tuple[str, str]]:
@@ -138,4 +156,8 @@ def _running(run: str, template: str) -> list[tuple[str, str]]:
     label = f"{RUN_LABEL}={run}"
     said = kubectl("-n", NAMESPACE, "get", "pods", "-l", label, "-o", f"jsonpath={path}")
     pods = (line.split() for line in said.splitlines())
-    return [(name, uid) for name, uid, *ready in pods if f"-{template}-" in name and ready == ["true"] * 2]
+    return [
+        (name, uid)
+        for name, uid, *ready in pods
+        if f"-{template}-" in name and ready == ["true"] * 2
+    ]

@@ -64,7 +64,9 @@ def test_what_an_account_may_not_see_is_not_checked(cluster: Connection) -> None
     stage = _as(cluster, "system:serviceaccount:tuneloop:tuneloop-stage")
     made = prepare_workflow(describe_queued_stage(), run="doctor", store="s3://b/runs")
     found = [check.found for check in check_argo(stage, made) if check.outcome == NOT_CHECKED]
-    assert {f"not checked: no right to get {kind}" for kind in ("configmaps", "secrets", "localqueues")} <= {*found}
+    assert {
+        f"not checked: no right to get {kind}" for kind in ("configmaps", "secrets", "localqueues")
+    } <= {*found}
 
 
 @pytest.fixture
@@ -72,11 +74,19 @@ def kubeflow(cluster: Connection) -> Iterator[None]:
     """A namespace with what doctor reads of KFP; its API server does not run."""
     image = f"--image=ghcr.io/kubeflow/kfp-api-server:{RELEASE}"
     kubectl("create", "namespace", "kubeflow", check=False)  # test_manifests.py leaves it
-    assert not kubectl("-n", "kubeflow", "get", "deployments", "-o", "name"), "a real KFP is not ours to change"
+    assert not kubectl("-n", "kubeflow", "get", "deployments", "-o", "name"), (
+        "a real KFP is not ours to change"
+    )
     shown, queues = "jsonpath={.spec.namespaceSelector}", ("tuneloop", "tuneloop-samplers")
     selectors = {name: kubectl("get", "clusterqueue", name, "-o", shown) for name in queues}
     try:
-        subprocess.run(["kubectl", "apply", "-f", "-"], input=SETTINGS, text=True, check=True, capture_output=True)
+        subprocess.run(
+            ["kubectl", "apply", "-f", "-"],
+            input=SETTINGS,
+            text=True,
+            check=True,
+            capture_output=True,
+        )
         kubectl("-n", "kubeflow", "create", "deployment", "ml-pipeline", "--replicas=0", image)
         yield
     finally:
@@ -93,7 +103,15 @@ def test_a_backend_is_mended_by_the_commands_that_doctor_gives(kubeflow: None, l
     code, checks = look("sft_then_grpo", "--to", "kfp")
     assert (code, _refused(checks)) == (2, ["queue", "queue"])
 
-    kubectl("-n", "kubeflow", "patch", "configmap", "workflow-controller-configmap", "-p", '{"data":{"executor":"{}"}}')
+    kubectl(
+        "-n",
+        "kubeflow",
+        "patch",
+        "configmap",
+        "workflow-controller-configmap",
+        "-p",
+        '{"data":{"executor":"{}"}}',
+    )
     refused = []
 
     def mended() -> bool:
@@ -101,7 +119,9 @@ def test_a_backend_is_mended_by_the_commands_that_doctor_gives(kubeflow: None, l
         for check in checks:
             if check["outcome"] == "refused":
                 refused.append(check["subject"])
-                subprocess.run(["bash", "-c", check["remedy"]], check=True, cwd=ROOT, capture_output=True)
+                subprocess.run(
+                    ["bash", "-c", check["remedy"]], check=True, cwd=ROOT, capture_output=True
+                )
         return code == 0
 
     until(mended)

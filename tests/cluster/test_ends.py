@@ -45,7 +45,10 @@ def workflow(deadline: str = "") -> dict[str, Any]:
     sizes = Cluster(cpu=Resources(cpu="50m", memory="64Mi", memory_on_retry="96Mi"))
     with new_workflow("ends") as built:
         stage = Container(
-            name="end", command=["python", "-c"], args=[PROGRAM], **retried_pod_fields("base", "cpu", sizes)
+            name="end",
+            command=["python", "-c"],
+            args=[PROGRAM],
+            **retried_pod_fields("base", "cpu", sizes),
         )
         if deadline:
             stage.retry_strategy.backoff.max_duration = deadline
@@ -61,7 +64,9 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
     submit_workflow(cluster, workflow(), run=new, store=STORE)
     submit_workflow(cluster, workflow(f"{OLD_LIMIT_S}s"), run=old, store=STORE)
     until(lambda: running(cluster, new) and running(cluster, old))
-    until(lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5) and _ran_for(cluster, old, OLD_LIMIT_S + 5))
+    until(
+        lambda: _ran_for(cluster, new, OLD_LIMIT_S + 5) and _ran_for(cluster, old, OLD_LIMIT_S + 5)
+    )
     for name in (new, old):
         _end_first_attempt(cluster, name)
     assert argo.wait_for_run(cluster, new) == 0
@@ -69,14 +74,30 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
 
     seen = read_status(cluster, new)
     attempts = [node for node in seen.nodes.values() if node.type == "Pod"]
-    ends = [classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message) for n in attempts]
+    ends = [
+        classify_end(n.phase, -1 if n.exit_code is None else n.exit_code, n.message)
+        for n in attempts
+    ]
     assert ends == [EVICTED, AWAY, KILL, MEMORY, SUCCEEDED], seen.nodes
     (stage,) = list_cluster_stages(seen.nodes, seen.waiting)
     assert (stage.phase, stage.done, stage.retries) == ("Succeeded", 1, 4)
-    assert stage.cause.startswith("attempt 4 ended after ") and ": out of memory: main: OOMKilled" in stage.cause
-    assert stage.lost_seconds > OLD_LIMIT_S and stage.seconds == attempts[-1].finished - attempts[-1].started
-    said = {int(line.split()[1].strip(",")): line for _, line in read_logs(cluster, new) if line.startswith("attempt ")}
-    assert 'after: Failed 75 main: Error (exit code 75): unavailable: store: "s3://b" is away' in said[2]
+    assert (
+        stage.cause.startswith("attempt 4 ended after ")
+        and ": out of memory: main: OOMKilled" in stage.cause
+    )
+    assert (
+        stage.lost_seconds > OLD_LIMIT_S
+        and stage.seconds == attempts[-1].finished - attempts[-1].started
+    )
+    said = {
+        int(line.split()[1].strip(",")): line
+        for _, line in read_logs(cluster, new)
+        if line.startswith("attempt ")
+    }
+    assert (
+        'after: Failed 75 main: Error (exit code 75): unavailable: store: "s3://b" is away'
+        in said[2]
+    )
     assert "after: Failed 132" in said[3]
     assert "limit 100663296, after: Failed 137 main: OOMKilled" in said[4]
     abandoned = [node for node in read_status(cluster, old).nodes.values() if node.type == "Pod"]
@@ -86,11 +107,15 @@ def test_what_ends_is_started_again_however_long_it_ran(cluster: Connection, run
 def _end_first_attempt(cluster: Connection, run: str) -> None:
     """Delete the first attempt's pod, and again if the controller, behind on a busy machine, makes it anew."""
     (first,) = find_pods(cluster, run)
-    (pod,) = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
+    (pod,) = cluster.core.list_namespaced_pod(
+        cluster.namespace, label_selector=f"{RUN_LABEL}={run}"
+    ).items
 
     def ended() -> bool:
         with ignore_refusals(404):
-            cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
+            cluster.core.delete_namespaced_pod(
+                pod.metadata.name, cluster.namespace, grace_period_seconds=0
+            )
         return any(node.id == first.id and node.finished for node in find_pods(cluster, run))
 
     until(ended)
@@ -100,7 +125,9 @@ def _ran_for(cluster: Connection, run: str, seconds: float) -> bool:
     """Whether the kubelet started the pod's container so long ago."""
     import datetime
 
-    for pod in cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items:
+    for pod in cluster.core.list_namespaced_pod(
+        cluster.namespace, label_selector=f"{RUN_LABEL}={run}"
+    ).items:
         for container in pod.status.container_statuses or ():
             if container.name == "main" and container.state.running:
                 begun = container.state.running.started_at

@@ -44,8 +44,13 @@ def operator(cluster: Connection) -> Iterator[None]:
         yield
 
 
-def manifest(cluster: Connection, name: str, *more: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    frontend, worker = {"name": "frontend", "type": "frontend"}, {"name": "worker", "type": "worker", "replicas": 2}
+def manifest(
+    cluster: Connection, name: str, *more: str, labels: dict[str, str] | None = None
+) -> dict[str, Any]:
+    frontend, worker = (
+        {"name": "frontend", "type": "frontend"},
+        {"name": "worker", "type": "worker", "replicas": 2},
+    )
     others = [{"name": each, "type": "worker"} for each in more]
     made = {"apiVersion": "nvidia.com/v1beta1", "kind": graphs.KIND, "metadata": {"name": name}}
     made["spec"] = {"components": [frontend, worker, *others]}
@@ -84,7 +89,9 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
     assert capsys.readouterr().out.count("open") == 3
     workers = open_fleet(f"service://{run}-worker.{cluster.namespace}").discover()
     selector = f"app={run}-worker"
-    pods = json.loads(kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
+    pods = json.loads(
+        kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json")
+    )["items"]
     assert {w.id: w.url for w in workers} == {
         pod["metadata"]["uid"]: f"http://{pod['status']['podIP']}:8081" for pod in pods
     }
@@ -92,12 +99,25 @@ def test_a_graph_is_ready_before_its_run_and_goes_with_it(
 
     kubectl("-n", cluster.namespace, "delete", "workflow", run)
     until(
-        lambda: not kubectl("-n", cluster.namespace, "get", "dgd,deploy,pod", "-l", f"app={run}-worker", "-o", "name")
+        lambda: (
+            not kubectl(
+                "-n",
+                cluster.namespace,
+                "get",
+                "dgd,deploy,pod",
+                "-l",
+                f"app={run}-worker",
+                "-o",
+                "name",
+            )
+        )
     )
     assert graphs.find_graph(cluster, run) is None
 
 
-def test_a_graph_ends_with_its_run_and_where_that_is_stopped(cluster: Connection, operator: None, run: str) -> None:
+def test_a_graph_ends_with_its_run_and_where_that_is_stopped(
+    cluster: Connection, operator: None, run: str
+) -> None:
     """Its Workflow objects stay."""
     wanted = manifest(cluster, run, labels={RUN_LABEL: run})
     graphs.bring_up(cluster, wanted, lambda: start(cluster, run, 1), timeout=300)
@@ -124,7 +144,11 @@ def refitted(cluster: Connection, run: str) -> str:
     pod = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
     }
     about = {"name": f"{run}-refit", "namespace": cluster.namespace, "labels": {RUN_LABEL: run}}
@@ -135,7 +159,9 @@ def refitted(cluster: Connection, run: str) -> str:
     return kubectl(*own, "logs", f"{run}-refit").strip()
 
 
-def test_what_can_not_be_used_is_taken_down_again(cluster: Connection, operator: None, run: str) -> None:
+def test_what_can_not_be_used_is_taken_down_again(
+    cluster: Connection, operator: None, run: str
+) -> None:
     said: list[str] = []
     with pytest.raises(UserError, match="its operator gave up: no node has such a device"):
         graphs.bring_up(cluster, manifest(cluster, run, "broken"), tell=said.append, timeout=60)
@@ -143,12 +169,16 @@ def test_what_can_not_be_used_is_taken_down_again(cluster: Connection, operator:
     assert said[-1] == f"{run}: taken down again"
 
 
-def test_one_that_stood_before_is_nobody_elses_to_end(cluster: Connection, operator: None, run: str) -> None:
+def test_one_that_stood_before_is_nobody_elses_to_end(
+    cluster: Connection, operator: None, run: str
+) -> None:
     """It is used as it is, told where it differs, not owned, and left where the job can not be started."""
     said: list[str] = []
     try:
         graphs.bring_up(cluster, manifest(cluster, run), tell=said.append, timeout=300)
-        other = graphs.render_graph([manifest(cluster, run)], sets=["spec.components.worker.replicas=3"])
+        other = graphs.render_graph(
+            [manifest(cluster, run)], sets=["spec.components.worker.replicas=3"]
+        )
 
         def fails() -> str:
             raise UserError("run", run, "can not be started")

@@ -50,11 +50,15 @@ metadata: {name: gateway-stranger, namespace: default}
 
 def apply(text: str, verb: str = "apply") -> None:
     flags = ["--ignore-not-found", "--wait=false"] if verb == "delete" else []
-    subprocess.run(["kubectl", verb, *flags, "-f", "-"], input=text, text=True, check=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", verb, *flags, "-f", "-"], input=text, text=True, check=True, capture_output=True
+    )
 
 
 def token(account: str, namespace: str, audience: str = "tuneloop-gateway") -> str:
-    return kubectl("-n", namespace, "create", "token", account, "--audience", audience, "--duration", "1h").strip()
+    return kubectl(
+        "-n", namespace, "create", "token", account, "--audience", audience, "--duration", "1h"
+    ).strip()
 
 
 def left() -> list[str]:
@@ -64,7 +68,14 @@ def left() -> list[str]:
 def forward(stopping: threading.Event) -> None:
     """Keep a way to the service open: kubectl gives up when the pod behind it goes."""
     while not stopping.is_set():
-        command = ["kubectl", "-n", "tuneloop", "port-forward", "svc/tuneloop-gateway", f"{PORT}:8080"]
+        command = [
+            "kubectl",
+            "-n",
+            "tuneloop",
+            "port-forward",
+            "svc/tuneloop-gateway",
+            f"{PORT}:8080",
+        ]
         way = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while way.poll() is None and not stopping.wait(0.2):
             pass
@@ -85,7 +96,9 @@ class Retrying(httpx.HTTPTransport):
 
 
 @contextlib.contextmanager
-def serve_gateway(home: Path, components: Sequence[str] = (), **settings: Any) -> Iterator[SimpleNamespace]:
+def serve_gateway(
+    home: Path, components: Sequence[str] = (), **settings: Any
+) -> Iterator[SimpleNamespace]:
     """The component of manifests/ and others, with a quota of `LIMIT` and small pods."""
     worker = {
         "image": f"tuneloop/rollout:{TAG}",
@@ -95,12 +108,21 @@ def serve_gateway(home: Path, components: Sequence[str] = (), **settings: Any) -
         "queue": "",
         "idle": 900,
     }
-    config = {"namespaces": {"tuneloop": {"sessions": LIMIT}}, "default": {"sessions": 0}, "worker": worker} | settings
+    config = {
+        "namespaces": {"tuneloop": {"sessions": LIMIT}},
+        "default": {"sessions": 0},
+        "worker": worker,
+    } | settings
     data = {"STORE": STORE, "gateway.yaml": yaml.safe_dump(config)}
-    patch = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tuneloop-gateway", "namespace": "tuneloop"}}
+    patch = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "tuneloop-gateway", "namespace": "tuneloop"},
+    }
     kustomization = {
         "components": [
-            os.path.relpath(ROOT / "manifests/components" / each, home) for each in ("gateway", *components)
+            os.path.relpath(ROOT / "manifests/components" / each, home)
+            for each in ("gateway", *components)
         ],
         "images": [{"name": f"tuneloop/{name}", "newTag": TAG} for name in ("gateway", "rollout")],
         "patches": [{"patch": yaml.safe_dump({**patch, "data": data})}],
@@ -129,7 +151,9 @@ def serve_gateway(home: Path, components: Sequence[str] = (), **settings: Any) -
 
 
 @pytest.fixture(scope="module")
-def gateway(cluster: Connection, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def gateway(
+    cluster: Connection, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
     with serve_gateway(tmp_path_factory.mktemp("gateway")) as served:
         yield served
 
@@ -162,11 +186,16 @@ def test_who_may_have_sessions(gateway: SimpleNamespace) -> None:
     assert status(stranger, "/v1/sessions?namespace=tuneloop") == 403
     assert gateway.http.post("/v1/sessions", json={"namespace": "kube-system"}).status_code == 403
     made = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "mine"}).json()
-    assert made["creator"] == "system:serviceaccount:tuneloop:gateway-user" and made["namespace"] == "tuneloop"
+    assert (
+        made["creator"] == "system:serviceaccount:tuneloop:gateway-user"
+        and made["namespace"] == "tuneloop"
+    )
     assert status(gateway.token, f"/v1/sessions/{made['id']}") == 200
     assert status(stranger, f"/v1/sessions/{made['id']}") == 404
     headers = {"Authorization": f"Bearer {stranger}"}
-    assert httpx.delete(f"{gateway.url}/v1/sessions/{made['id']}", headers=headers).status_code == 404
+    assert (
+        httpx.delete(f"{gateway.url}/v1/sessions/{made['id']}", headers=headers).status_code == 404
+    )
     assert gateway.http.delete("/v1/sessions/tuneloop.session-0000000000").status_code == 204
     gateway.http.delete(f"/v1/sessions/{made['id']}")
     until(lambda: not left())
@@ -192,7 +221,9 @@ def test_a_load_of_sessions_at_once(gateway: SimpleNamespace) -> None:
         created = time.monotonic() - began
         over = make(LIMIT)
         assert over.status_code == 429
-        assert over.json()["error"].startswith(f"quota: namespace 'tuneloop' has {LIMIT} of {LIMIT} sessions")
+        assert over.json()["error"].startswith(
+            f"quota: namespace 'tuneloop' has {LIMIT} of {LIMIT} sessions"
+        )
         assert gateway.http.get("/v1/sessions?namespace=default").status_code == 403
         until(running, 2 * LIMIT_S)
         up = time.monotonic() - began
@@ -203,7 +234,9 @@ def test_a_load_of_sessions_at_once(gateway: SimpleNamespace) -> None:
     assert gateway.http.get("/v1/sessions").json() == {"sessions": []}
     until(lambda: not left())
     total = time.monotonic() - began
-    print(f"{LIMIT} sessions: created in {created:.1f} s, all running after {up:.1f} s, all gone after {total:.1f} s")
+    print(
+        f"{LIMIT} sessions: created in {created:.1f} s, all running after {up:.1f} s, all gone after {total:.1f} s"
+    )
 
 
 def test_a_session_goes_on_while_its_gateway_dies(gateway: SimpleNamespace, root: str) -> None:
@@ -242,7 +275,11 @@ def test_a_session_goes_on_while_its_gateway_dies(gateway: SimpleNamespace, root
     session = service.holder.get_session_id()
     own = f"{STORE}/sessions/tuneloop/{session.partition('.')[2]}"
     saved = Artifact(f"{own}/train-0/weights/after")
-    assert path.endswith(":train:0/weights/after") and saved.manifest.facts["version"] == 8 and saved.path
+    assert (
+        path.endswith(":train:0/weights/after")
+        and saved.manifest.facts["version"] == 8
+        and saved.path
+    )
     service.close("success").result()
     until(lambda: not left())
     Store(own).delete("")

@@ -39,7 +39,12 @@ def twice(cluster: Cluster = SMALL, max_steps: int = 100) -> dict[str, Any]:
     """data-prep → base-model → sft in one pod of two processes → sft in two pods of one."""
     from hera.workflows import DAG
 
-    settings = {"max_steps": max_steps, "save_steps": 10, "per_device_train_batch_size": 8, "device": "cpu"}
+    settings = {
+        "max_steps": max_steps,
+        "save_steps": 10,
+        "per_device_train_batch_size": 8,
+        "device": "cpu",
+    }
     with define_workflow("twice") as built:
         prepare = stage_template(data_prep, {"train": 64, "sft": 64, "eval": 8}, cluster=cluster)
         bring = stage_template(base_model, {"model": "tiny-qwen3"}, cluster=cluster)
@@ -64,9 +69,13 @@ def trained(cluster: Connection, run: str) -> bool:
     return any(int(step) > 20 for step in re.findall(r"^sft: (\d+)/", said, re.M))
 
 
-def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: Connection, run: str) -> None:
+def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(
+    cluster: Connection, run: str
+) -> None:
     submit_workflow(cluster, twice(), run=run, store=STORE)
-    deadline = time.monotonic() + 3 * LIMIT_S  # its pods are the last whom a busy machine gives a core
+    deadline = (
+        time.monotonic() + 3 * LIMIT_S
+    )  # its pods are the last whom a busy machine gives a core
     while not trained(cluster, run):
         assert time.monotonic() < deadline, list(read_logs(cluster, run))
         assert run_workflows.get_workflow_phase(run_workflows.find_workflows(cluster, run)[-1]) in (
@@ -78,10 +87,16 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: C
     kubectl("-n", cluster.namespace, "delete", "pod", "-l", victim, "--grace-period=0", "--force")
     seen = read_status(cluster, run)
     shown = {stage.stage: stage.phase for stage in list_cluster_stages(seen.nodes, seen.waiting)}
-    assert shown["one"] == "Succeeded" and shown["pair"] in ("Pending", "Running") and "job" not in shown
+    assert (
+        shown["one"] == "Succeeded"
+        and shown["pair"] in ("Pending", "Running")
+        and "job" not in shown
+    )
     assert argo.wait_for_run(cluster, run) == 0
     found = run_workflows.find_workflows(cluster, run)[-1]
-    references = {n.display_name: n.outputs.get("checkpoint", "") for n in read_nodes(found).values()}
+    references = {
+        n.display_name: n.outputs.get("checkpoint", "") for n in read_nodes(found).values()
+    }
     assert references["one"].partition("@")[2] == references["pair"].partition("@")[2] != ""
     jobset = cluster.get("jobset.x-k8s.io", "v1alpha2", "jobsets", f"{run}-sft")
     assert jobset["status"]["restarts"] >= 1
@@ -93,7 +108,10 @@ def test_one_of_two_pods_is_killed_and_the_bytes_are_those_of_one_pod(cluster: C
 LOOP = [
     *("engine.name=transformers", "loop.iterations=2", "nodes=2", "update.device=cpu"),
     *("data.source_args={digits: 2}", "data.train=16", "data.eval=4", "data.sft=0"),
-    *("data.rewards={length_penalty: 1}", "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"),
+    *(
+        "data.rewards={length_penalty: 1}",
+        "data.reward_args={length_penalty: {max_length: 24, buffer: 20}}",
+    ),
     *("rollout.prompts_per_iteration=4", "rollout.n=4", "update.per_device_train_batch_size=4"),
     *(f"cluster.{role}={{cpu: 100m, memory: 2560Mi}}" for role in ROLES),
     f"cluster.images={IMAGES}",
@@ -108,7 +126,9 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
     with define_workflow("updated", config.loop.model_dump(include=LIMITS)) as built:
         templates = build_templates(config, grpo.stages(config), grpo.LOOP)
         single = grpo.stages(config.model_copy(update={"nodes": 1, "processes": 2}))
-        again = template_of(next(spec for spec in single if spec.component is policy_update), config, grpo.LOOP)
+        again = template_of(
+            next(spec for spec in single if spec.component is policy_update), config, grpo.LOOP
+        )
         again.name = "update-one-pod"
         with DAG(name="main"):
             tasks = Tasks(config, templates, grpo.LOOP)
@@ -119,7 +139,11 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
             base.task >> before
             policy = base
             for i in ("1", "2"):
-                about = {"policy": policy, "rewards": f"{RUN}/iterations/{i}/reward", "reference": base}
+                about = {
+                    "policy": policy,
+                    "rewards": f"{RUN}/iterations/{i}/reward",
+                    "reference": base,
+                }
                 about |= {"iteration": i, "checkpoint": f"{RUN}/one/{i}"}
                 before = before >> again(name=f"one-{i}", arguments=about)
                 policy = Output(before, "checkpoint")
@@ -129,13 +153,19 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(cluster: Connection, run: str) -> None:
+def test_the_updates_of_a_loop_are_jobsets_with_the_bytes_of_one_pod(
+    cluster: Connection, run: str
+) -> None:
     grpo = find_pipeline("grpo")
     submit_workflow(cluster, updated(grpo.module, grpo.configure(sets=LOOP)), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
     jobs = cluster.list("jobset.x-k8s.io", "v1alpha2", "jobsets", selector=f"{RUN_LABEL}={run}")
     assert [job["metadata"]["name"] for job in jobs] == [f"{run}-policy-update-{i}" for i in (1, 2)]
     found = digests(read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values(), run)
-    assert {i: found[f"iterations/{i}/policy-update"] for i in "12"} == {i: found[f"one/{i}"] for i in "12"}
+    assert {i: found[f"iterations/{i}/policy-update"] for i in "12"} == {
+        i: found[f"one/{i}"] for i in "12"
+    }
     said = [line for stage, line in read_logs(cluster, run) if stage == "one-2"]
-    assert any(re.search(r"policy_update: 1 steps on (8|12|16) of 16 rollouts", line) for line in said), said
+    assert any(
+        re.search(r"policy_update: 1 steps on (8|12|16) of 16 rollouts", line) for line in said
+    ), said

@@ -31,7 +31,13 @@ pytestmark = pytest.mark.cluster
 
 IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
 SETTINGS = [
-    *("data.train=16", "data.eval=4", "data.sft=32", "sft.max_steps=4", "sft.per_device_train_batch_size=4"),
+    *(
+        "data.train=16",
+        "data.eval=4",
+        "data.sft=32",
+        "sft.max_steps=4",
+        "sft.per_device_train_batch_size=4",
+    ),
     *("sft.device=cpu", "nodes=2", f"cluster.images={IMAGES}"),
     *(f"cluster.{role}={{cpu: 100m, memory: 2Gi}}" for role in ("trainer", "cpu")),
 ]
@@ -40,7 +46,9 @@ SETTINGS = [
 def compiled(built: Any, directory: Path) -> dict[str, Any]:
     """The document of a pipeline."""
     compile_to(built, directory / "pipeline.yaml")
-    found: dict[str, Any] = next(iter(yaml.load_all((directory / "pipeline.yaml").read_text(), yaml.CSafeLoader)))
+    found: dict[str, Any] = next(
+        iter(yaml.load_all((directory / "pipeline.yaml").read_text(), yaml.CSafeLoader))
+    )
     return found
 
 
@@ -50,27 +58,43 @@ class Tasks:
     def __init__(self, namespace: str, run: str, spec: dict[str, Any]) -> None:
         self.namespace, self.run, self.spec = namespace, run, spec
 
-    def start(self, task: str, inputs: dict[str, Any] | None = None, **changed: Any) -> tuple[int, str, dict[str, Any]]:
+    def start(
+        self, task: str, inputs: dict[str, Any] | None = None, **changed: Any
+    ) -> tuple[int, str, dict[str, Any]]:
         """Exit code, output, and what was told: the handle of the stage's artifact, and output parameters."""
         graph = self.spec["components"].get("comp-exit-handler-1") or self.spec["root"]
         within = graph["dag"]["tasks"][task]
-        constants = {k: v["runtimeValue"]["constant"] for k, v in within["inputs"]["parameters"].items() if _fixed(v)}
+        constants = {
+            k: v["runtimeValue"]["constant"]
+            for k, v in within["inputs"]["parameters"].items()
+            if _fixed(v)
+        }
         component = self.spec["components"][f"comp-{task}"]
         outputs = component["outputDefinitions"].get("artifacts", {})
         executor_input = {
             "inputs": {
-                "parameterValues": {**constants, "url": f"{STORE}/{self.run}/{task}", "seed": 0, **changed},
+                "parameterValues": {
+                    **constants,
+                    "url": f"{STORE}/{self.run}/{task}",
+                    "seed": 0,
+                    **changed,
+                },
                 "artifacts": {
-                    k: {"artifacts": [{"uri": "s3://x/y", "metadata": v}]} for k, v in (inputs or {}).items()
+                    k: {"artifacts": [{"uri": "s3://x/y", "metadata": v}]}
+                    for k, v in (inputs or {}).items()
                 },
             },
             "outputs": {
-                "artifacts": {k: {"artifacts": [{"name": k, "uri": f"/tmp/kfp/{k}"}]} for k in outputs},
+                "artifacts": {
+                    k: {"artifacts": [{"name": k, "uri": f"/tmp/kfp/{k}"}]} for k in outputs
+                },
                 "parameters": {k: {} for k in component["outputDefinitions"].get("parameters", {})},
                 "outputFile": "/tmp/kfp/output.json",
             },
         }
-        container = self.spec["deploymentSpec"]["executors"][component["executorLabel"]]["container"]
+        container = self.spec["deploymentSpec"]["executors"][component["executorLabel"]][
+            "container"
+        ]
         args = [word.replace("{{$}}", json.dumps(executor_input)) for word in container["args"]]
         name = f"{self.run}-{task}"
         self._pod(name, container["image"], [*container["command"], *args])
@@ -79,8 +103,12 @@ class Tasks:
         code = int(kubectl("-n", self.namespace, "get", "pod", name, "-o", ended))
         said = kubectl("-n", self.namespace, "logs", name)
         kubectl("-n", self.namespace, "delete", "pod", name)
-        told = json.loads(said.rpartition("EXECUTOR OUTPUT ")[2]) if code == 0 else {"artifacts": {}}
-        artifacts = [listed["artifacts"][0].get("metadata", {}) for listed in told["artifacts"].values()]
+        told = (
+            json.loads(said.rpartition("EXECUTOR OUTPUT ")[2]) if code == 0 else {"artifacts": {}}
+        )
+        artifacts = [
+            listed["artifacts"][0].get("metadata", {}) for listed in told["artifacts"].values()
+        ]
         handle: dict[str, Any] = next((about for about in artifacts if "ref" in about), {})
         return code, said, {**told.get("parameterValues", {}), **handle}
 
@@ -88,13 +116,23 @@ class Tasks:
         script = '"$@" && echo && echo "EXECUTOR OUTPUT $(cat /tmp/kfp/output.json)"'
         container = {
             **{"name": "main", "image": image, "command": ["sh", "-c", script, "sh", *command]},
-            "envFrom": [{"configMapRef": {"name": "tuneloop-store"}}, {"secretRef": {"name": "tuneloop-store"}}],
+            "envFrom": [
+                {"configMapRef": {"name": "tuneloop-store"}},
+                {"secretRef": {"name": "tuneloop-store"}},
+            ],
             # Without a request of CPU a pod gets what nobody else wants, which beside other tests is nothing.
             "resources": {"requests": {"cpu": "200m", "memory": "512Mi"}},
-            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            },
         }
         spec = {
-            **{"restartPolicy": "Never", "serviceAccountName": "tuneloop-launcher", "containers": [container]},
+            **{
+                "restartPolicy": "Never",
+                "serviceAccountName": "tuneloop-launcher",
+                "containers": [container],
+            },
             "automountServiceAccountToken": True,
             "securityContext": {
                 **{"runAsNonRoot": True, "runAsUser": 1000},
@@ -103,7 +141,9 @@ class Tasks:
         }
         about = {"name": name, "namespace": self.namespace, "labels": {"test": self.run}}
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
-        subprocess.run(["kubectl", "create", "-f", "-"], input=json.dumps(body), text=True, check=True)
+        subprocess.run(
+            ["kubectl", "create", "-f", "-"], input=json.dumps(body), text=True, check=True
+        )
 
 
 def _fixed(value: dict[str, Any]) -> bool:
@@ -129,7 +169,9 @@ def made(tasks: Tasks) -> dict[str, Any]:
     return {"policy": model, "prompts": prompts}
 
 
-def test_a_stage_of_two_pods_is_launched_followed_and_told(tasks: Tasks, made: dict[str, Any]) -> None:
+def test_a_stage_of_two_pods_is_launched_followed_and_told(
+    tasks: Tasks, made: dict[str, Any]
+) -> None:
     code, said, trained = tasks.start("sft", made)
     assert code == 0, said
     assert "node-0-0: " in said, "the pods' own lines"
@@ -137,9 +179,13 @@ def test_a_stage_of_two_pods_is_launched_followed_and_told(tasks: Tasks, made: d
         f"{STORE}/{tasks.run}/sft@"
     )
     code, said, again = tasks.start("sft", made)
-    assert (code, again) == (0, trained) and "node-0-0: " not in said, "committed: no job was started"
+    assert (code, again) == (0, trained) and "node-0-0: " not in said, (
+        "committed: no job was started"
+    )
 
-    code, said, _ = tasks.start("sft", {**made, "prompts": made["policy"]}, url=f"{STORE}/{tasks.run}/wrong")
+    code, said, _ = tasks.start(
+        "sft", {**made, "prompts": made["policy"]}, url=f"{STORE}/{tasks.run}/wrong"
+    )
     assert code == 2, said
     assert "holds no sft.parquet" in said, "the trainer's last words"
 
@@ -163,12 +209,18 @@ def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
         "prompts": format_placeholder("prompts"),
         "checkpoint": format_placeholder("url"),
     }
-    backend = Native(nodes=2, args={**own, "max_steps": 3, "device": "cpu", "per_device_train_batch_size": 2})
+    backend = Native(
+        nodes=2, args={**own, "max_steps": 3, "device": "cpu", "per_device_train_batch_size": 2}
+    )
     job, inputs = as_trainjob(backend, NAME, SMALL), ["policy", "prompts"]
-    step = launch_step(job, inputs=inputs, parameters=["url"], cluster=SMALL, kfp=Kfp(jobs=tasks.namespace))
+    step = launch_step(
+        job, inputs=inputs, parameters=["url"], cluster=SMALL, kfp=Kfp(jobs=tasks.namespace)
+    )
 
     @dsl.pipeline(name="own")
-    def built(policy: dsl.Input[dsl.Model], prompts: dsl.Input[dsl.Dataset], url: str, job_name: str) -> None:
+    def built(
+        policy: dsl.Input[dsl.Model], prompts: dsl.Input[dsl.Dataset], url: str, job_name: str
+    ) -> None:
         step("trainjob", job_name=job_name, url=url, policy=policy, prompts=prompts)
 
     own_tasks = Tasks(tasks.namespace, tasks.run, compiled(built, tmp_path))
@@ -176,9 +228,15 @@ def test_a_trainjob_of_two_pods_as_a_component_of_any_pipeline(
         {"job_name": f"{tasks.run}-pair"},
         {"job_name": f"{tasks.run}-pair"},
     ):  # the second finds the first's job
-        code, said, told = own_tasks.start("trainjob", made, url=f"{STORE}/{tasks.run}/pair", **given)
+        code, said, told = own_tasks.start(
+            "trainjob", made, url=f"{STORE}/{tasks.run}/pair", **given
+        )
         assert code == 0, said
-        assert told["job"].startswith(f"{tasks.run}-pair-") and "node-0-0: " in said and "node-0-1: " in said
+        assert (
+            told["job"].startswith(f"{tasks.run}-pair-")
+            and "node-0-0: " in said
+            and "node-0-1: " in said
+        )
     wrong = {"job_name": f"{tasks.run}-wrong", "url": f"{STORE}/{tasks.run}/wrong"}
     try:
         code, said, _ = own_tasks.start("trainjob", {**made, "prompts": made["policy"]}, **wrong)

@@ -31,9 +31,20 @@ STORE = os.environ.get("TUNELOOP_TEST_STORE", "s3://mlpipeline/tests")
 RUN_S = 3600.0
 """Seconds after which a run will not end any more: a task is two pods, one after the other."""
 IMAGES = os.environ.get("TUNELOOP_TEST_IMAGES", "tuneloop/{image}:dev")
-DATA = ["data.source_args={digits: 2}", "data.train=40", "data.eval=8", "data.sft=40", "evaluate.limit=8"]
+DATA = [
+    "data.source_args={digits: 2}",
+    "data.train=40",
+    "data.eval=8",
+    "data.sft=40",
+    "evaluate.limit=8",
+]
 SFT = ["sft.max_steps=20", "sft.save_steps=10", "sft.per_device_train_batch_size=16"]
-LOOP = ["engine.name=transformers", "engine.args={}", "rollout.prompts_per_iteration=4", "rollout.n=4"]
+LOOP = [
+    "engine.name=transformers",
+    "engine.args={}",
+    "rollout.prompts_per_iteration=4",
+    "rollout.n=4",
+]
 LOOP += ["loop.iterations=2", "loop.target_reward=2"]
 SETTINGS = {"sft": [*DATA, *SFT], "grpo": [*DATA, *LOOP], "sft_then_grpo": [*DATA, *SFT, *LOOP]}
 PODS = [f"cluster.{role}.{of}" for role in ROLES for of in ("cpu=100m", "memory=1500Mi")]
@@ -44,7 +55,9 @@ PODS += ['cluster.queue=""', f"cluster.images={IMAGES}"]
 def cluster() -> Connection:
     ready = "jsonpath={.status.readyReplicas}"
     if not kubectl("-n", NAMESPACE, "get", "deployment", "ml-pipeline", "-o", ready, check=False):
-        pytest.skip(f"no API server of Kubeflow Pipelines is ready in namespace {NAMESPACE} of this cluster")
+        pytest.skip(
+            f"no API server of Kubeflow Pipelines is ready in namespace {NAMESPACE} of this cluster"
+        )
     kubectl("apply", "-k", str(ROOT / "manifests/overlays/kfp"))
     return connect_to_cluster(NAMESPACE)
 
@@ -82,7 +95,11 @@ def list_keys(url: str) -> list[str]:
 
 def read_digests(url: str) -> dict[str, str]:
     """Artifact → digest, of all that is committed below `url` but trainers' states, which a kill may leave out."""
-    names = [key.removesuffix("/manifest.json") for key in list_keys(url) if key.endswith("/manifest.json")]
+    names = [
+        key.removesuffix("/manifest.json")
+        for key in list_keys(url)
+        if key.endswith("/manifest.json")
+    ]
     return {n: Artifact(f"{url}/{n}").manifest.digest for n in names if not n.endswith("/state")}
 
 
@@ -117,13 +134,21 @@ def test_a_run_equals_this_machine_and_is_known_to_the_cache(
     assert uncached <= started <= uncached | {"evaluate-after", "export"}
 
 
-def test_a_loop_whose_pod_was_deleted_goes_on_in_the_next_run(api: Any, run: str, root: str, tmp_path: Path) -> None:
+def test_a_loop_whose_pod_was_deleted_goes_on_in_the_next_run(
+    api: Any, run: str, root: str, tmp_path: Path
+) -> None:
     """The task is tried again, or, with the retries of KFP's own manifests, the run is submitted again."""
     sets = ["loop.per_workflow=1"]
     send("submit", "grpo", "--run", run, root=root, sets=sets)
     first = kfp.find_run(api, run).run_id
     until(lambda: "iterations/1/rollout/manifest.json" in list_keys(f"{root}/{run}"), RUN_S)
-    mine = ["-n", NAMESPACE, "-l", f"pipeline/runid={first}", "--field-selector=status.phase=Running"]
+    mine = [
+        "-n",
+        NAMESPACE,
+        "-l",
+        f"pipeline/runid={first}",
+        "--field-selector=status.phase=Running",
+    ]
     kubectl("delete", "pods", "--wait=false", *mine)
     until(lambda: (now := kfp.find_run(api, run)).run_id != first or now.state in DONE, RUN_S)
     if (now := kfp.find_run(api, run)).run_id == first and now.state == "FAILED":
@@ -148,6 +173,10 @@ def test_a_tick_starts_a_run_where_the_data_is_new(api: Any, run: str, root: str
 
 def read_ticks(api: Any, schedule: str) -> list[str]:
     """Return what the ticks of a schedule printed."""
-    names = [each.display_name for each in api.list_runs(page_size=100, sort_by="created_at desc").runs]
-    ticks = [name for name in names if name.startswith(schedule) and not name.startswith(f"{schedule}-")]
+    names = [
+        each.display_name for each in api.list_runs(page_size=100, sort_by="created_at desc").runs
+    ]
+    ticks = [
+        name for name in names if name.startswith(schedule) and not name.startswith(f"{schedule}-")
+    ]
     return [line for name in ticks for _, line in kfp.read_logs(api, name)]

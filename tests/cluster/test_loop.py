@@ -29,7 +29,9 @@ SMALL = [
 ]
 
 
-def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, tmp_path: Path) -> None:
+def test_stopped_and_resumed_equals_this_machine(
+    cluster: Connection, run: str, tmp_path: Path
+) -> None:
     pipeline = find_pipeline("sft_then_grpo")
     workflow = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=2"]))
     submit_workflow(cluster, workflow, run=run, store=STORE)
@@ -40,18 +42,29 @@ def test_stopped_and_resumed_equals_this_machine(cluster: Connection, run: str, 
 
     assert submit_workflow(cluster, workflow, run=run, store=STORE) == f"{run}-2"
     assert argo.wait_for_run(cluster, run) == 0
-    assert ("data-prep", "data_prep: committed already, nothing to do") in list(read_logs(cluster, run))
+    assert ("data-prep", "data_prep: committed already, nothing to do") in list(
+        read_logs(cluster, run)
+    )
     assert read_status(cluster, run).workflows == [run, f"{run}-2"]
     fine = pipeline.build(pipeline.configure(sets=[*SMALL, "loop.iterations_per_pod=0"]))
-    here = execute_parts(fine, workdir=tmp_path / "state", arguments={"run": run, "store": str(tmp_path)})
+    here = execute_parts(
+        fine, workdir=tmp_path / "state", arguments={"run": run, "store": str(tmp_path)}
+    )
     assert here.phase == "Succeeded", here.message
-    there, ours = digests(read_status(cluster, run).nodes.values(), run), digests(here.nodes.values(), run)
+    there, ours = (
+        digests(read_status(cluster, run).nodes.values(), run),
+        digests(here.nodes.values(), run),
+    )
     assert len(ours) == 12 and "iterations/2/policy-update" in there
-    assert there == {key: digest for key, digest in ours.items() if key in there} and len(there) == 7
+    assert (
+        there == {key: digest for key, digest in ours.items() if key in there} and len(there) == 7
+    )
 
 
 def _trained(cluster: Connection, run: str) -> bool:
     """Whether sft is past its first resume point."""
-    assert read_status(cluster, run).phase in ("Pending", "Running"), list(read_logs(cluster, run))[-5:]
+    assert read_status(cluster, run).phase in ("Pending", "Running"), list(read_logs(cluster, run))[
+        -5:
+    ]
     lines = [line for stage, line in read_logs(cluster, run) if stage == "sft"]
     return any(int(match[1]) > 10 for line in lines if (match := re.match(r"sft: (\d+)/", line)))

@@ -45,7 +45,10 @@ def test_a_recording_is_what_the_controller_does(cluster: Connection, run: str, 
 def fit_to_cluster(workflow: dict[str, Any], run: str) -> dict[str, Any]:
     """Return a recording's workflow as the namespace takes it, with longer sleeps: pods take seconds to start there."""
     made: dict[str, Any] = json.loads(json.dumps(workflow).replace("sleep 0.5", "sleep 20"))
-    accounts = {"serviceAccountName": "tuneloop-stage", "executor": {"serviceAccountName": "tuneloop-executor"}}
+    accounts = {
+        "serviceAccountName": "tuneloop-stage",
+        "executor": {"serviceAccountName": "tuneloop-executor"},
+    }
     wait, init = ([{"name": name, "securityContext": SAFE}] for name in ("wait", "init"))
     patch = {"containers": wait, "initContainers": init}
     made |= {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
@@ -54,5 +57,9 @@ def fit_to_cluster(workflow: dict[str, Any], run: str) -> dict[str, Any]:
     made["spec"] |= {"podSpecPatch": json.dumps(patch), "podMetadata": {"labels": {RUN_LABEL: run}}}
     for template in made["spec"]["templates"]:
         if "container" in template:
-            template["container"] |= {"imagePullPolicy": "IfNotPresent", "securityContext": SAFE, "resources": SMALL}
+            template["container"] |= {
+                "imagePullPolicy": "IfNotPresent",
+                "securityContext": SAFE,
+                "resources": SMALL,
+            }
     return made

@@ -45,7 +45,9 @@ def _account(workflow: dict[str, Any]) -> None:
 
 
 def _path(workflow: dict[str, Any]) -> None:
-    next(p for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "store")["value"] = "file:///data"
+    next(p for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "store")[
+        "value"
+    ] = "file:///data"
 
 
 @pytest.mark.parametrize(
@@ -78,20 +80,28 @@ def test_a_bucket_that_is_not_there(
     for name, value in secret.items():
         monkeypatch.setenv(name, base64.b64decode(value).decode())
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    assert find_problems(cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE)) == []
+    assert (
+        find_problems(cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE))
+        == []
+    )
     (problem,) = find_problems(
-        cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store="s3://no-such-bucket/runs")
+        cluster,
+        run_workflows.prepare_workflow(sleeper(1), run=run, store="s3://no-such-bucket/runs"),
     )
     assert problem.field == "store" and "correct the URL" in str(problem)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    (problem,) = find_problems(cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE))
+    (problem,) = find_problems(
+        cluster, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE)
+    )
     assert problem.field == "store"
 
 
 @pytest.fixture
 def endpoint(cluster: Connection) -> Iterator[str]:
     """The store that pods reach inside the cluster, here."""
-    url = cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data["AWS_ENDPOINT_URL"]
+    url = cluster.core.read_namespaced_config_map("tuneloop-store", cluster.namespace).data[
+        "AWS_ENDPOINT_URL"
+    ]
     service, namespace = urlparse(url).hostname.split(".")[:2]
     with forwarded(namespace, service, urlparse(url).port) as place:
         yield f"http://{place}"
@@ -123,7 +133,9 @@ def test_a_namespace_that_does_not_exist(cluster: Connection, run: str) -> None:
 
 
 def test_no_argo(cluster: Connection, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneloop.cluster.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows"))
+    monkeypatch.setattr(
+        "tuneloop.cluster.preflight.WORKFLOWS", ("argoproj.io", "v1alpha1", "nosuchworkflows")
+    )
     with pytest.raises(UserError, match="has no Argo Workflows"):
         submit_workflow(cluster, sleeper(1), run=run, store=STORE)
 
@@ -151,7 +163,9 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _as(cluster: Connection, user: str) -> Connection:
-    connection = build_connection(cluster.core.api_client.configuration, cluster.namespace, cluster.context)
+    connection = build_connection(
+        cluster.core.api_client.configuration, cluster.namespace, cluster.context
+    )
     connection.core.api_client.set_default_header("Impersonate-User", user)
     return connection
 
@@ -159,7 +173,9 @@ def _as(cluster: Connection, user: str) -> Connection:
 def test_an_account_that_may_not_create(cluster: Connection, run: str) -> None:
     """The account of the stages has no rights: what it may not see counts as present."""
     stage = _as(cluster, "system:serviceaccount:tuneloop:tuneloop-stage")
-    (problem,) = find_problems(stage, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE))
+    (problem,) = find_problems(
+        stage, run_workflows.prepare_workflow(sleeper(1), run=run, store=STORE)
+    )
     assert "may not create workflows in namespace tuneloop" in str(problem)
 
 
@@ -170,7 +186,9 @@ def test_the_role_for_people_suffices(cluster: Connection, run: str) -> None:
     try:
         person = _as(cluster, user)
         made = run_workflows.prepare_workflow(sleeper(3600), run=run, store=STORE)
-        until(lambda: not find_problems(person, made))  # the API server learns of a binding as others do
+        until(
+            lambda: not find_problems(person, made)
+        )  # the API server learns of a binding as others do
         submit_workflow(person, sleeper(3600), run=run, store=STORE)
         assert read_status(person, run).phase in ("Pending", "Running")
         assert argo.stop_run(person, run, timeout=LIMIT_S) == 1

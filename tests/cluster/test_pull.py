@@ -26,7 +26,11 @@ def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
             pulled = served(running, version)["pulled"]
             assert pulled["deltas"] == [version] and pulled["full"] is None
             held = running.ask("POST", "/verify")[1]
-            assert held["version"] == version and held["identical"] == held["tensors"] and not held["unread"]
+            assert (
+                held["version"] == version
+                and held["identical"] == held["tensors"]
+                and not held["unread"]
+            )
     finally:
         running.process.kill()
         running.process.wait()
@@ -34,4 +38,8 @@ def test_versions_go_through_s3(root: str, tmp_path: Path) -> None:
     assert (late.full, late.deltas, late.source) == (0, [1, 2], policies[2].manifest.digest)
     with pytest.raises(PointerRewind):
         publish(root, policies[1])
-    assert verify_version(root) and list_versions(root)[2].latest and delete_unused_versions(root) == []
+    assert (
+        verify_version(root)
+        and list_versions(root)[2].latest
+        and delete_unused_versions(root) == []
+    )

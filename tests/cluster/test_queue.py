@@ -52,7 +52,9 @@ def test_two_runs_and_quota_for_one(cluster: Connection, tight: str, run: str) -
     assert not read_status(cluster, second).waiting
 
 
-def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, tight: str, run: str) -> None:
+def test_a_high_priority_preempts_and_the_other_comes_back(
+    cluster: Connection, tight: str, run: str
+) -> None:
     low, high = f"{run}-a", f"{run}-b"
     submit_workflow(cluster, sleeper(LONG_S, tight), run=low, store=STORE, priority="tuneloop-low")
     until(lambda: running(cluster, low))
@@ -61,7 +63,9 @@ def test_a_high_priority_preempts_and_the_other_comes_back(cluster: Connection, 
     assert finish(cluster, low) == 0
     # The quota is for one. (Argo makes a pod that had only just begun anew in the same node; else there are two nodes.)
     assert find_pods(cluster, low)[-1].phase == "Succeeded"
-    assert find_pods(cluster, high)[-1].finished <= find_pods(cluster, low)[-1].finished, "it had to wait"
+    assert find_pods(cluster, high)[-1].finished <= find_pods(cluster, low)[-1].finished, (
+        "it had to wait"
+    )
 
 
 def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str, run: str) -> None:
@@ -72,7 +76,11 @@ def test_stop_releases_what_waits_and_what_runs(cluster: Connection, tight: str,
         assert argo.wait_for_run(cluster, name) != 0
         assert not read_status(cluster, name).waiting
     pods = cluster.core.list_namespaced_pod(cluster.namespace).items
-    assert not [p for p in pods if p.metadata.labels.get(RUN_LABEL) in (first, second) and p.status.phase == "Running"]
+    assert not [
+        p
+        for p in pods
+        if p.metadata.labels.get(RUN_LABEL) in (first, second) and p.status.phase == "Running"
+    ]
     assert ("sleep", "begun") in list(read_logs(cluster, first))
 
 
@@ -82,9 +90,16 @@ def test_workflows_of_one_run_take_their_turn(cluster: Connection, run: str) -> 
     group, version, plural = WORKFLOWS
     for number in range(3):
         body = {**made, "metadata": {**made["metadata"], "name": f"{run}-{number}"}}
-        cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, plural, body)
+        cluster.custom.create_namespaced_custom_object(
+            group, version, cluster.namespace, plural, body
+        )
     until(lambda: {get_workflow_phase(w) for w in list_workflows(cluster, run)} == {"Succeeded"})
-    pods = [n for w in list_workflows(cluster, run) for n in w["status"]["nodes"].values() if n["type"] == "Pod"]
+    pods = [
+        n
+        for w in list_workflows(cluster, run)
+        for n in w["status"]["nodes"].values()
+        if n["type"] == "Pod"
+    ]
     spans = sorted((pod["startedAt"], pod["finishedAt"]) for pod in pods)
     assert len(spans) == 3
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
@@ -98,7 +113,11 @@ def test_pods_that_the_controller_has_forgotten_go_with_their_workloads(
     assert argo.wait_for_run(cluster, run) == 0
 
     def remains() -> list[object]:
-        owned = [w for w in cluster.list(*WORKLOADS) if w["metadata"]["ownerReferences"][0]["name"].startswith(run)]
+        owned = [
+            w
+            for w in cluster.list(*WORKLOADS)
+            if w["metadata"]["ownerReferences"][0]["name"].startswith(run)
+        ]
         return [*cluster.list_pods(f"{RUN_LABEL}={run}"), *owned]
 
     assert len(remains()) == 2

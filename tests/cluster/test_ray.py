@@ -19,13 +19,17 @@ def test_rows_examined_by_a_head_and_a_worker(
 ) -> None:
     given = {"source_args": {"digits": 5}, "train": 9000, "eval": 100, "sft": 2000}
     roomy = SMALL.adjust_role("cpu", memory="3Gi")
-    job = prepare_rayjob({**given, "prompts": f"{root}/prompts"}, f"{run}-rows", roomy, nodes=2, run=run)
+    job = prepare_rayjob(
+        {**given, "prompts": f"{root}/prompts"}, f"{run}-rows", roomy, nodes=2, run=run
+    )
     assert launched(cluster, job) == 0
     assert "data_prep: eval 100, sft 2000, train 9000" in capfd.readouterr().out
     data_prep(out=str(tmp_path / "here"), **given)
     found = Artifact(f"{root}/prompts").manifest
     assert found.digest == Artifact(str(tmp_path / "here")).manifest.digest
     assert len(found.facts["examined"]) == 2 and sum(found.facts["examined"].values()) == 11100
-    few = prepare_rayjob({**given, "train": 1, "eval": 10**6, "prompts": f"{root}/few"}, f"{run}-few", roomy, run=run)
+    few = prepare_rayjob(
+        {**given, "train": 1, "eval": 10**6, "prompts": f"{root}/few"}, f"{run}-few", roomy, run=run
+    )
     assert launched(cluster, few) == 2
     assert "digits has only 100000 distinct prompts left; ask for fewer" in capfd.readouterr().out

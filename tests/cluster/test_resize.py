@@ -48,22 +48,34 @@ def sleeping_run() -> dict[str, Any]:
 
 def watch(cluster: Connection, run: str) -> Callable[[], dict[str, Any] | None]:
     """A look that returns what was seen once the run has ended: the server's pods, and what they requested when."""
-    seen: dict[str, Any] = {"uids": set(), "restarts": set(), "with": {}, "usage": set(), "denied": None}
+    seen: dict[str, Any] = {
+        "uids": set(),
+        "restarts": set(),
+        "with": {},
+        "usage": set(),
+        "denied": None,
+    }
 
     def look() -> dict[str, Any] | None:
         own = ["-n", cluster.namespace, "get"]
         pods = json.loads(kubectl(*own, "pods", "-l", f"{RUN_LABEL}={run}", "-o", "json"))["items"]
         running = [pod for pod in pods if pod["status"]["phase"] == "Running"]
         for pod in (pod for pod in running if "-serve-" in pod["metadata"]["name"]):
-            (main,) = [each for each in pod["status"]["containerStatuses"] if each["name"] == "main"]
+            (main,) = [
+                each for each in pod["status"]["containerStatuses"] if each["name"] == "main"
+            ]
             requests = main.get("resources", {}).get("requests")
             seen["uids"].add(pod["metadata"]["uid"])
             seen["restarts"].add(main["restartCount"])
             for other in running:
-                stage = other["metadata"]["annotations"]["workflows.argoproj.io/node-name"].rpartition(".")[2]
+                stage = other["metadata"]["annotations"][
+                    "workflows.argoproj.io/node-name"
+                ].rpartition(".")[2]
                 seen["with"].setdefault(stage.partition("(")[0], []).append(requests)
             workload = pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]
-            admitted = json.loads(kubectl(*own, "workload", workload, "-o", "json"))["status"]["admission"]
+            admitted = json.loads(kubectl(*own, "workload", workload, "-o", "json"))["status"][
+                "admission"
+            ]
             (usage,) = admitted["podSetAssignments"]
             seen["usage"].add(json.dumps(usage["resourceUsage"], sort_keys=True))
             if requests == ASLEEP and seen["denied"] is None:
@@ -91,19 +103,27 @@ def resize_as(cluster: Connection, own: str, pod: str, resources: dict[str, Any]
     body = {"spec": {"containers": [{"name": "main", "resources": resources}]}}
     path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}/resize"
     try:
-        cluster.core.api_client.call_api(path, "PATCH", header_params=headers, body=body, _preload_content=False)
+        cluster.core.api_client.call_api(
+            path, "PATCH", header_params=headers, body=body, _preload_content=False
+        )
     except ApiRefusal as refusal:
         return refusal.message
     return "allowed"
 
 
-def test_a_server_requests_less_while_a_stage_trains_and_is_the_same_pod(cluster: Connection, run: str) -> None:
+def test_a_server_requests_less_while_a_stage_trains_and_is_the_same_pod(
+    cluster: Connection, run: str
+) -> None:
     rights = ROOT / "manifests" / "components" / "resize"
     kubectl("apply", "-f", str(rights / "rights.yaml"), "-f", str(rights / "policy.yaml"))
     submit_workflow(cluster, sleeping_run(), run=run, store=STORE)
     seen = until(watch(cluster, run), 6 * LIMIT_S, pause=0.5)
     assert argo.wait_for_run(cluster, run) == 0
-    lines = [line for stage, line in read_logs(cluster, run) if stage.startswith("serve") and "its pod" in line]
+    lines = [
+        line
+        for stage, line in read_logs(cluster, run)
+        if stage.startswith("serve") and "its pod" in line
+    ]
     print(*lines, sep="\n")
     assert len(seen["uids"]) == 1 and seen["restarts"] == {0}
     assert ASLEEP in seen["with"]["policy-update"], seen["with"]

@@ -36,18 +36,34 @@ patches:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     (folder := tmp_path / "small").mkdir()
-    text = SMALL.replace("MANIFESTS", os.path.relpath(ROOT / "manifests/components", folder)).replace("CLASS", CLASS)
+    text = SMALL.replace(
+        "MANIFESTS", os.path.relpath(ROOT / "manifests/components", folder)
+    ).replace("CLASS", CLASS)
     (folder / "kustomization.yaml").write_text(text)
-    secret = ["-n", "tuneloop", "create", "secret", "generic", "tuneloop-sampler", "--from-literal=token=a-token"]
+    secret = [
+        "-n",
+        "tuneloop",
+        "create",
+        "secret",
+        "generic",
+        "tuneloop-sampler",
+        "--from-literal=token=a-token",
+    ]
     made = kubectl(*secret, "--dry-run=client", "-o", "yaml")
-    subprocess.run(["kubectl", "apply", "-f", "-"], input=made, text=True, check=True, capture_output=True)
+    subprocess.run(
+        ["kubectl", "apply", "-f", "-"], input=made, text=True, check=True, capture_output=True
+    )
     yield folder
     kubectl("-n", "tuneloop", "delete", "secret", "tuneloop-sampler")
 
 
 def find(kind: str) -> list[str]:
     labels = ["-l", "app.kubernetes.io/name=tuneloop-sampler"] if kind == "pods" else []
-    return [name for name in kubectl("-n", "tuneloop", "get", kind, *labels, "-o", "name").split() if "sampler" in name]
+    return [
+        name
+        for name in kubectl("-n", "tuneloop", "get", kind, *labels, "-o", "name").split()
+        if "sampler" in name
+    ]
 
 
 def test_sessions_share_a_pod_that_is_there_while_somebody_samples(
@@ -55,7 +71,9 @@ def test_sessions_share_a_pod_that_is_there_while_somebody_samples(
 ) -> None:
     base = commit_policy(f"{root}/base", 3)  # type: ignore[arg-type]
     (home := tmp_path / "gateway").mkdir()
-    with serve_gateway(home, [str(small)], sampler={"deployment": "tuneloop-sampler", "idle": 60}) as gateway:
+    with serve_gateway(
+        home, [str(small)], sampler={"deployment": "tuneloop-sampler", "idle": 60}
+    ) as gateway:
         datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints([5, 6, 7]),
             loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},  # type: ignore[dict-item]
@@ -76,7 +94,9 @@ def test_sessions_share_a_pod_that_is_there_while_somebody_samples(
             for sampler in samplers:
                 (made,) = sampler.sample(prompt, 1, params).result().sequences
                 told.append((made.tokens, made.logprobs))
-        assert told[:2] == told[2:] and told[0] != told[1], "each has its own weights, whose turn it is"
+        assert told[:2] == told[2:] and told[0] != told[1], (
+            "each has its own weights, whose turn it is"
+        )
         assert len(find("pods")) == len(find("resourceclaims")) == 1
         pod = yaml.safe_load(kubectl("-n", "tuneloop", "get", *find("pods"), "-o", "yaml"))
         assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "tuneloop-samplers"

@@ -38,15 +38,26 @@ def look(cluster: Connection, name: str) -> str:
     made |= {"metadata": {"generateName": f"{name}-", **cron["spec"]["workflowMetadata"]}}
     made |= {"spec": cron["spec"]["workflowSpec"]}
     command = ["kubectl", "-n", cluster.namespace, "create", "-o", "name", "-f", "-"]
-    done = subprocess.run(command, input=yaml.safe_dump(made), text=True, capture_output=True, check=True)
+    done = subprocess.run(
+        command, input=yaml.safe_dump(made), text=True, capture_output=True, check=True
+    )
     return said(cluster, done.stdout.strip().rpartition("/")[2])
 
 
 def said(cluster: Connection, workflow: str) -> str:
     """What the last step of a looking workflow says in the end."""
-    kubectl("-n", cluster.namespace, "wait", "--for=condition=Completed", f"workflow/{workflow}", "--timeout=600s")
+    kubectl(
+        "-n",
+        cluster.namespace,
+        "wait",
+        "--for=condition=Completed",
+        f"workflow/{workflow}",
+        "--timeout=600s",
+    )
     pods = f"workflows.argoproj.io/workflow={workflow},app.kubernetes.io/component=base"
-    lines = kubectl("-n", cluster.namespace, "logs", "-l", pods, "-c", "main", "--tail=-1").splitlines()
+    lines = kubectl(
+        "-n", cluster.namespace, "logs", "-l", pods, "-c", "main", "--tail=-1"
+    ).splitlines()
     return next(line for line in lines if line.startswith(("started", "skipped", "error")))
 
 
@@ -59,10 +70,14 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name
     apply_schedule(cluster, digits(), name=name, store=STORE, cron="* * * * *")
     until(lambda: bool(runs(cluster, name)))  # the controller's own clock
     (first,) = runs(cluster, name)
-    apply_schedule(cluster, digits(), name=name, store=STORE, cron="0 0 1 1 *")  # changed: no further look of its own
+    apply_schedule(
+        cluster, digits(), name=name, store=STORE, cron="0 0 1 1 *"
+    )  # changed: no further look of its own
     assert first.startswith(f"{name}-")
     assert argo.wait_for_run(cluster, first) == 0
-    assert [node.template for node in read_status(cluster, first).nodes.values() if node.type == "Pod"] == ["data-prep"]
+    assert [
+        node.template for node in read_status(cluster, first).nodes.values() if node.type == "Pod"
+    ] == ["data-prep"]
     assert look(cluster, name) == f"skipped: no new data since {first}"
 
     apply_schedule(cluster, digits(seed=1), name=name, store=STORE, cron="0 0 1 1 *")
@@ -75,7 +90,9 @@ def test_new_data_is_a_new_run_and_old_data_is_skipped(cluster: Connection, name
     assert schedule["cron"] == "0 0 1 1 *"
     said = [look["said"] for look in schedule["looks"]]
     # One more look of the clock's may have begun before the schedule was changed.
-    assert {told, f"skipped: no new data since {first}"} <= {*said[:-1]} and said[-1] == f"started {first}"
+    assert {told, f"skipped: no new data since {first}"} <= {*said[:-1]} and said[
+        -1
+    ] == f"started {first}"
     delete_schedule(cluster, name)
     with pytest.raises(UserError, match="does not exist in namespace"):
         delete_schedule(cluster, name)
@@ -99,7 +116,9 @@ def test_ticks_that_overlap_are_skipped_and_so_is_a_look_while_a_run_is_under_wa
     until(lambda: second() is not None)
     (begun, first_ended), (second_begun, _), *_ = sorted(seen.values())
     assert first_ended <= second_begun
-    skipped = (datetime.fromisoformat(first_ended) - datetime.fromisoformat(begun)).total_seconds() / 3
+    skipped = (
+        datetime.fromisoformat(first_ended) - datetime.fromisoformat(begun)
+    ).total_seconds() / 3
     assert skipped > 2, seen
     told = said(cluster, str(second()))
     delete_schedule(cluster, name)

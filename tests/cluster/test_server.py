@@ -50,7 +50,9 @@ def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
     wanted = run_workflows.prepare_workflow(rendered, run=run, store=STORE)
     assert live["spec"]["arguments"] == wanted["spec"]["arguments"]
     # The server writes down empty fields, too.
-    mine, theirs = ([t.get("container", {}).get("args") for t in w["spec"]["templates"]] for w in (wanted, live))
+    mine, theirs = (
+        [t.get("container", {}).get("args") for t in w["spec"]["templates"]] for w in (wanted, live)
+    )
     assert mine == theirs
 
     assert subprocess.run(command[:-1], cwd=ROOT, capture_output=True).returncode == 0

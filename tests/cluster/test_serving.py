@@ -64,10 +64,24 @@ answer = json.load(urllib.request.urlopen(request, timeout=60))
 print(json.dumps({**answer, "names": [each["id"] for each in json.load(models)["data"]]}))
 """
 GRPO = [
-    *("engine.name=transformers", "engine.args={}", "loop.iterations=2", "evaluate.limit=8", "loop.target_reward=2"),
-    *("loop.per_workflow=1", "loop.iterations_per_pod=1", "rollout.prompts_per_iteration=4", "rollout.n=4"),
+    *(
+        "engine.name=transformers",
+        "engine.args={}",
+        "loop.iterations=2",
+        "evaluate.limit=8",
+        "loop.target_reward=2",
+    ),
+    *(
+        "loop.per_workflow=1",
+        "loop.iterations_per_pod=1",
+        "rollout.prompts_per_iteration=4",
+        "rollout.n=4",
+    ),
     *("data.source_args={digits: 2}", "data.train=40", "data.eval=8", f"cluster.images={IMAGES}"),
-    *("cluster.cpu.cpu=50m", "deploy.at_least=0"),  # two servers at a time have to have room on a small node
+    *(
+        "cluster.cpu.cpu=50m",
+        "deploy.at_least=0",
+    ),  # two servers at a time have to have room on a small node
 ]
 
 
@@ -80,7 +94,10 @@ class Exported(NamedTuple):
 
 def read_outputs(cluster: Connection, run: str) -> dict[str, Node]:
     """The nodes of a run's newest workflow by their names."""
-    return {node.display_name: node for node in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()}
+    return {
+        node.display_name: node
+        for node in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
+    }
 
 
 @pytest.fixture
@@ -109,7 +126,14 @@ def served(cluster: Connection, run: str, tmp_path: Path) -> Iterator[Exported]:
     objects = kubectl("kustomize", str(tmp_path))
     apply(objects)
     try:
-        kubectl("-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-model", "--timeout=600s")
+        kubectl(
+            "-n",
+            cluster.namespace,
+            "rollout",
+            "status",
+            "deployment/tuneloop-model",
+            "--timeout=600s",
+        )
         yield made
     finally:
         apply(objects, "delete")
@@ -135,18 +159,25 @@ def test_the_final_model_answers(cluster: Connection, served: Exported) -> None:
 def is_proved(cluster: Connection) -> bool:
     """Whether the model that is set was found to answer."""
     path = r"jsonpath={.metadata.annotations.tuneloop\.dev/promotion}"
-    told: bool = json.loads(kubectl("-n", cluster.namespace, "get", "deploy/tuneloop-model", "-o", path))["proved"]
+    told: bool = json.loads(
+        kubectl("-n", cluster.namespace, "get", "deploy/tuneloop-model", "-o", path)
+    )["proved"]
     return told
 
 
-def deploy(cluster: Connection, run: str, given: Exported, killed: bool = False, **params: Any) -> str:
+def deploy(
+    cluster: Connection, run: str, given: Exported, killed: bool = False, **params: Any
+) -> str:
     """What the stage says that refuses to deploy a model; its pod may be `killed` when the model is set."""
     from hera.workflows import DAG
 
     with define_workflow("deployed") as built:
         stage = stage_template(deploy_model, params, cluster=SMALL)
         with DAG(name="main"):
-            stage(name="deploy-model", arguments={**given._asdict(), "promotion": f"{RUN}/deploy-model"})
+            stage(
+                name="deploy-model",
+                arguments={**given._asdict(), "promotion": f"{RUN}/deploy-model"},
+            )
     submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
     if killed:
         until(lambda: not is_proved(cluster), pause=1.0)
@@ -154,7 +185,9 @@ def deploy(cluster: Connection, run: str, given: Exported, killed: bool = False,
         assert kubectl("-n", cluster.namespace, "delete", *pods).count("deleted") == 1
     assert argo.wait_for_run(cluster, run) == EXIT_NOT_PROMOTED
     nodes = read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
-    (said,) = (node.message for node in nodes if node.type == "Pod" and ": not promoted: " in node.message)
+    (said,) = (
+        node.message for node in nodes if node.type == "Pod" and ": not promoted: " in node.message
+    )
     return said
 
 
@@ -166,7 +199,9 @@ def commit_broken(root: str) -> Exported:
         draft.path.mkdir(parents=True, exist_ok=True)
         (draft.path / "config.json").write_text('{"model_type": "nonsense"}')
         pq.write_table(pa.table({"prompt": ["12"]}), draft.path / "samples.parquet")
-        draft.commit(stage=name, inputs=about, results={"mean_reward": 2.0} if name == "evaluate" else {})
+        draft.commit(
+            stage=name, inputs=about, results={"mean_reward": 2.0} if name == "evaluate" else {}
+        )
     return Exported(*(Artifact(f"{root}/{name}").ref for name in ("export", "evaluate")))
 
 
@@ -179,7 +214,9 @@ def test_a_run_has_its_model_served_if_it_is_good_and_another_taken_back(
     grpo = find_pipeline("grpo")
     submit_workflow(cluster, grpo.build(grpo.configure(sets=GRPO)), run=first, store=STORE)
     assert argo.wait_for_run(cluster, first) == 0
-    assert len(run_workflows.find_workflows(cluster, first)) == 2, "the first workflow deploys nothing"
+    assert len(run_workflows.find_workflows(cluster, first)) == 2, (
+        "the first workflow deploys nothing"
+    )
     good = read_outputs(cluster, first)["export"].outputs["model"]
     assert ask(cluster)["names"] == ["tuneloop", good] and is_proved(cluster)
     apply(kubectl("kustomize", str(tmp_path)))  # what a run has set is none of the overlay's
@@ -203,5 +240,7 @@ def test_a_run_has_its_model_served_if_it_is_good_and_another_taken_back(
     finally:
         done.set()
         asking.join()
-    assert said.endswith(f"the pods of tuneloop-model are not all ready after 120 s; tuneloop-model serves {good}")
+    assert said.endswith(
+        f"the pods of tuneloop-model are not all ready after 120 s; tuneloop-model serves {good}"
+    )
     assert {name for each in answers for name in each["names"]} == {"tuneloop", good}

@@ -22,7 +22,14 @@ from tuneloop.cluster.watch import read_logs, read_status
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import WORKFLOWS, Connection
 from tuneloop.stages.data_prep import data_prep
-from tuneloop.workflow.settings import GROUP_LABEL, RUN_LABEL, AcceleratorResources, Cluster, Resources, Share
+from tuneloop.workflow.settings import (
+    GROUP_LABEL,
+    RUN_LABEL,
+    AcceleratorResources,
+    Cluster,
+    Resources,
+    Share,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -37,7 +44,15 @@ def share(cluster: Connection, run: str) -> Iterator[Share]:
         pytest.fail(f"needs the DeviceClass {CLASS}: a DRA driver", pytrace=False)
     yield Share(group=run, device_class=CLASS, patience=10)
     kubectl("-n", cluster.namespace, "delete", "workflows", "-l", f"test={run}", "--wait=false")
-    kubectl("-n", cluster.namespace, "delete", "resourceclaims,leases", "-l", f"{GROUP_LABEL}={run}", "--wait=false")
+    kubectl(
+        "-n",
+        cluster.namespace,
+        "delete",
+        "resourceclaims,leases",
+        "-l",
+        f"{GROUP_LABEL}={run}",
+        "--wait=false",
+    )
 
 
 def claims(cluster: Connection, share: Share) -> dict[str, list[str]]:
@@ -50,8 +65,15 @@ def idle(cluster: Connection, share: Share, run: str, name: str) -> str:
     """A workflow that is under way and does nothing."""
     metadata = {"name": name, "labels": {RUN_LABEL: run, "test": share.group}}
     spec = {"entrypoint": "main", "templates": [{"name": "main", "suspend": {}}]}
-    body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
-    cluster.custom.create_namespaced_custom_object(*WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], body)
+    body = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": metadata,
+        "spec": spec,
+    }
+    cluster.custom.create_namespaced_custom_object(
+        *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], body
+    )
     return name
 
 
@@ -60,7 +82,9 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     names = [idle(cluster, share, f"{share.group}-{i}", f"{share.group}-{i}") for i in range(6)]
     got: dict[str, str] = {}
     threads = [
-        threading.Thread(target=lambda n=n: got.update({n: reservations.reserve_claim(cluster, n, share)}))
+        threading.Thread(
+            target=lambda n=n: got.update({n: reservations.reserve_claim(cluster, n, share)})
+        )
         for n in names
     ]
     for thread in threads:
@@ -68,9 +92,13 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
     for thread in threads:
         thread.join()
     seated = claims(cluster, share)
-    assert {name: len(runs) for name, runs in seated.items()} == {f"{share.group}-{i}": 2 for i in (1, 2, 3)}
+    assert {name: len(runs) for name, runs in seated.items()} == {
+        f"{share.group}-{i}": 2 for i in (1, 2, 3)
+    }
     assert {run: name for name, runs in seated.items() for run in runs} == got
-    assert reservations.reserve_claim(cluster, names[0], share) == got[names[0]], "a repeated step gets another claim"
+    assert reservations.reserve_claim(cluster, names[0], share) == got[names[0]], (
+        "a repeated step gets another claim"
+    )
 
     first, second = names[0], idle(cluster, share, names[0], f"{names[0]}-2")
     reservations.release_ended_runs(cluster, without=first)  # the exit handler of the first
@@ -92,7 +120,9 @@ def test_seats_are_taken_once_handed_on_and_given_back(cluster: Connection, shar
 
     other = share.model_copy(update={"count": 2})
     survivor = next(name for name in names if name not in (first, left, *gone))
-    with pytest.raises(UserError, match=r"cluster.share: .*count.*: 2.*ResourceClaim .* of the group has"):
+    with pytest.raises(
+        UserError, match=r"cluster.share: .*count.*: 2.*ResourceClaim .* of the group has"
+    ):
         reservations.reserve_claim(cluster, survivor, other)
 
 
@@ -100,7 +130,9 @@ def pipeline(share: Share) -> dict[str, Any]:
     """One real stage that uses the shared devices, late enough to overlap with those of other runs; then the run's
     next workflow, which only has its seat."""
     size: Any = {"cpu": "50m", "memory": "256Mi"}
-    cluster = Cluster(images=IMAGES, scorer=AcceleratorResources(**size), cpu=Resources(**size), share=share)
+    cluster = Cluster(
+        images=IMAGES, scorer=AcceleratorResources(**size), cpu=Resources(**size), share=share
+    )
     using = copy.copy(data_prep)
     using.accelerator = True
     settings = {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}
@@ -108,22 +140,38 @@ def pipeline(share: Share) -> dict[str, Any]:
         prepare: Any = stage_template(using, settings, cluster=cluster)
         prepare.command = ["sh", "-c", f'sleep 8; exec {" ".join(prepare.command)} "$@"', "sh"]
         proceed = build_continue_template("second", (), cluster)
-        over = Container(name="over", command=["true"], **pod_fields("base", "cpu", cluster), **retry_fields())
+        over = Container(
+            name="over", command=["true"], **pod_fields("base", "cpu", cluster), **retry_fields()
+        )
         with DAG(name="main"):
-            prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"}) >> proceed(name="continue")
+            prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"}) >> proceed(
+                name="continue"
+            )
         with DAG(name="second"):
             over(name="over")
     made: dict[str, Any] = built.to_dict()
     return made
 
 
-def test_an_unknown_class_is_refused_before_anything_is_created(cluster: Connection, share: Share) -> None:
+def test_an_unknown_class_is_refused_before_anything_is_created(
+    cluster: Connection, share: Share
+) -> None:
     unknown = share.model_copy(update={"device_class": "no.example.com"})
     with pytest.raises(
-        UserError, match=r"device_class: 'no.example.com': is not a DeviceClass of .*; see `kubectl get"
+        UserError,
+        match=r"device_class: 'no.example.com': is not a DeviceClass of .*; see `kubectl get",
     ):
         submit_workflow(cluster, pipeline(unknown), run=share.group, store=STORE)
-    assert not kubectl("-n", cluster.namespace, "get", "workflows", "-l", f"{RUN_LABEL}={share.group}", "-o", "name")
+    assert not kubectl(
+        "-n",
+        cluster.namespace,
+        "get",
+        "workflows",
+        "-l",
+        f"{RUN_LABEL}={share.group}",
+        "-o",
+        "name",
+    )
 
 
 def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share: Share) -> None:
@@ -146,13 +194,21 @@ def test_two_runs_on_one_claim_and_a_third_on_another(cluster: Connection, share
     for name in runs:
         seen = read_status(cluster, name)
         assert len(seen.workflows) == 2
-        assert {n.outputs["claim"] for n in seen.nodes.values() if n.template == "take-claim"} == {claim_of[name]}
+        assert {n.outputs["claim"] for n in seen.nodes.values() if n.template == "take-claim"} == {
+            claim_of[name]
+        }
         assert list(digests(seen.nodes.values(), name)) == ["data-prep"], "artifacts of another run"
-        (told,) = (line for _, line in read_logs(cluster, name) if line.startswith("data_prep: devices"))
+        (told,) = (
+            line for _, line in read_logs(cluster, name) if line.startswith("data_prep: devices")
+        )
         devices[claim_of[name]].add(told)
-    assert [len(each) for each in devices.values()] == [1, 1] and not set.intersection(*devices.values()), devices
+    assert [len(each) for each in devices.values()] == [1, 1] and not set.intersection(
+        *devices.values()
+    ), devices
     until(lambda: not claims(cluster, share))
-    assert not kubectl("-n", cluster.namespace, "get", "leases", "-l", f"{GROUP_LABEL}={share.group}", "-o", "name")
+    assert not kubectl(
+        "-n", cluster.namespace, "get", "leases", "-l", f"{GROUP_LABEL}={share.group}", "-o", "name"
+    )
 
 
 EXPERIMENT = {
@@ -175,14 +231,29 @@ EXPERIMENT = {
 
 def submit_experiment(cluster: Connection, group: str, run: str, seed: int) -> None:
     share = {"group": group, "device_class": CLASS, "patience": 45}
-    settings = EXPERIMENT | {"seed": seed} | {f"cluster.share.{name}": value for name, value in share.items()}
+    settings = (
+        EXPERIMENT
+        | {"seed": seed}
+        | {f"cluster.share.{name}": value for name, value in share.items()}
+    )
     flags = [f"--set={key}={value}" for key, value in settings.items()]
     assert run_cli(["submit", "sft_then_grpo", "--run", run, "--store", STORE, *flags]) == 0
     label = f"test={group}"
-    kubectl("-n", cluster.namespace, "label", "workflows", "-l", f"{RUN_LABEL}={run}", label, "--overwrite")
+    kubectl(
+        "-n",
+        cluster.namespace,
+        "label",
+        "workflows",
+        "-l",
+        f"{RUN_LABEL}={run}",
+        label,
+        "--overwrite",
+    )
 
 
-def test_two_experiments_on_one_claim_learn_what_one_learns_alone(cluster: Connection, share: Share) -> None:
+def test_two_experiments_on_one_claim_learn_what_one_learns_alone(
+    cluster: Connection, share: Share
+) -> None:
     """One alone on a claim; then the same again, and one of another seed, both on one claim. Nothing that one commits
     depends on the other, and both learn the task."""
     alone, *both = (f"{share.group}-{name}" for name in ("alone", "same", "other"))
@@ -190,11 +261,19 @@ def test_two_experiments_on_one_claim_learn_what_one_learns_alone(cluster: Conne
     assert argo.wait_for_run(cluster, alone) == 0
     for seed, name in enumerate(both):
         submit_experiment(cluster, share.group, name, seed)
-    until(lambda: len(claims(cluster, share)) == 1 and set(*claims(cluster, share).values()) == {*both})
+    until(
+        lambda: (
+            len(claims(cluster, share)) == 1 and set(*claims(cluster, share).values()) == {*both}
+        )
+    )
     assert [argo.wait_for_run(cluster, name) for name in both] == [0, 0]
     ended = {name: [*read_status(cluster, name).nodes.values()] for name in (alone, *both)}
     made = [digests(nodes, name) for name, nodes in ended.items()]
     assert made[0] == made[1] != made[2] and "export" in made[0]
     for nodes in ended.values():
-        (learned,) = {n.outputs["mean-reward"] for n in nodes if n.display_name.startswith("evaluate-after(")}
-        assert float(learned) >= 15 / 16, "1.0 where it was measured; another processor rounds otherwise"
+        (learned,) = {
+            n.outputs["mean-reward"] for n in nodes if n.display_name.startswith("evaluate-after(")
+        }
+        assert float(learned) >= 15 / 16, (
+            "1.0 where it was measured; another processor rounds otherwise"
+        )

@@ -43,7 +43,13 @@ TINY = {
         "save_strategy": "no",
         "log_level": "info",
     },
-    **{"use_cpu": True, "bf16": False, "dtype": "float32", "gradient_checkpointing": False, "report_to": "none"},
+    **{
+        "use_cpu": True,
+        "bf16": False,
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    },
 }
 
 
@@ -74,12 +80,24 @@ def made(cluster: Connection) -> Iterator[dict[str, str]]:
         with DAG(name="main"):
             prompts = "{{tasks.data-prep.outputs.parameters.prompts}}"
             data = prepare(name="data-prep", arguments={"prompts": f"{RUN}/data-prep"})
-            data >> bring(name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"})
+            data >> bring(
+                name="base-model", arguments={"prompts": prompts, "checkpoint": f"{RUN}/base-model"}
+            )
     submit_workflow(cluster, built.to_dict(), run=run, store=STORE)
     assert argo.wait_for_run(cluster, run) == 0
     found = read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
-    yield {"at": f"{STORE}/{run}"} | {k: v for node in found for k, v in node.outputs.items() if "@" in v}
-    kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{RUN_LABEL}={run}", "--wait=false")
+    yield {"at": f"{STORE}/{run}"} | {
+        k: v for node in found for k, v in node.outputs.items() if "@" in v
+    }
+    kubectl(
+        "-n",
+        cluster.namespace,
+        "delete",
+        "workflows,pods",
+        "-l",
+        f"{RUN_LABEL}={run}",
+        "--wait=false",
+    )
 
 
 def launched(cluster: Connection, job: dict[str, Any]) -> int:
@@ -90,24 +108,42 @@ def launched(cluster: Connection, job: dict[str, Any]) -> int:
 
 
 def test_trl_in_two_pods(
-    cluster: Connection, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+    cluster: Connection,
+    made: dict[str, str],
+    workspace: None,
+    run: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     places = {"model_name_or_path": "/workspace/model", "dataset_name": "/workspace/dataset"}
     backend = Trl(trainer="sft", nodes=2, args={**places, "output_dir": "/workspace/out", **TINY})
     bring = {"dataset": f"{made['prompts']}#sft.parquet", "model": f"{made['checkpoint']}#model"}
     assert launched(cluster, as_trainjob(backend, f"{run}-trl", SMALL, run=run, **bring)) == 0
     said = capfd.readouterr().out
-    assert "Total train batch size (w. parallel, distributed & accumulation) = 4" in said  # 2 a rank, 2 ranks
+    assert (
+        "Total train batch size (w. parallel, distributed & accumulation) = 4" in said
+    )  # 2 a rank, 2 ranks
     assert "node-0-0: " in said and "'loss'" in said
-    missing = Trl(trainer="sft", nodes=2, args={**backend.args, "model_name_or_path": "/workspace/none"})
+    missing = Trl(
+        trainer="sft", nodes=2, args={**backend.args, "model_name_or_path": "/workspace/none"}
+    )
     assert launched(cluster, as_trainjob(missing, f"{run}-none", SMALL, run=run, **bring)) == 1
     assert "/workspace/none" in capfd.readouterr().out
 
 
 def test_grpo_as_a_runtime(
-    cluster: Connection, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+    cluster: Connection,
+    made: dict[str, str],
+    workspace: None,
+    run: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    given = ["engine.name=transformers", "loop.iterations=2", "data.train=12", "data.eval=4", "evaluate.limit=4"]
+    given = [
+        "engine.name=transformers",
+        "loop.iterations=2",
+        "data.train=12",
+        "data.eval=4",
+        "evaluate.limit=4",
+    ]
     given += ["rollout.prompts_per_iteration=4", "rollout.n=4", "data.rewards={length_penalty: 1}"]
     given += ["data.reward_args={length_penalty: {max_length: 24, buffer: 20}}"]
     bring = {"model": f"{made['checkpoint']}#model", "dataset": f"{made['prompts']}#train.parquet"}
@@ -140,13 +176,26 @@ def test_trl_after_initializers_that_are_steps_of_argo(
 
 
 @pytest.mark.parametrize("kind", ["RayCluster", "RayService"])
-def test_kuberay_takes_what_is_rendered_for_it(cluster: Connection, tmp_path: Path, kind: str) -> None:
+def test_kuberay_takes_what_is_rendered_for_it(
+    cluster: Connection, tmp_path: Path, kind: str
+) -> None:
     if kind == "RayCluster":
         manifest = build_raycluster("try", SMALL, 2)
     else:
-        manifest = build_rayservice([{"name": "llm", "import_path": "mine:app"}], "answers", SMALL, 2)
+        manifest = build_rayservice(
+            [{"name": "llm", "import_path": "mine:app"}], "answers", SMALL, 2
+        )
     path = tmp_path / "manifest.yaml"
-    own = ["-n", cluster.namespace, "create", "--dry-run=server", "--validate=strict", "-o=name", "-f", str(path)]
+    own = [
+        "-n",
+        cluster.namespace,
+        "create",
+        "--dry-run=server",
+        "--validate=strict",
+        "-o=name",
+        "-f",
+        str(path),
+    ]
     path.write_text(dump_manifest(manifest))
     assert kubectl(*own).strip() == f"{kind.lower()}.ray.io/{manifest['metadata']['name']}"
     path.write_text(dump_manifest({**manifest, "spec": {**manifest["spec"], "nothing": 1}}))
@@ -160,7 +209,16 @@ def test_the_trainer_takes_torchtunes_jobs(
     config = TorchtuneConfig(epochs=1, model=Lora(lora_rank=8))
     job = as_trainjob(Torchtune(model=model, config=config), run, SMALL, model="s3://b/m#model")
     path = tmp_path / "manifest.yaml"
-    own = ["-n", cluster.namespace, "create", "--dry-run=server", "--validate=strict", "-o=name", "-f", str(path)]
+    own = [
+        "-n",
+        cluster.namespace,
+        "create",
+        "--dry-run=server",
+        "--validate=strict",
+        "-o=name",
+        "-f",
+        str(path),
+    ]
     path.write_text(dump_manifest(job))
     assert kubectl(*own).strip() == f"trainjob.trainer.kubeflow.org/{run}"
     job["spec"]["runtimeRef"]["name"] = "tuneloop-torchtune"  # a name without a model
@@ -169,13 +227,24 @@ def test_the_trainer_takes_torchtunes_jobs(
 
 
 def test_our_own_stage_as_a_trainjob_and_as_a_job(
-    cluster: Connection, made: dict[str, str], workspace: None, run: str, capfd: pytest.CaptureFixture[str]
+    cluster: Connection,
+    made: dict[str, str],
+    workspace: None,
+    run: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
+    given = {
+        "policy": made["checkpoint"],
+        "prompts": made["prompts"],
+        "max_steps": 3,
+        "device": "cpu",
+    }
     given |= {"per_device_train_batch_size": 2}
     pair = Native(nodes=2, args={**given, "checkpoint": f"{made['at']}/pair"})
     assert launched(cluster, as_trainjob(pair, f"{run}-pair", SMALL, run=run)) == 0
-    wrong = Native(args={**given, "prompts": made["checkpoint"], "checkpoint": f"{made['at']}/wrong"})
+    wrong = Native(
+        args={**given, "prompts": made["checkpoint"], "checkpoint": f"{made['at']}/wrong"}
+    )
     assert launched(cluster, as_job(wrong, f"{run}-wrong", SMALL, run=run)) == 2
     assert "holds no sft.parquet" in capfd.readouterr().out
 
@@ -183,8 +252,15 @@ def test_our_own_stage_as_a_trainjob_and_as_a_job(
 def test_our_own_stage_as_a_rayjob(
     cluster: Connection, made: dict[str, str], run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"policy": made["checkpoint"], "prompts": made["prompts"], "max_steps": 3, "device": "cpu"}
+    given = {
+        "policy": made["checkpoint"],
+        "prompts": made["prompts"],
+        "max_steps": 3,
+        "device": "cpu",
+    }
     given |= {"per_device_train_batch_size": 2, "checkpoint": f"{made['at']}/ray"}
     roomy = SMALL.adjust_role("trainer", memory="3Gi")
-    assert launched(cluster, as_rayjob(Native(nodes=2, args=given), f"{run}-ray", roomy, run=run)) == 0
+    assert (
+        launched(cluster, as_rayjob(Native(nodes=2, args=given), f"{run}-ray", roomy, run=run)) == 0
+    )
     assert "sft: 3/3 steps" in capfd.readouterr().out

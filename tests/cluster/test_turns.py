@@ -32,16 +32,23 @@ PATIENCE = 45.0
 def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
     """Stages of a second one after the other, or one pod that only holds its turn; each takes the group's turn."""
     scorer = AcceleratorResources(cpu="50m", memory="256Mi")
-    shared = SMALL.model_copy(update={"share": Share(group=group, patience=PATIENCE), "scorer": scorer})
+    shared = SMALL.model_copy(
+        update={"share": Share(group=group, patience=PATIENCE), "scorer": scorer}
+    )
     with define_workflow("turns", cluster=shared) as built:
         fields = {**pod_fields("base", "scorer", shared), **retry_fields()}
         hold = Container(name="hold", command=["sleep"], args=[str(seconds)], **fields)
-        stage: Any = stage_template(data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared)
+        stage: Any = stage_template(
+            data_prep, {"train": 8, "eval": 4, "sft": 0}, dynamic=["seed"], cluster=shared
+        )
         stage.labels = fields["labels"]  # the least of all stages, made one that uses devices
         for made in (hold, stage):
             add_lease_sidecar(made, shared, "trainer")
         with DAG(name="main"):
-            tasks = [stage(name=f"s{i}", arguments={"seed": i, "prompts": f"{RUN}/s{i}"}) for i in range(stages)]
+            tasks = [
+                stage(name=f"s{i}", arguments={"seed": i, "prompts": f"{RUN}/s{i}"})
+                for i in range(stages)
+            ]
             for before, after in itertools.pairwise(tasks):
                 before >> after
             if seconds:
@@ -51,7 +58,16 @@ def sharing(group: str, stages: int = 0, seconds: int = 0) -> dict[str, Any]:
 
 
 def leases(cluster: Connection, group: str) -> str:
-    return kubectl("-n", cluster.namespace, "get", "leases", "-l", f"tuneloop.dev/turns-of={group}", "-o", "name")
+    return kubectl(
+        "-n",
+        cluster.namespace,
+        "get",
+        "leases",
+        "-l",
+        f"tuneloop.dev/turns-of={group}",
+        "-o",
+        "name",
+    )
 
 
 def document(cluster: Connection, group: str) -> Document:
@@ -61,10 +77,14 @@ def document(cluster: Connection, group: str) -> Document:
 def worked(cluster: Connection, *runs: str) -> list[tuple[str, str, str]]:
     """(began, ended, run) of the stages' containers, by the node's clock."""
     selector = f"{RUN_LABEL} in ({','.join(runs)})"
-    pods = json.loads(kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json"))["items"]
+    pods = json.loads(
+        kubectl("-n", cluster.namespace, "get", "pods", "-l", selector, "-o", "json")
+    )["items"]
     found = []
     for pod in pods:
-        main = next(c for c in pod["status"]["containerStatuses"] if c["name"] == "main")["state"]["terminated"]
+        main = next(c for c in pod["status"]["containerStatuses"] if c["name"] == "main")["state"][
+            "terminated"
+        ]
         found.append((main["startedAt"], main["finishedAt"], pod["metadata"]["labels"][RUN_LABEL]))
     return sorted(found)
 
@@ -82,7 +102,9 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 
     submit_workflow(cluster, sharing(run, seconds=600), run=run, store=STORE)
     until(lambda: (held := document(cluster, run).holder) is not None and held.who == run)
-    submit_workflow(cluster, sharing(run, stages=1), run=second, store=STORE)  # committed: only its turn takes time
+    submit_workflow(
+        cluster, sharing(run, stages=1), run=second, store=STORE
+    )  # committed: only its turn takes time
     until(lambda: [seat.who for seat in document(cluster, run).waiting] == [second])
     assert run_cli(["turns", run]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]] == [
@@ -114,8 +136,15 @@ for _ in range(4):
 def test_processes_race_for_a_lease(cluster: Connection, run: str) -> None:
     """The API server decides: three processes, every number once, one at a time, and no Lease in the end."""
     url = f"lease://{cluster.namespace}/{run}"
-    racers = [subprocess.Popen([sys.executable, "-c", RACER, url, w], stdout=subprocess.PIPE, text=True) for w in "abc"]
-    lines = [line.split() for racer in racers for line in racer.communicate(timeout=LIMIT_S)[0].splitlines()]
+    racers = [
+        subprocess.Popen([sys.executable, "-c", RACER, url, w], stdout=subprocess.PIPE, text=True)
+        for w in "abc"
+    ]
+    lines = [
+        line.split()
+        for racer in racers
+        for line in racer.communicate(timeout=LIMIT_S)[0].splitlines()
+    ]
     assert [racer.returncode for racer in racers] == [0, 0, 0] and len(lines) == 24
     times = sorted((float(at), number) for number, at in lines)
     assert all(begun[1] == ended[1] for begun, ended in zip(times[::2], times[1::2]))

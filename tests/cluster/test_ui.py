@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, needs_chromium]
 def site(cluster: Connection, tmp_path: Path) -> Iterator[str]:
     """The component of manifests/ over the store of these tests; yields its address."""
     component = os.path.relpath(ROOT / "manifests" / "components" / "ui", tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(json.dumps({"kind": "Kustomization", "components": [component]}))
+    (tmp_path / "kustomization.yaml").write_text(
+        json.dumps({"kind": "Kustomization", "components": [component]})
+    )
     objects = list(yaml.safe_load_all(kubectl("kustomize", str(tmp_path))))
     (deployment,) = [each for each in objects if each["kind"] == "Deployment"]
     words = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -29,7 +31,9 @@ def site(cluster: Connection, tmp_path: Path) -> Iterator[str]:
     made = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
     try:
         apply(made)
-        kubectl("-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-ui", "--timeout=600s")
+        kubectl(
+            "-n", cluster.namespace, "rollout", "status", "deployment/tuneloop-ui", "--timeout=600s"
+        )
         with forwarded(cluster.namespace, "tuneloop-ui", 8090) as place:
             yield f"http://{place}"
     finally:

@@ -29,14 +29,19 @@ def test_checkpoints_pass_through_a_volume_and_memory_grows_in_place(
     try:
         with volume("tuneloop-store", tmp_path):
             mounted = SMALL.model_copy(update={"claim": "tuneloop-store", "queue": ""})
-            submit_workflow(cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs")
+            submit_workflow(
+                cluster, twice(mounted, max_steps=60), run=run, store="file:///store/runs"
+            )
             _grow(cluster, run)
             assert argo.wait_for_run(cluster, run) == 0
             ends = {
-                n.display_name: n.outputs for n in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
+                n.display_name: n.outputs
+                for n in read_nodes(run_workflows.find_workflows(cluster, run)[-1]).values()
             }
             refs = [ends[name]["checkpoint"] for name in ("one", "pair")]
-            assert [ref.partition("@")[0] for ref in refs] == [f"file:///store/runs/{run}/{n}" for n in ("one", "pair")]
+            assert [ref.partition("@")[0] for ref in refs] == [
+                f"file:///store/runs/{run}/{n}" for n in ("one", "pair")
+            ]
             assert refs[0].partition("@")[2] == refs[1].partition("@")[2] != ""
             kubectl("-n", cluster.namespace, "delete", "workflows,pods", "-l", f"{RUN_LABEL}={run}")
     finally:
@@ -53,8 +58,14 @@ def _grow(cluster: Connection, run: str) -> None:
     while not found:
         assert time.monotonic() < deadline
         time.sleep(0.5)
-        pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{RUN_LABEL}={run}").items
-        found = [p.metadata.name for p in pods if "sft-one-pod" in p.metadata.name and p.status.phase == "Running"]
+        pods = cluster.core.list_namespaced_pod(
+            cluster.namespace, label_selector=f"{RUN_LABEL}={run}"
+        ).items
+        found = [
+            p.metadata.name
+            for p in pods
+            if "sft-one-pod" in p.metadata.name and p.status.phase == "Running"
+        ]
     more = {"requests": {"memory": "1700Mi"}, "limits": {"memory": "1700Mi"}}
     patch = json.dumps({"spec": {"containers": [{"name": "main", "resources": more}]}})
     own = ["-n", cluster.namespace]

@@ -17,7 +17,9 @@ def test_page(stage: Component, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--update-golden"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(render_stage_page(stage))
-    assert path.read_text() == render_stage_page(stage), "the stage has changed; `make golden` if that is wanted"
+    assert path.read_text() == render_stage_page(stage), (
+        "the stage has changed; `make golden` if that is wanted"
+    )
 
 
 def test_every_page_has_its_stage() -> None:

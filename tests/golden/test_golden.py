@@ -21,8 +21,22 @@ FORMS = {
     "-asynchronous": ["--set", "loop.asynchronous=true", "--set", "loop.evaluate_every=5"],
     "-replicas": ["--set", "engine.replicas=2"],
     "-servers": [
-        *("--servers", "tuneloop-rollout", "--set", "engine.pull=true", "--set", "engine.weights=s3://bucket/weights"),
-        *("--set", "engine.replicas=3", "--set", "cluster.sampler.gpus=4", "--set", "cluster.sampler.memory=24Gi"),
+        *(
+            "--servers",
+            "tuneloop-rollout",
+            "--set",
+            "engine.pull=true",
+            "--set",
+            "engine.weights=s3://bucket/weights",
+        ),
+        *(
+            "--set",
+            "engine.replicas=3",
+            "--set",
+            "cluster.sampler.gpus=4",
+            "--set",
+            "cluster.sampler.memory=24Gi",
+        ),
         *("--set", "engine.args={tensor_parallel_size: 2, pipeline_parallel_size: 2}"),
     ],
     "-stages": [
@@ -35,7 +49,12 @@ FORMS = {
     ],
     "-asleep": ["--set", "engine.colocate=true", "--set", "engine.asleep={cpu: 100m, memory: 1Gi}"],
     "-shared": [
-        *("--set", "cluster.share.group=demo", "--set", "cluster.share.device_class=gpu.example.com"),
+        *(
+            "--set",
+            "cluster.share.group=demo",
+            "--set",
+            "cluster.share.device_class=gpu.example.com",
+        ),
         *("--set", "cluster.share.roles=apart", "--set", "cluster.share.request=512Mi"),
     ],
 }
@@ -48,33 +67,46 @@ def test_rendered_yaml(
 ) -> None:
     if form and "loop" not in find_pipeline(str(pipeline)).Config.model_fields:
         pytest.skip("has no loop")
-    if form in ("-asynchronous", "-replicas", "-servers", "-stages", "-asleep", "-shared") and pipeline.stem != "grpo":
+    if (
+        form in ("-asynchronous", "-replicas", "-servers", "-stages", "-asleep", "-shared")
+        and pipeline.stem != "grpo"
+    ):
         pytest.skip("the loop is grpo's")
     assert run_cli(["render", str(pipeline), *FORMS[form]]) == 0
     text = capsys.readouterr().out
     golden = HERE / "argo" / f"{pipeline.stem}{form}.yaml"
     if request.config.getoption("--update-golden"):
         golden.write_text(text)
-    assert golden.read_text() == text, "rendered otherwise than before; `make golden` if that is wanted"
+    assert golden.read_text() == text, (
+        "rendered otherwise than before; `make golden` if that is wanted"
+    )
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
-def test_the_template_in_manifests_is_the_pipeline(pipeline: Path, request: pytest.FixtureRequest) -> None:
+def test_the_template_in_manifests_is_the_pipeline(
+    pipeline: Path, request: pytest.FixtureRequest
+) -> None:
     found = find_pipeline(str(pipeline))
     text = dump_workflow(as_template(found.build(found.configure()), template_name(found.name)))
     manifest = MANIFESTS / f"{pipeline.stem}.yaml"
     if request.config.getoption("--update-golden"):
         manifest.write_text(text)
-    assert manifest.read_text() == text, "rendered otherwise than before; `make golden` if that is wanted"
+    assert manifest.read_text() == text, (
+        "rendered otherwise than before; `make golden` if that is wanted"
+    )
 
 
 def test_the_manifests_hold_every_pipeline(request: pytest.FixtureRequest) -> None:
     kustomization = MANIFESTS / "kustomization.yaml"
     names = ", ".join(f"{pipeline.stem}.yaml" for pipeline in PIPELINES)
-    text = re.sub(r"^resources: .*", f"resources: [{names}]", kustomization.read_text(), flags=re.MULTILINE)
+    text = re.sub(
+        r"^resources: .*", f"resources: [{names}]", kustomization.read_text(), flags=re.MULTILINE
+    )
     if request.config.getoption("--update-golden"):
         kustomization.write_text(text)
-    assert kustomization.read_text() == text, "another list of pipelines than before; `make golden` if that is wanted"
+    assert kustomization.read_text() == text, (
+        "another list of pipelines than before; `make golden` if that is wanted"
+    )
 
 
 def test_every_golden_file_has_its_pipeline() -> None:
@@ -85,5 +117,8 @@ def test_every_golden_file_has_its_pipeline() -> None:
 def test_hera_generates_the_same() -> None:
     command = [sys.executable, "-m", "hera", "generate", "yaml", str(PIPELINES[0].parent)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    golden = [yaml.load((HERE / "argo" / f"{each.stem}.yaml").read_text(), yaml.CSafeLoader) for each in PIPELINES]
+    golden = [
+        yaml.load((HERE / "argo" / f"{each.stem}.yaml").read_text(), yaml.CSafeLoader)
+        for each in PIPELINES
+    ]
     assert [*yaml.load_all(text, yaml.CSafeLoader)] == golden

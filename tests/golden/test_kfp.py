@@ -24,7 +24,9 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: p.stem)
-def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_compiled_pipeline(
+    pipeline: Path, form: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if form and pipeline.stem != "grpo":
         pytest.skip("one loop of each form is enough to read")
     if not hasattr(find_pipeline(str(pipeline)).module, "build_kfp"):
@@ -36,4 +38,6 @@ def test_compiled_pipeline(pipeline: Path, form: str, tmp_path: Path, request: p
     if request.config.getoption("--update-golden"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(path.read_text())
-    assert golden.read_text() == path.read_text(), "compiled otherwise than before; `make golden` if that is wanted"
+    assert golden.read_text() == path.read_text(), (
+        "compiled otherwise than before; `make golden` if that is wanted"
+    )

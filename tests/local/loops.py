@@ -40,14 +40,18 @@ def command(verb: str, *words: str, store: Path, **settings: object) -> list[str
 
 def finish(line: list[str], code: int = 0, timeout: float = 10 * LIMIT_S) -> str:
     """Run to the end and return what was printed."""
-    done = subprocess.run(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
+    done = subprocess.run(
+        line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
+    )
     assert done.returncode == code, done.stdout[-4000:]
     return done.stdout
 
 
 def kill_when(line: list[str], workdir: Path, node: str, happened: Callable[[], bool]) -> str:
     """Start, wait until the node has begun and something `happened`, SIGKILL everything; the phase it was killed in."""
-    child = subprocess.Popen(line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        line, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
     def reached() -> str | None:
         now = phase(workdir, node, child)
@@ -66,7 +70,12 @@ def phase(workdir: Path, node: str, child: "subprocess.Popen[bytes]") -> str | N
     if child.poll() is not None:
         return "finished"
     found = journal.read_state(workdir)
-    if found is None or not found.alive or found.workflow.phase != "Running" or node not in found.nodes:
+    if (
+        found is None
+        or not found.alive
+        or found.workflow.phase != "Running"
+        or node not in found.nodes
+    ):
         return None
     return found.nodes[node].phase
 
@@ -74,4 +83,7 @@ def phase(workdir: Path, node: str, child: "subprocess.Popen[bytes]") -> str | N
 def digests(store: Path, run: str) -> dict[str, str]:
     """Artifact → digest, of all that the run committed but trainers' states, which a kill may leave out."""
     manifests = sorted(m for m in (store / run).rglob("manifest.json") if m.parent.name != "state")
-    return {str(m.parent.relative_to(store / run)): Artifact(str(m.parent)).manifest.digest for m in manifests}
+    return {
+        str(m.parent.relative_to(store / run)): Artifact(str(m.parent)).manifest.digest
+        for m in manifests
+    }

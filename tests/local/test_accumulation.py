@@ -44,11 +44,24 @@ def test_gradients_cross_once_a_step_however_many_micro_batches(tmp_path: Path) 
     model = tiny_model(tmp_path / "m", "qwen3", dtype=torch.float32)
     (tmp_path / "step.py").write_text(STEP)
     (tmp_path / "tests").symlink_to(Path(__file__).parents[1])
-    words = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "step", str(model)]
+    words = [
+        python(),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "step",
+        str(model),
+    ]
     done = subprocess.run(words, text=True, capture_output=True, timeout=5 * LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
     (few, once), (many, often) = json.loads(line.removeprefix("found "))
     assert (few, many) == (1, 4)
-    assert often["gloo:all_reduce"] == once["gloo:all_reduce"] > 0  # of gradients, and of their norm
-    assert often["gloo:all_gather"] == 4 * once["gloo:all_gather"] > 0  # of parameters, which are freed in between
+    assert (
+        often["gloo:all_reduce"] == once["gloo:all_reduce"] > 0
+    )  # of gradients, and of their norm
+    assert (
+        often["gloo:all_gather"] == 4 * once["gloo:all_gather"] > 0
+    )  # of parameters, which are freed in between

@@ -20,17 +20,33 @@ DOCS = ROOT / "docs"
 @pytest.mark.slow
 def test_the_smallest_of_each_kind_runs(tmp_path: Path) -> None:
     for page in ("extending.md", "stages.md"):
-        for name, text in re.findall(r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M):
+        for name, text in re.findall(
+            r"^```\w+\n# (\w+\.\w+)\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M
+        ):
             (tmp_path / name).write_text(text)
     script = Path(sys.executable).parent
-    for command in re.findall(r"^((?:PYTHONPATH=\. )?tuneloop run .*)$", (DOCS / "extending.md").read_text(), re.M):
+    for command in re.findall(
+        r"^((?:PYTHONPATH=\. )?tuneloop run .*)$", (DOCS / "extending.md").read_text(), re.M
+    ):
         env = {**os.environ, "PATH": f"{script}:{os.environ['PATH']}"}
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=10 * LIMIT_S
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=10 * LIMIT_S,
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert Artifact(str(tmp_path / "runs/mine/iterations/1/rollout")).manifest.facts["engine"] == "plain"
-    assert Artifact(str(tmp_path / "runs/mine/data-prep")).manifest.facts["source"] == "my_data:load_splits"
+    assert (
+        Artifact(str(tmp_path / "runs/mine/iterations/1/rollout")).manifest.facts["engine"]
+        == "plain"
+    )
+    assert (
+        Artifact(str(tmp_path / "runs/mine/data-prep")).manifest.facts["source"]
+        == "my_data:load_splits"
+    )
     longest = Artifact(str(tmp_path / "runs/lengths/measure")).manifest.results["longest"]
     assert longest == len("reverse 1234 =")
 
@@ -247,7 +263,9 @@ assert [pytest.main([*golden, *more]) for more in (["--update-golden"], [])] == 
 def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
     """What CONTRIBUTING.md says of adding an X, done to a copy of the repository: linted, rendered and run."""
     table = re.findall(
-        r"^\| [^|]+ \| `((?:components|pipelines)/[^`]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M
+        r"^\| [^|]+ \| `((?:components|pipelines)/[^`]+)` \|",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.M,
     )
     assert [path.replace("<name>", "added") for path in table] == list(ADDED)
     for name in ("components", "pipelines", "manifests/components/pipelines", "tests/golden"):
@@ -259,9 +277,17 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text.lstrip())
 
     def done(*words: str) -> str:
-        env = {**os.environ, "PYTHONPATH": f"{tmp_path}/components:{tmp_path}", "TUNELOOP_TRACKERS": "added+rows.txt"}
-        found = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=10 * LIMIT_S)
-        assert found.returncode == 0, f"$ {' '.join(words)}\n{found.stdout[-2000:]}\n{found.stderr[-2000:]}"
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}/components:{tmp_path}",
+            "TUNELOOP_TRACKERS": "added+rows.txt",
+        }
+        found = subprocess.run(
+            words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=10 * LIMIT_S
+        )
+        assert found.returncode == 0, (
+            f"$ {' '.join(words)}\n{found.stdout[-2000:]}\n{found.stderr[-2000:]}"
+        )
         return found.stdout
 
     python, tuneloop = sys.executable, (sys.executable, "-m", "tuneloop.cli")
@@ -280,9 +306,14 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
         "--set",
         "update.algorithm_args.boost=2",
     )
-    assert "  added        succeeded: rows.txt" in ran and "policy_update/" in (tmp_path / "rows.txt").read_text()
+    assert (
+        "  added        succeeded: rows.txt" in ran
+        and "policy_update/" in (tmp_path / "rows.txt").read_text()
+    )
     rollouts = Artifact(f"{tmp_path}/runs/r/rollout").manifest
     assert (rollouts.facts["engine"], rollouts.params["environment"]) == ("added", "added")
     assert Artifact(f"{tmp_path}/runs/r/added").manifest.results == {"kept": 4}
-    assert Artifact(f"{tmp_path}/runs/r/reward").manifest.facts["reward"]["breakdown"].keys() == {"added"}
+    assert Artifact(f"{tmp_path}/runs/r/reward").manifest.facts["reward"]["breakdown"].keys() == {
+        "added"
+    }
     assert Artifact(f"{tmp_path}/runs/r/policy-update").manifest.facts["objective"]["boost"] == 2.0

@@ -47,10 +47,18 @@ def test_a_loop_through_the_primitives_learns(gateway: SimpleNamespace) -> None:
     for step in range(12):
         sampler = model.save_weights_and_get_sampling_client().result()
         params = {
-            prompt: tinker.SamplingParams(max_tokens=6, stop=[], seed=10 * step + prompt) for prompt in (3, 4, 5, 6)
+            prompt: tinker.SamplingParams(max_tokens=6, stop=[], seed=10 * step + prompt)
+            for prompt in (3, 4, 5, 6)
         }
-        asked = [sampler.sample(tinker.ModelInput.from_ints([prompt]), 8, params[prompt]) for prompt in params]
-        samples = [(prompt, each) for prompt, future in zip((3, 4, 5, 6), asked) for each in future.result().sequences]
+        asked = [
+            sampler.sample(tinker.ModelInput.from_ints([prompt]), 8, params[prompt])
+            for prompt in params
+        ]
+        samples = [
+            (prompt, each)
+            for prompt, future in zip((3, 4, 5, 6), asked)
+            for each in future.result().sequences
+        ]
         scores = np.array([np.mean(np.array(each.tokens) == GOAL) for _, each in samples])
         rewards.append(scores.mean())
         data = [
@@ -72,7 +80,10 @@ def test_a_loop_through_the_primitives_learns(gateway: SimpleNamespace) -> None:
     path = model.save_state("learned").result().path
     other = service.create_training_client_from_state_with_optimizer(path).result()
     for each in (model, other):
-        each.forward_backward(data, "ppo").result(), each.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        (
+            each.forward_backward(data, "ppo").result(),
+            each.optim_step(tinker.AdamParams(learning_rate=1e-2)).result(),
+        )
     after = [each.forward(data, "ppo").result().loss_fn_outputs for each in (model, other)]
     assert all(a["logprobs"].tolist() == b["logprobs"].tolist() for a, b in zip(*after))
     session = service.holder.get_session_id().partition(".")[2]
@@ -91,8 +102,15 @@ def test_what_the_page_shows_runs(
     said = capsys.readouterr().out
     assert "loss:sum" in said and ":train:0/weights/first" in said
     lines = next(block for block in blocks if "curl" in block)
-    env = {**os.environ, "URL": gateway.url, "TOKEN": gateway.token, "BASE": str(gateway.home / "runs/mine/sft")}
-    done = subprocess.run(["bash", "-eu"], input=lines, env=env, capture_output=True, text=True, timeout=10 * LIMIT_S)
+    env = {
+        **os.environ,
+        "URL": gateway.url,
+        "TOKEN": gateway.token,
+        "BASE": str(gateway.home / "runs/mine/sft"),
+    }
+    done = subprocess.run(
+        ["bash", "-eu"], input=lines, env=env, capture_output=True, text=True, timeout=10 * LIMIT_S
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(re.search(r'{"sequences".*"weight_version":\d+}', done.stdout)[0])
     assert len(answer["sequences"][0]["tokens"]) <= 4 and answer["weight_version"] == 0

@@ -32,7 +32,9 @@ def test_a_changed_cell_a_path_and_an_error_are_found(tmp_path: Path) -> None:
     assert "with an error" in find_fault_after(outputs=[output("error")])
     assert "from top to bottom" in find_fault_after(execution_count=7)
     assert "/tmp/abc" in find_fault_after(outputs=[output("stream", text="saved in /tmp/abc")])
-    assert "more than" in find_fault_after(outputs=[output("stream", text="x" * notebooks.LIMIT_BYTES)])
+    assert "more than" in find_fault_after(
+        outputs=[output("stream", text="x" * notebooks.LIMIT_BYTES)]
+    )
 
 
 @pytest.mark.slow

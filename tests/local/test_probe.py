@@ -22,10 +22,15 @@ def test_no_attack_gains(
 ) -> None:
     """A third of the attacks of each class, another one from run to run; all, as `tuneloop probe` tries them, take a
     minute of computing for each of these."""
-    share = int(os.environ.get("TUNELOOP_TEST_SEED") or random.SystemRandom().randrange(SHARES)) % SHARES
+    share = (
+        int(os.environ.get("TUNELOOP_TEST_SEED") or random.SystemRandom().randrange(SHARES))
+        % SHARES
+    )
     print(f"attacks of TUNELOOP_TEST_SEED={share}")
     load = probe.load_attacks
-    monkeypatch.setattr(probe, "load_attacks", lambda row: itertools.islice(load(row), share, None, SHARES))
+    monkeypatch.setattr(
+        probe, "load_attacks", lambda row: itertools.islice(load(row), share, None, SHARES)
+    )
     endings = find_endings(rewards, environments, 20.0 if "e" in kinds else 3.0)
     assert "" in endings and endings.keys() <= kinds, [endings.get(letter) for letter in "gn"]
     assert len(endings.get("e", ())) > 60 // SHARES // 2 or "e" not in kinds

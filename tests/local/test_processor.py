@@ -33,7 +33,12 @@ os._exit(code)
 """
 LIMITED = {"isa": "AVX512_CORE_FP16", "amx": False}
 LINE = "processor: AMX is not used (TUNELOOP_PROCESSOR_CHECK=bad); oneDNN and vLLM are held to AVX512_CORE_FP16"
-BFLOAT16 = {"max_model_len": 64, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26, "dtype": "bfloat16"}
+BFLOAT16 = {
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 26,
+    "dtype": "bfloat16",
+}
 
 
 def start(module: str, call: str, *arguments: object, answer: str) -> subprocess.Popen[str]:
@@ -41,7 +46,9 @@ def start(module: str, call: str, *arguments: object, answer: str) -> subprocess
         [
             sys.executable,
             "-c",
-            PROGRAM.format(package=module.rpartition(".")[0], module=module.rpartition(".")[2], call=call),
+            PROGRAM.format(
+                package=module.rpartition(".")[0], module=module.rpartition(".")[2], call=call
+            ),
             *map(str, arguments),
         ],
         env={**os.environ, "TUNELOOP_PROCESSOR_CHECK": answer},
@@ -54,14 +61,24 @@ def start(module: str, call: str, *arguments: object, answer: str) -> subprocess
 def test_a_stage_says_so_holds_back_and_records_it(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "given").path / "model"
     program = start(
-        "stages.base_model", "base_model.run", "--model", model, "--checkpoint", tmp_path / "made", answer="bad"
+        "stages.base_model",
+        "base_model.run",
+        "--model",
+        model,
+        "--checkpoint",
+        tmp_path / "made",
+        answer="bad",
     )
     told, said = program.communicate()
     assert program.returncode == 0, said
     assert json.loads(told) == LIMITED
     assert said.splitlines().count(LINE) == 1
     manifest = json.loads((tmp_path / "made" / "manifest.json").read_text())
-    why = {"amx": "not used", "why": "TUNELOOP_PROCESSOR_CHECK=bad", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+    why = {
+        "amx": "not used",
+        "why": "TUNELOOP_PROCESSOR_CHECK=bad",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+    }
     assert manifest["provenance"]["processor"] == why
 
 
@@ -91,7 +108,9 @@ def test_a_vllm_server_that_holds_back_serves_and_one_that_does_not_dies(tmp_pat
 
 def ask(port: int, path: str, body: object = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-    connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+    connection.request(
+        "GET" if body is None else "POST", path, None if body is None else json.dumps(body)
+    )
     reply = connection.getresponse()
     return reply.status, reply.read()
 
@@ -105,6 +124,10 @@ def answers(port: int) -> bool:
 def generate(port: int) -> int:
     """How many tokens it makes."""
     request = {"id": "r", "prompt_ids": [3, 4, 5], "seeds": [0]}
-    _, body = ask(port, "/generate", {"requests": [request], "sampling": {"temperature": 0.0, "max_tokens": 8}})
+    _, body = ask(
+        port,
+        "/generate",
+        {"requests": [request], "sampling": {"temperature": 0.0, "max_tokens": 8}},
+    )
     (line,) = [json.loads(line) for line in body.splitlines() if line]
     return len(line["completions"][0]["ids"])

@@ -55,7 +55,9 @@ def served(running: Running, version: int, digest: str = "") -> dict[str, Any]:
 
     def now() -> dict[str, Any] | None:
         said: dict[str, Any] = running.ask("GET", "/version")[1]
-        there = said["version"] == said["pulled"].get("version") == version and said["digest"].startswith(digest)
+        there = said["version"] == said["pulled"].get("version") == version and said[
+            "digest"
+        ].startswith(digest)
         return said if there and not said["trouble"] else None
 
     return until(now) or {}
@@ -74,14 +76,19 @@ def step(before: Artifact, url: Path, version: int) -> Artifact:
         chosen = torch.rand(tensor.shape, generator=generator) < 0.03
         tensor[chosen] += 0.1 * tensor[chosen].sign() + 0.01
     save_file(tensors, path, metadata={"format": "pt"})
-    write_canary(AutoModelForCausalLM.from_pretrained(draft.path / "model"), draft.path / "canary.json")
+    write_canary(
+        AutoModelForCausalLM.from_pretrained(draft.path / "model"), draft.path / "canary.json"
+    )
     draft.commit(stage="policy_update", facts={"version": version})
     return Artifact(str(url))
 
 
 def publish(root: Path | str, policy: Artifact) -> Published:
     return publish_version(
-        str(root), policy.manifest.facts["version"], policy.path / "model", source=policy.manifest.digest
+        str(root),
+        policy.manifest.facts["version"],
+        policy.path / "model",
+        source=policy.manifest.digest,
     )
 
 
@@ -96,7 +103,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
 
 
 @pytest.fixture(scope="module")
-def follower(chain: list[Artifact], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+def follower(
+    chain: list[Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Running, Path]]:
     root = tmp_path_factory.mktemp("weights")
     publish(root, chain[0])
     running = follow(root)
@@ -119,10 +128,14 @@ def test_ten_updates_byte_for_byte(follower: tuple[Running, Path], chain: list[A
         assert (status, held) == (
             200, {"version": version, "tensors": count, "identical": count, "different": [], "unread": []}
         )  # fmt: skip
-        assert now["pulled"]["identical"] == count and now["pulled"]["deltas"] == ([version] if version else [])
+        assert now["pulled"]["identical"] == count and now["pulled"]["deltas"] == (
+            [version] if version else []
+        )
         client.load(policy)
         prove_weights(client, policy, 0.05)
-    assert {c.start_version for group in client.generate(REQUESTS, GREEDY, quiet) for c in group} == {10}
+    assert {
+        c.start_version for group in client.generate(REQUESTS, GREEDY, quiet) for c in group
+    } == {10}
 
 
 def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_path: Path) -> None:
@@ -143,8 +156,14 @@ def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_
         "0",
     ]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as other:
-        refused = until(lambda: next((text for text in other.stderr or () if "--base" in text), None), child=other)
-        assert "but version 0, which stores no weights, needs" in (refused or "") and other.poll() is None
+        refused = until(
+            lambda: next((text for text in other.stderr or () if "--base" in text), None),
+            child=other,
+        )
+        assert (
+            "but version 0, which stores no weights, needs" in (refused or "")
+            and other.poll() is None
+        )
         other.kill()
     running = follow(root, "--base", str(models[0]))
     try:
@@ -152,18 +171,29 @@ def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_
         publish_version(str(root), 1, models[1], base=models[0], **about[1])  # type: ignore[arg-type]
         assert served(running, 1, chain[1].manifest.digest)["pulled"]["deltas"] == [1]
         held = running.ask("POST", "/verify")[1]
-        assert held["identical"] == held["tensors"] == len(load_file(models[1] / "model.safetensors"))
+        assert (
+            held["identical"] == held["tensors"] == len(load_file(models[1] / "model.safetensors"))
+        )
     finally:
         running.process.kill()
         running.process.wait()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_parts_are_read_back(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dense layer and one of experts, whole or split over two workers: each holds its part, and what differs in one
     of them is named."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+    monkeypatch.setenv(
+        "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+    )  # vLLM would want a NUMA node for each worker
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "mlp_only_layers": [0],
+    }
     first = commit_policy(tmp_path / "v0", tied=False, family=partial(Qwen3MoeConfig, **experts))
     root, held = tmp_path / "weights", tmp_path / "held"
     publish(root, first)
@@ -190,7 +220,9 @@ def test_experts_and_parts_are_read_back(workers: int, tmp_path: Path, monkeypat
         for layer in layers:
             tensors[f"{layer}.weight"][-1, -1] += 1  # of two workers the other holds it
         save_file(tensors, held / "model.safetensors", metadata={"format": "pt"})
-        assert running.ask("POST", "/verify")[1]["different"] == sorted(f"{layer}.weight" for layer in layers)
+        assert running.ask("POST", "/verify")[1]["different"] == sorted(
+            f"{layer}.weight" for layer in layers
+        )
     finally:
         running.process.kill()
         running.process.wait()
@@ -202,7 +234,9 @@ def test_keeps_to_the_protocol(follower: tuple[Running, Path], chain: list[Artif
     assert [o for o in outcomes if o[1] != "ok"] == []
 
 
-def test_goes_back_to_an_older_version_when_told_to(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
+def test_goes_back_to_an_older_version_when_told_to(
+    follower: tuple[Running, Path], chain: list[Artifact]
+) -> None:
     """The pointer is not moved, so the follower leaves it there; the next one told is served again."""
     running, _ = follower
     client = Client(running.url, LIMIT_S)
@@ -224,14 +258,20 @@ def test_sleep_needs_a_device_that_can(follower: tuple[Running, Path]) -> None:
     assert running.ask("GET", "/health")[0] == 200
 
 
-def test_a_step_that_changes_nothing_is_a_version(follower: tuple[Running, Path], chain: list[Artifact]) -> None:
+def test_a_step_that_changes_nothing_is_a_version(
+    follower: tuple[Running, Path], chain: list[Artifact]
+) -> None:
     running, root = follower
-    published = publish_version(str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest)
+    published = publish_version(
+        str(root), 11, chain[10].path / "model", source=chain[10].manifest.digest
+    )
     assert (published.sent_bytes, published.density) == (0, 0)
     served(running, 11, chain[10].manifest.digest)
 
 
-def test_damaged_versions_are_not_served(follower: tuple[Running, Path], chain: list[Artifact], tmp_path: Path) -> None:
+def test_damaged_versions_are_not_served(
+    follower: tuple[Running, Path], chain: list[Artifact], tmp_path: Path
+) -> None:
     """The old version stays served, whoever wants the new one is told why; once mended, it is served."""
     running, root = follower
     policy = step(chain[10], tmp_path / "v12", 12)
@@ -243,7 +283,10 @@ def test_damaged_versions_are_not_served(follower: tuple[Running, Path], chain: 
     shutil.copytree(spare / "weight_v000012", root / "weight_v000012")
     (root / "latest").write_bytes((spare / "latest").read_bytes())
     until(lambda: running.ask("GET", "/version")[1]["trouble"])
-    assert (running.ask("GET", "/version")[1]["version"], running.ask("GET", "/health")[0]) == (11, 200)
+    assert (running.ask("GET", "/version")[1]["version"], running.ask("GET", "/health")[0]) == (
+        11,
+        200,
+    )
     body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "min_version": 12}
     status, said = running.ask("POST", "/generate", body)
     assert status == 409 and "it cannot be pulled" in said["error"]
@@ -263,21 +306,36 @@ def test_requests_go_on_with_new_weights(chain: list[Artifact], tmp_path: Path) 
 
     def hear(_: int, part: Any) -> None:
         said.append(part)
-        if len(said) in (40, 80):  # asked for here, so before the next step: 600 are said in a second or two
+        if len(said) in (
+            40,
+            80,
+        ):  # asked for here, so before the next step: 600 are said in a second or two
             version = len(said) // 40
-            loop.call(loop.change, chain[version].path / "model", version, chain[version].manifest.digest, "keep")
+            loop.call(
+                loop.change,
+                chain[version].path / "model",
+                version,
+                chain[version].manifest.digest,
+                "keep",
+            )
 
     loop.call(loop.generate, [request], sampling, 0, None, hear, stream=True).result()
     (whole,) = until(lambda: [part for part in said if isinstance(part, list)])
     loop.stop()
     loop.join()
     for made in whole:
-        assert set(made.versions) == {0, 1, 2} and made.versions == sorted(made.versions) and len(made.ids) == 300
+        assert (
+            set(made.versions) == {0, 1, 2}
+            and made.versions == sorted(made.versions)
+            and len(made.ids) == 300
+        )
         for version in (0, 1, 2):
             engine.load(chain[version])
             scored = engine.score(SHORT[0] + made.ids)[len(SHORT[0]) - 1 :]
             mine = [i for i, v in enumerate(made.versions) if v == version]
-            assert [made.logprobs[i] for i in mine] == pytest.approx([scored[i] for i in mine], abs=2e-3)
+            assert [made.logprobs[i] for i in mine] == pytest.approx(
+                [scored[i] for i in mine], abs=2e-3
+            )
 
 
 @contextmanager
@@ -290,7 +348,9 @@ def gateway(backends: list[str]) -> Iterator[str]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             for _ in range(len(backends)):
                 url = backends[next(turn) % len(backends)]
-                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT_S)
+                connection = http.client.HTTPConnection(
+                    url.removeprefix("http://"), timeout=LIMIT_S
+                )
                 try:
                     connection.request("POST", self.path, body)
                     reply = connection.getresponse()
@@ -298,7 +358,9 @@ def gateway(backends: list[str]) -> Iterator[str]:
                     continue  # that one is dead
                 self.send_response(reply.status)
                 self.end_headers()
-                with suppress(OSError, http.client.HTTPException):  # it died in the middle, or the caller went
+                with suppress(
+                    OSError, http.client.HTTPException
+                ):  # it died in the middle, or the caller went
                     while data := reply.read1(65536):
                         self.wfile.write(data)
                 connection.close()
@@ -322,7 +384,10 @@ def test_a_fleet_loses_one_and_gets_another(
     latest = list_versions(str(root))[-1].version
     policy = step(chain[10], tmp_path / "next", latest + 1)
     late = follow(root)
-    assert running.ask("POST", "/verify")[1]["identical"] == late.ask("POST", "/verify")[1]["identical"]
+    assert (
+        running.ask("POST", "/verify")[1]["identical"]
+        == late.ask("POST", "/verify")[1]["identical"]
+    )
     with gateway([late.url, running.url]) as url:
         engine = open_engine(url, {"retry_sleep": 0.1, "partial_rollout": True}, LIMIT_S)
         engine.load(policy)
@@ -346,7 +411,15 @@ def test_a_fleet_loses_one_and_gets_another(
 
 
 def replica(root: Path, port: int) -> subprocess.Popen[bytes]:
-    line = [python(), "-m", "tuneloop.inference.server", "--weights", str(root), "--host", "127.0.0.1"]
+    line = [
+        python(),
+        "-m",
+        "tuneloop.inference.server",
+        "--weights",
+        str(root),
+        "--host",
+        "127.0.0.1",
+    ]
     line += ["--port", str(port), "--engine-args", json.dumps(ARGS)]
     return subprocess.Popen(line, stderr=subprocess.DEVNULL)
 
@@ -359,9 +432,18 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
     serving: list[subprocess.Popen[bytes]] = [replica(root, ports[0])]
     try:
         urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
-        settings = {"engine.name": "endpoint", "engine.rollout_endpoint_url": urls, "engine.pull": True}
-        settings |= {"loop.iterations": 3, "engine.args": '{"max_retries": 300, "partial_rollout": true}'}
-        loop = subprocess.Popen(command("run", "sft_then_grpo", "--run", "o", store=tmp_path, **settings))
+        settings = {
+            "engine.name": "endpoint",
+            "engine.rollout_endpoint_url": urls,
+            "engine.pull": True,
+        }
+        settings |= {
+            "loop.iterations": 3,
+            "engine.args": '{"max_retries": 300, "partial_rollout": true}',
+        }
+        loop = subprocess.Popen(
+            command("run", "sft_then_grpo", "--run", "o", store=tmp_path, **settings)
+        )
         serving.append(loop)
         until((iterations / "1" / "rollout" / "manifest.json").is_file, 3 * LIMIT_S, loop)
         serving[0].kill()
@@ -376,8 +458,15 @@ def test_loop_over_a_fleet_that_pulls(tmp_path: Path) -> None:
         assert (facts["engine"], facts["version"]) == ("endpoint", iteration)
         assert facts["staleness"] == {"max": 0, "mean": 0, "bound": 0}
         assert facts["canary"]["mean_abs_diff"] < facts["canary"]["tolerance"]
-    asked = {d.version: d for d in list_deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"}
+    asked = {
+        d.version: d for d in list_deliveries(Run.open("o", str(tmp_path))) if d.way == "pulled"
+    }
     assert asked.keys() >= {1, 2, 3}
     for delivered in asked.values():  # as replicas recorded it: the loop saw none of it
-        assert delivered.replicas and delivered.waited_s and delivered.behind == 0 and delivered.encode_s is not None
+        assert (
+            delivered.replicas
+            and delivered.waited_s
+            and delivered.behind == 0
+            and delivered.encode_s is not None
+        )
         assert delivered.publish_s and delivered.materialize_s and delivered.pause_s

@@ -35,7 +35,13 @@ def test_readme_commands(tmp_path: Path) -> None:
         if command in ELSEWHERE:
             continue
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, text=True, capture_output=True, timeout=10 * LIMIT_S, env={**os.environ}
+            command,
+            shell=True,
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            timeout=10 * LIMIT_S,
+            env={**os.environ},
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert "Traceback" not in done.stderr
@@ -62,9 +68,13 @@ def test_pictures_are_small_and_fetch_nothing() -> None:
         text = (ROOT / name).read_text()
         ElementTree.fromstring(text)
         assert len(text) < 30_000
-        assert not re.search(r"(href|src)=|url\([^#)]|@import", text), "a page shows it without asking anybody"
+        assert not re.search(r"(href|src)=|url\([^#)]|@import", text), (
+            "a page shows it without asking anybody"
+        )
     shown = (ROOT / "docs/images/loop.svg").read_text()
     pipeline = find_pipeline("sft_then_grpo")
     workflow, _ = expand_pod(pipeline.build(pipeline.Config()))
     stages = {each["name"] for each in workflow["spec"]["templates"] if "container" in each}
-    assert {name for name in stages - {"serve", "continue"} if name.replace("-", "_") not in shown} == set()
+    assert {
+        name for name in stages - {"serve", "continue"} if name.replace("-", "_") not in shown
+    } == set()

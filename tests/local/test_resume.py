@@ -37,7 +37,11 @@ def pods(workdir: Path) -> list[journal.Node]:
 
 def output(pod: journal.Node, run: Path) -> Path:
     """Where below `run` its stage commits: the one URL among its inputs that names no digest."""
-    (url,) = [value for value in pod.inputs.values() if value.startswith(f"file://{run}/") and "@" not in value]
+    (url,) = [
+        value
+        for value in pod.inputs.values()
+        if value.startswith(f"file://{run}/") and "@" not in value
+    ]
     return Path(url.removeprefix("file://")).relative_to(run)
 
 
@@ -76,7 +80,12 @@ def test_killed_in_two_stages_and_resumed_is_the_undisturbed_run(
 @pytest.mark.slow
 def test_killed_without_the_trainers_state_it_replays_what_followed_it(tmp_path: Path) -> None:
     """Five iterations of one pod, state after the third alone; killed in the fifth, whose policy then is replayed."""
-    settings = {"update.state_every": 3, "loop.iterations": 5, "loop.iterations_per_pod": 60, "sft.max_steps": 100}
+    settings = {
+        "update.state_every": 3,
+        "loop.iterations": 5,
+        "loop.iterations_per_pod": 60,
+        "sft.max_steps": 100,
+    }
     settings["seed"] = 1  # whose five updates all take a step
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
     (pod,) = (each for each in pods(tmp_path / "calm") if each.template == "iterations")
@@ -89,9 +98,15 @@ def test_killed_without_the_trainers_state_it_replays_what_followed_it(tmp_path:
     assert kill_when(line, killed, pod.id, begun) == "Running"
     finish(command("resume", "killed", store=tmp_path))
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
-    made = {i: Artifact(str(killed / f"iterations/{i}/policy-update")).manifest for i in range(1, 6)}
-    assert [i for i in made if (killed / f"iterations/{i}/policy-update/state/manifest.json").is_file()] == [3]
-    assert made[5].notes["replayed"] == {"from_version": 4, "updates": 1}, "version 1 is that of sft"
+    made = {
+        i: Artifact(str(killed / f"iterations/{i}/policy-update")).manifest for i in range(1, 6)
+    }
+    assert [
+        i for i in made if (killed / f"iterations/{i}/policy-update/state/manifest.json").is_file()
+    ] == [3]
+    assert made[5].notes["replayed"] == {"from_version": 4, "updates": 1}, (
+        "version 1 is that of sft"
+    )
     assert made[4].facts["updates"] == 1, "without a step the replay proves nothing"
 
 
@@ -102,7 +117,14 @@ def test_killed_at_six_points_and_resumed_is_the_undisturbed_run(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     seed = int(os.environ.get("TUNELOOP_TEST_SEED") or random.SystemRandom().randrange(10**6))
     print(f"kill points from TUNELOOP_TEST_SEED={seed}")
-    toy = [sys.executable, "-m", "tuneloop.cli", "run", str(ROOT / "tests/unit/toy_pipeline.py"), "--no-track"]
+    toy = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "run",
+        str(ROOT / "tests/unit/toy_pipeline.py"),
+        "--no-track",
+    ]
     toy += ["--store", str(tmp_path), "--run"]
     finish([*toy, "calm"])
     calm = pods(tmp_path / "calm")
@@ -113,7 +135,9 @@ def test_killed_at_six_points_and_resumed_is_the_undisturbed_run(
     rng.shuffle(moments)
     for pod, moment in zip(sorted(rng.sample(calm, KILLS), key=calm.index), moments, strict=True):
         out = tmp_path / "killed" / output(pod, tmp_path / "calm")
-        phase = kill_when([*toy, "killed"], tmp_path / "killed", pod.id, partial(MOMENTS[moment], out))
+        phase = kill_when(
+            [*toy, "killed"], tmp_path / "killed", pod.id, partial(MOMENTS[moment], out)
+        )
         seen.append((pod.display_name, moment, phase))
     print("killed in:", seen)
     finish([*toy, "killed"])
@@ -124,7 +148,12 @@ def test_killed_at_six_points_and_resumed_is_the_undisturbed_run(
 def test_an_oversampled_loop_that_is_killed_keeps_the_same_groups(tmp_path: Path) -> None:
     """Killed when it updates: the groups are those that committed rewards say, whoever reads them when, and what became
     of each is in the run's curves."""
-    settings = {"rollout.oversampled_prompts": 8, "loop.iterations": 2, "seed": 1, "sft.max_steps": 100}
+    settings = {
+        "rollout.oversampled_prompts": 8,
+        "loop.iterations": 2,
+        "seed": 1,
+        "sft.max_steps": 100,
+    }
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
     killed = tmp_path / "killed"
     pod = [each for each in pods(tmp_path / "calm") if each.template == "policy-update"][1]
@@ -133,14 +162,23 @@ def test_an_oversampled_loop_that_is_killed_keeps_the_same_groups(tmp_path: Path
     assert kill_when(line, killed, pod.id, lambda: any(out.glob("data-*"))) == "Running"
     finish(command("resume", "killed", store=tmp_path))
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
-    curves = {curve.name: curve.y for curve in Run.open("killed", str(tmp_path)).curves() if "groups_" in curve.name}
+    curves = {
+        curve.name: curve.y
+        for curve in Run.open("killed", str(tmp_path)).curves()
+        if "groups_" in curve.name
+    }
     for iteration in (1, 2):
         at = f"{killed}/iterations/{iteration}"
         scores: dict[str, set[float]] = {}
         for row in pq.read_table(Artifact(f"{at}/reward").path / "rewards.parquet").to_pylist():
             scores.setdefault(row["group"], set()).add(row["score"])
         telling = [group for group in sorted(scores) if len(scores[group]) > 1]
-        counts = {"asked": 8, "kept": len(telling[:4]), "rejected": 8 - len(telling), "unused": len(telling[4:])}
+        counts = {
+            "asked": 8,
+            "kept": len(telling[:4]),
+            "rejected": 8 - len(telling),
+            "unused": len(telling[4:]),
+        }
         facts = Artifact(f"{at}/policy-update").manifest.facts
         assert facts["groups"] == counts and facts["rollouts"] == 4 * counts["kept"]
         assert {name: curves[f"groups_{name}"][iteration - 1] for name in counts} == counts
@@ -150,15 +188,31 @@ def test_an_oversampled_loop_that_is_killed_keeps_the_same_groups(tmp_path: Path
 @pytest.mark.slow
 def test_a_loop_that_carries_groups_is_killed_and_resumed_with_the_same(tmp_path: Path) -> None:
     """A pod a stage undisturbed, and one pod for all that is killed while it updates on carried groups."""
-    settings = {"rollout.oversampled_prompts": 8, "rollout.carry_after": 2, "loop.iterations": 3, "seed": 1}
+    settings = {
+        "rollout.oversampled_prompts": 8,
+        "rollout.carry_after": 2,
+        "loop.iterations": 3,
+        "seed": 1,
+    }
     settings |= {"sft.max_steps": 10}
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
     line = command(
-        "run", "sft_then_grpo", "--run", "killed", store=tmp_path, **settings, **{"loop.iterations_per_pod": 60}
+        "run",
+        "sft_then_grpo",
+        "--run",
+        "killed",
+        store=tmp_path,
+        **settings,
+        **{"loop.iterations_per_pod": 60},
     )
     out = tmp_path / "killed/iterations/2/policy-update"
-    before = next(pod for pod in pods(tmp_path / "calm") if pod.template == "sft")  # it has the same id at both grains
-    assert kill_when(line, tmp_path / "killed", before.id, lambda: any(out.glob("data-*"))) == "Succeeded"
+    before = next(
+        pod for pod in pods(tmp_path / "calm") if pod.template == "sft"
+    )  # it has the same id at both grains
+    assert (
+        kill_when(line, tmp_path / "killed", before.id, lambda: any(out.glob("data-*")))
+        == "Succeeded"
+    )
     finish(command("resume", "killed", store=tmp_path))
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")
 
@@ -166,7 +220,9 @@ def test_a_loop_that_carries_groups_is_killed_and_resumed_with_the_same(tmp_path
     for iteration in range(1, 4):
         at = f"{tmp_path}/calm/iterations/{iteration}"
         rows = pq.read_table(Artifact(f"{at}/reward").part("rewards.parquet")).to_pylist()
-        assert [row["group"] for row in rows] == [row["group"] for row in rows[::4] for _ in range(4)]
+        assert [row["group"] for row in rows] == [
+            row["group"] for row in rows[::4] for _ in range(4)
+        ]
         rewarded += [row["group"] for row in rows[::4]]
         mixed += sum(len({*row["policy_versions"]}) > 1 for row in rows)
         assert Artifact(f"{at}/policy-update").manifest.params["max_staleness"] == 3
@@ -175,16 +231,30 @@ def test_a_loop_that_carries_groups_is_killed_and_resumed_with_the_same(tmp_path
 
 
 @pytest.mark.slow
-def test_an_asynchronous_loop_samples_beside_its_updates_and_resumes_the_same(tmp_path: Path) -> None:
+def test_an_asynchronous_loop_samples_beside_its_updates_and_resumes_the_same(
+    tmp_path: Path,
+) -> None:
     settings = {"loop.asynchronous": True, "sft.max_steps": 10}
     finish(command("run", "sft_then_grpo", "--run", "calm", store=tmp_path, **settings))
     calm = pods(tmp_path / "calm")
-    updates, samplings = ([p for p in calm if p.template == name] for name in ("policy-update", "rollout"))
-    beside = [s for s in samplings if any(u.started < s.finished and s.started < u.finished for u in updates)]
+    updates, samplings = (
+        [p for p in calm if p.template == name] for name in ("policy-update", "rollout")
+    )
+    beside = [
+        s
+        for s in samplings
+        if any(u.started < s.finished and s.started < u.finished for u in updates)
+    ]
     assert len(beside) == 2, "of three, all but the first"
-    versions = [Artifact(f"{tmp_path}/calm/iterations/{i}/reward").manifest.facts["version"] for i in (1, 2, 3)]
+    versions = [
+        Artifact(f"{tmp_path}/calm/iterations/{i}/reward").manifest.facts["version"]
+        for i in (1, 2, 3)
+    ]
     assert versions == [1, 1, 2], "the update of iteration 2 makes version 3 of 2, and so on"
     line = command("run", "sft_then_grpo", "--run", "killed", store=tmp_path, **settings)
-    assert kill_when(line, tmp_path / "killed", beside[0].id, lambda: True) in ("Pending", "Running")
+    assert kill_when(line, tmp_path / "killed", beside[0].id, lambda: True) in (
+        "Pending",
+        "Running",
+    )
     finish(command("resume", "killed", store=tmp_path))
     assert digests(tmp_path, "killed") == digests(tmp_path, "calm")

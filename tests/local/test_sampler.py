@@ -27,7 +27,9 @@ class Trained:
 
     def __init__(self, gateway: SimpleNamespace, key: str, base: str) -> None:
         self.gateway = gateway
-        self.id = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": key}).json()["id"]
+        self.id = gateway.http.post(
+            "/v1/sessions", json={}, headers={"Idempotency-Key": key}
+        ).json()["id"]
         self.model, self.number = f"{self.id}:train:0", 0
         self.result("create_model", session_id=self.id, base_model=base)
 
@@ -53,7 +55,9 @@ class Trained:
         params = {"max_tokens": 8, "temperature": 1.0, "seed": 3, "stop": [0]}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}
         about = {"sampling_session_id": sampler, "seq_id": number, "num_samples": 1}
-        (made,) = self.result("asample", prompt=prompt, sampling_params=params, **about)["sequences"]
+        (made,) = self.result("asample", prompt=prompt, sampling_params=params, **about)[
+            "sequences"
+        ]
         return made["tokens"], made["logprobs"]
 
 
@@ -63,7 +67,9 @@ def score(checkpoint: Artifact, ids: list[int]) -> list[float]:
     return engine.score([*PROMPT, *ids])[len(PROMPT) - 1 :]
 
 
-def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_gateway(tmp_path: Path) -> None:
+def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_gateway(
+    tmp_path: Path,
+) -> None:
     base = commit_policy(tmp_path / "base", 3).ref
     (config := tmp_path / "gateway.yaml").write_text(CONFIG)
     log = tmp_path / "gateway-logs" / "sampler.log"
@@ -76,19 +82,28 @@ def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_
         for number in (1, 2):  # by turns: each has its own weights loaded again
             made = [each.sample(sampler, number) for each, sampler in zip((one, two), samplers)]
             for each, (ids, logprobs) in zip((one, two), made):
-                (url,) = tmp_path.glob(f"store/sessions/local/{each.id.partition('.')[2]}/train-0/snapshots/*")
+                (url,) = tmp_path.glob(
+                    f"store/sessions/local/{each.id.partition('.')[2]}/train-0/snapshots/*"
+                )
                 wanted = score(Artifact(str(url)), ids)
                 assert logprobs == pytest.approx(wanted, abs=2e-3)
         assert made[0][1] != made[1][1]
-        with ThreadPoolExecutor(2) as pool:  # at the same time: neither is starved, nor sees the other's weights
+        with ThreadPoolExecutor(
+            2
+        ) as pool:  # at the same time: neither is starved, nor sees the other's weights
             again = list(
-                pool.map(lambda each: [each[0].sample(each[1], n) for n in (3, 4, 5)], zip((one, two), samplers))
+                pool.map(
+                    lambda each: [each[0].sample(each[1], n) for n in (3, 4, 5)],
+                    zip((one, two), samplers),
+                )
             )
         for each, first in zip(again, made):
             for ids, logprobs in each:
                 assert ids == first[0] and logprobs == pytest.approx(first[1], abs=2e-3)
         address = f"--port\0{_find_port(tmp_path)}\0"
-        (server,) = (path for path in Path("/proc").glob("[0-9]*/cmdline") if address in _read(path))
+        (server,) = (
+            path for path in Path("/proc").glob("[0-9]*/cmdline") if address in _read(path)
+        )
         gateway.process.terminate()
         gateway.process.wait(LIMIT_S)
     until(lambda: not _read(server))
@@ -96,7 +111,12 @@ def test_sessions_share_a_sampler_that_is_started_when_needed_and_ends_with_the_
 
 
 def _find_port(home: Path) -> str:
-    return (home / "gateway-logs" / "sampler.log").read_text().partition("http://127.0.0.1:")[2].split()[0]
+    return (
+        (home / "gateway-logs" / "sampler.log")
+        .read_text()
+        .partition("http://127.0.0.1:")[2]
+        .split()[0]
+    )
 
 
 def _read(path: Path) -> str:

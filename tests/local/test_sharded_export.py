@@ -34,7 +34,15 @@ CASES = {"rows": "qwen3", "files": "llama", "apart": "qwen3", "lora": "llama"}
 def test_the_files_are_those_of_one_process(tmp_path: Path) -> None:
     for how, arch in CASES.items():
         tiny_model(tmp_path / how / "source", arch, tie=how != "files")
-    words = [python(), "-m", "tuneloop.training.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__]
+    words = [
+        python(),
+        "-m",
+        "tuneloop.training.torchrun",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        __name__,
+    ]
     subprocess.run([*words, str(tmp_path)], check=True, timeout=10 * LIMIT_S)
     for how in CASES:
         ours, theirs = tmp_path / how / "ours", tmp_path / how / "theirs"
@@ -56,7 +64,9 @@ def export(how: str, work: Path, ranks: Ranks) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter.to_local().add_(torch.randn(parameter.shape)[_rows(parameter, ranks)], alpha=0.01)
+            parameter.to_local().add_(
+                torch.randn(parameter.shape)[_rows(parameter, ranks)], alpha=0.01
+            )
     gather = DTensor.full_tensor
     if how != "apart":
         DTensor.full_tensor = None  # type: ignore[method-assign, assignment]

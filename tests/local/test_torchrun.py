@@ -19,7 +19,11 @@ def start(work: Path, **arguments: object) -> "subprocess.Popen[str]":
     base, prompts = checkpoint_artifact(work / "base"), prompts_artifact(work / "prompts")
     words = [python(), *sft.command(2)[1:], "--policy", base.ref, "--prompts", prompts.ref]
     words += ["--checkpoint", str(work / "out"), "--device", "cpu"]
-    words += [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [
+        word
+        for name, value in arguments.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return subprocess.Popen(words, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 

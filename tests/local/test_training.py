@@ -38,11 +38,19 @@ from tuneloop.training.options import Optimization
 pytestmark = pytest.mark.local
 
 
-def launch(stage: Component, out: Path, processes: int, **arguments: Any) -> "subprocess.Popen[str]":
+def launch(
+    stage: Component, out: Path, processes: int, **arguments: Any
+) -> "subprocess.Popen[str]":
     words = [python(), *stage.command(processes)[1:], "--checkpoint", str(out)]
-    words += [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [
+        word
+        for name, value in arguments.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        words, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def finish(child: "subprocess.Popen[str]") -> str:
@@ -72,7 +80,9 @@ def moments(checkpoint: Artifact) -> dict[str, torch.Tensor]:
     assert held and state
     adam = Optimization(1e-3, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
     adapters = state.get("lora")
-    trainer = Trainer(checkpoint.path / "model", Ranks("cpu"), adam, lora=adapters and Lora(**adapters))
+    trainer = Trainer(
+        checkpoint.path / "model", Ranks("cpu"), adam, lora=adapters and Lora(**adapters)
+    )
     trainer.load(held.part("trainer"), 1)
     return trainer._state()
 
@@ -82,7 +92,11 @@ def test_two_processes_fine_tune_as_one(tmp_path, lora):
     base, prompts = checkpoint_artifact(tmp_path / "base"), prompts_artifact(tmp_path / "prompts")
     about = {"policy": base.ref, "prompts": prompts.ref, "max_steps": 8, "warmup_steps": 2}
     about |= {"device": "cpu", "save_dtype": "float32", "lora": json.dumps(lora)}
-    finish(launch(sft, tmp_path / "two", 2, per_device_train_batch_size=4, expected_world_size=2, **about))
+    finish(
+        launch(
+            sft, tmp_path / "two", 2, per_device_train_batch_size=4, expected_world_size=2, **about
+        )
+    )
     sft(out=str(tmp_path / "one"), per_device_train_batch_size=8, **{**about, "lora": lora})
     one, two = (Artifact(str(tmp_path / name)) for name in ("one", "two"))
     assert_same_training(one, two)
@@ -103,14 +117,19 @@ def test_two_processes_fine_tune_as_one(tmp_path, lora):
 def test_compiled_layers_compute_the_same(tmp_path):
     """Of two lengths and with adapters; what is exported has the names that it always has."""
     directory = tiny_model(tmp_path / "model", dtype=torch.float32)
-    documents = [Document([5, 6, 7, 8], [False, True, True, True]), Document([9, 8, 7], [False, False, True])]
+    documents = [
+        Document([5, 6, 7, 8], [False, True, True, True]),
+        Document([9, 8, 7], [False, False, True]),
+    ]
     found: list[list[torch.Tensor]] = []
     for compiled in (False, True):
         torch.manual_seed(0)
         adam = Optimization(1e-2, "constant", 0, 0, 0.0, 0.9, 0.95, 1.0)
         trainer = Trainer(directory, Ranks("cpu"), adam, lora=Lora(r=2), torch_compile=compiled)
         for _ in range(2):
-            (-trainer.logprobs(documents[:1])[0].sum() - trainer.logprobs(documents)[0].sum()).backward()
+            (
+                -trainer.logprobs(documents[:1])[0].sum() - trainer.logprobs(documents)[0].sum()
+            ).backward()
             trainer.update()
         found.append([*trainer.trainable.values()])
         trainer.export(directory, tmp_path / str(compiled), "float32")
@@ -127,7 +146,11 @@ def test_two_processes_update_as_one(tmp_path, lora):
     base = checkpoint_artifact(tmp_path / "base", "llama")
     reference = checkpoint_artifact(tmp_path / "reference", "llama", seed=1)
     rewards = rewards_artifact(tmp_path / "rewards", base, rollout_rows(base, 5, 3, gap=0.1))
-    about = {"policy": base.ref, "rewards": rewards.ref, "reference": base.ref if lora else reference.ref}
+    about = {
+        "policy": base.ref,
+        "rewards": rewards.ref,
+        "reference": base.ref if lora else reference.ref,
+    }
     about |= {"updates_per_batch": 2, "warmup_steps": 0, "device": "cpu", "save_dtype": "float32"}
     terms = {"beta": 0.1}
     finish(
@@ -159,12 +182,20 @@ def test_two_processes_replay_what_two_processes_did(tmp_path):
     for every in (1, 9):
         policy = base
         for i in (1, 2):
-            rewards = rewards_artifact(tmp_path / f"rewards{every}-{i}", policy, rollout_rows(policy, 5, 3))
-            inputs = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "state_every": every}
+            rewards = rewards_artifact(
+                tmp_path / f"rewards{every}-{i}", policy, rollout_rows(policy, 5, 3)
+            )
+            inputs = {
+                "policy": policy.ref,
+                "rewards": rewards.ref,
+                "iteration": i,
+                "state_every": every,
+            }
             inputs["learning_rate"] = i * 1e-3
             if (every, i) == (9, 2):
                 with pytest.raises(
-                    UserError, match=r"by 2 processes, and another number gives other bits \(world_size 2 then, 1 now"
+                    UserError,
+                    match=r"by 2 processes, and another number gives other bits \(world_size 2 then, 1 now",
                 ):
                     policy_update(out=str(tmp_path / "alone"), **inputs, **about)
             finish(launch(policy_update, tmp_path / f"{every}-{i}", 2, **inputs, **about))

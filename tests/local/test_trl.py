@@ -28,11 +28,21 @@ TEMPLATE = (
 )
 TINY = {
     **{"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1},
-    **{"use_cpu": True, "bf16": False, "dtype": "float32", "gradient_checkpointing": False, "report_to": "none"},
+    **{
+        "use_cpu": True,
+        "bf16": False,
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    },
     **{"save_strategy": "no", "log_level": "info"},
 }
 GRPO = {
-    "reward_funcs": ["tuneloop.training.backends.trl.score", "think_format_reward", "tests.local.test_trl.digits"],
+    "reward_funcs": [
+        "tuneloop.training.backends.trl.score",
+        "think_format_reward",
+        "tests.local.test_trl.digits",
+    ],
     **{"num_generations": 4, "max_completion_length": 8},
 }
 
@@ -76,31 +86,59 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("dpo", "preference", {}), ("kto", "preference", {}), ("grpo", "train", GRPO)],
 )
 def test_a_script_in_two_processes(
-    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], trainer: str, split: str, options: dict[str, Any]
+    made: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    trainer: str,
+    split: str,
+    options: dict[str, Any],
 ) -> None:
     rows = f"{Artifact(str(made / 'prompts')).ref}#{split}.parquet"
     places = {"model_name_or_path": str(made / "model"), "dataset_name": str(tmp_path / "data")}
-    backend = Trl(trainer=trainer, processes=2, args={**places, "output_dir": str(tmp_path / "out"), **TINY, **options})
+    backend = Trl(
+        trainer=trainer,
+        processes=2,
+        args={**places, "output_dir": str(tmp_path / "out"), **TINY, **options},
+    )
     fetch_artifact(rows, tmp_path / "data")
-    with pytest.raises(UserError, match="holds chats as JSON, which TRL reads as plain text; fetch it by"):
+    with pytest.raises(
+        UserError, match="holds chats as JSON, which TRL reads as plain text; fetch it by"
+    ):
         backend.validate()
     fetch_artifact(rows, tmp_path / "data", messages=True)
     assert run_here(backend) == 0
     said = "".join(capfd.readouterr())
-    assert "Total train batch size (w. parallel, distributed & accumulation) = 4" in said  # 2 a rank, 2 ranks
+    assert (
+        "Total train batch size (w. parallel, distributed & accumulation) = 4" in said
+    )  # 2 a rank, 2 ranks
     for name in ("score", "think_format_reward", "digits") if trainer == "grpo" else ():
         assert f"'rewards/{name}/mean'" in said
-    before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (made / "model", tmp_path / "out"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(p).state_dict()
+        for p in (made / "model", tmp_path / "out")
+    )
     assert any(not torch.equal(before[name], value) for name, value in after.items())
     assert all(bool(value.isfinite().all()) for value in after.values())
 
 
 SMALL = [
-    *("data.train=8", "data.eval=8", "data.sft=16", "sft.max_steps=3", "sft.warmup_steps=0", "evaluate.limit=8"),
+    *(
+        "data.train=8",
+        "data.eval=8",
+        "data.sft=16",
+        "sft.max_steps=3",
+        "sft.warmup_steps=0",
+        "evaluate.limit=8",
+    ),
     *("sft.per_device_train_batch_size=16", "sft.adam_beta2=0.99"),
 ]
 PAIRS = [
-    *("data.preference=8", "data.preference_eval=4", "preference.max_steps=3", "preference.warmup_steps=0"),
+    *(
+        "data.preference=8",
+        "data.preference_eval=4",
+        "preference.max_steps=3",
+        "preference.warmup_steps=0",
+    ),
     "preference.per_device_train_batch_size=8",
 ]
 
@@ -109,20 +147,29 @@ TWO = ["processes=2", "sft.per_device_train_batch_size=8"]
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "stage", "sets", "ranks"), [("sft", "sft", SMALL, TWO), ("dpo", "preference", SMALL + PAIRS, [])]
+    ("pipeline", "stage", "sets", "ranks"),
+    [("sft", "sft", SMALL, TWO), ("dpo", "preference", SMALL + PAIRS, [])],
 )
 def test_a_pipeline_is_switched_by_one_line(
     tmp_path: Path, pipeline: str, stage: str, sets: list[str], ranks: list[str]
 ) -> None:
     """Each step has all rows, so that either backend takes the same ones: to other weights by rounding alone."""
     for backend, more in (("native", []), ("trl", ranks)):
-        given = [word for item in (*sets, *more, f"{stage}.backend={backend}") for word in ("--set", item)]
+        given = [
+            word
+            for item in (*sets, *more, f"{stage}.backend={backend}")
+            for word in ("--set", item)
+        ]
         assert run_cli(["run", pipeline, "--run", backend, "--store", str(tmp_path), *given]) == 0
     ours, theirs = (Artifact(f"{tmp_path}/{backend}/{stage}") for backend in ("native", "trl"))
     assert ours.manifest.params["backend"] is None and theirs.manifest.params["backend"] == "trl"
     assert theirs.manifest.notes["world_size"] == 1 + len(ranks) / 2
     assert ours.manifest.results == pytest.approx(theirs.manifest.results, rel=1e-3)
-    assert Artifact(f"{tmp_path}/trl/export").manifest.inputs["policy"].endswith(theirs.manifest.digest)
+    assert (
+        Artifact(f"{tmp_path}/trl/export")
+        .manifest.inputs["policy"]
+        .endswith(theirs.manifest.digest)
+    )
     before, *after = (
         AutoModelForCausalLM.from_pretrained(Artifact(artifact).part("model")).state_dict()
         for artifact in (theirs.manifest.inputs["policy"], ours.url, theirs.url)
@@ -137,4 +184,9 @@ def test_a_rank_ends_whatever_its_threads_still_hold(tmp_path: Path) -> None:
     (tmp_path / "dropping.py").write_text(DROPPING)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += ["-m", "tuneloop.training.rank", "dropping", str(tmp_path / "store")]
-    assert subprocess.run(words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=10 * LIMIT_S).returncode == 0
+    assert (
+        subprocess.run(
+            words, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=10 * LIMIT_S
+        ).returncode
+        == 0
+    )

@@ -21,7 +21,9 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     runs = {"a": 0, "b": 1}
 
     def line(name: str, store: Path, **settings: object) -> list[str]:
-        return command("run", "sft_then_grpo", "--run", name, store=store, seed=runs[name], **SHORT, **settings)
+        return command(
+            "run", "sft_then_grpo", "--run", name, store=store, seed=runs[name], **SHORT, **settings
+        )
 
     finish(line("a", tmp_path / "alone"))
     group = f"{tmp_path}/shared/.turns/g"
@@ -30,14 +32,25 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
         until(lambda: len(first.turns.read().waiting) == 2, 5 * LIMIT_S)
     assert [each.wait(10 * LIMIT_S) for each in together] == [0, 0]
     assert digests(tmp_path / "shared", "a") == digests(tmp_path / "alone", "a")
-    made = [find_manifest(str(path.parent)) for path in sorted((tmp_path / "shared").rglob("manifest.json"))]
-    took = [each.provenance | each.timings | each.notes for each in made if each and "turn" in each.provenance]
+    made = [
+        find_manifest(str(path.parent))
+        for path in sorted((tmp_path / "shared").rglob("manifest.json"))
+    ]
+    took = [
+        each.provenance | each.timings | each.notes
+        for each in made
+        if each and "turn" in each.provenance
+    ]
     turns = sorted(took, key=lambda a: a["turn"]["number"])
-    assert [a["turn"]["number"] for a in turns] == list(range(2, 12))  # of each: sft, rollout, update, two evaluations
+    assert [a["turn"]["number"] for a in turns] == list(
+        range(2, 12)
+    )  # of each: sft, rollout, update, two evaluations
     whose = [a["turn"]["ticket"].partition(".")[0] for a in turns]
     assert len(list(itertools.groupby(whose))) > 2, "neither waited for all of the other"
     released = [a["device_released"] for a in turns if "device_released" in a]
-    assert len(released) == 4 and all("device_released" in a for a in turns if "train" in a), "each sft and update"
+    assert len(released) == 4 and all("device_released" in a for a in turns if "train" in a), (
+        "each sft and update"
+    )
     ended = [a.get("device_released", a["started"] + a["total"]) for a in turns]
     assert all(end <= following["started"] for end, following in zip(ended, turns[1:]))
     assert open_turns(group, who="a").read().idle

@@ -83,7 +83,16 @@ def fail_run(store: Path, name: str) -> None:
     """Let a run end with a stage that was killed."""
     journal = Journal(store / name)
     journal.write(Workflow("toy", started=1.0))
-    killed = Node("a", "toy.export(0)", "export(0)", "export", "Pod", "Failed", message="out of memory", exit_code=137)
+    killed = Node(
+        "a",
+        "toy.export(0)",
+        "export(0)",
+        "export",
+        "Pod",
+        "Failed",
+        message="out of memory",
+        exit_code=137,
+    )
     killed.started, killed.finished = 1.0, 3.0
     journal.write(killed)
     journal.write(Workflow("toy", phase="Failed", started=1.0, finished=9.0))
@@ -135,7 +144,10 @@ PAGES = {
     "/runs/finished/weights": ("Checkpoints", "iterations/12/policy-update"),
     "/runs/finished/lineage": ("Lineage of export", "it goes back to sft"),
     "/runs/tokens/samples/2": ("120 of 120 completions", "reward 1 · advantage"),
-    "/runs/finished/samples/evaluate-after?id=p2&with=evaluate-before": ("Completions of evaluate-after", "wrong"),
+    "/runs/finished/samples/evaluate-after?id=p2&with=evaluate-before": (
+        "Completions of evaluate-after",
+        "wrong",
+    ),
     "/runs/tokens/samples/2?colour=mask&search=answer 7": ("4 of 120 completions", "learnt from"),
     "/compare?run=finished&run=failed": ("Settings that differ", "seed"),
     "/compare": ("choose two to 6 runs", "tuneloop"),
@@ -214,15 +226,23 @@ def test_tokens_are_coloured_when_they_come_near(tmp_path: Path, page: Page) -> 
     commit_scored_rollouts(tmp_path / "run", 1, texts, ids, policy)
     with serve(tmp_path) as site:
         page.open(f"{site}/runs/run/samples/1", "40 of 40")
-        said = page.evaluate("[...document.querySelectorAll('.samples > li')].map((each) => each.textContent)")
+        said = page.evaluate(
+            "[...document.querySelectorAll('.samples > li')].map((each) => each.textContent)"
+        )
         read = [words.decode(each[2:]).rstrip("\ufffd") for each in ids]
-        assert all(len(text) > 100 and text in shown for text, shown in zip(read, said, strict=True))
+        assert all(
+            len(text) > 100 and text in shown for text, shown in zip(read, said, strict=True)
+        )
         counted = "document.querySelectorAll('.samples > li:{}-child .token').length"
-        assert page.evaluate(counted.format("first")) == MOST - 1, "all but the one that is a tool's"
+        assert page.evaluate(counted.format("first")) == MOST - 1, (
+            "all but the one that is a tool's"
+        )
         assert page.evaluate(counted.format("last")) == 0
         page.evaluate("document.querySelector('.samples > li:last-child').scrollIntoView()")
         until(lambda: page.evaluate(counted.format("last")) == MOST - 1)
-        assert read[-1] in page.evaluate("document.querySelector('.samples > li:last-child').textContent")
+        assert read[-1] in page.evaluate(
+            "document.querySelector('.samples > li:last-child').textContent"
+        )
 
 
 def test_what_is_typed_fast_is_asked_for_once_an_answer_is_there(site: str, page: Page) -> None:
@@ -230,14 +250,18 @@ def test_what_is_typed_fast_is_asked_for_once_an_answer_is_there(site: str, page
     page.open(f"{site}/runs/tokens/samples/2", "120 of 120")
     page.evaluate("performance.clearResourceTimings()")
     typing = "e.value = text; e.dispatchEvent(new Event('input'))"
-    page.evaluate(f"((e) => {{ for (const text of ['a', 'an', 'answer 7']) {{ {typing}; }} }})({SEARCH})")
+    page.evaluate(
+        f"((e) => {{ for (const text of ['a', 'an', 'answer 7']) {{ {typing}; }} }})({SEARCH})"
+    )
     page.wait("4 of 120")
     asked = "performance.getEntriesByType('resource').map((each) => new URL(each.name).search)"
     assert page.evaluate(asked) == ["?search=a", "?search=answer+7"]
     assert page.evaluate(f"{SEARCH}.value") == "answer 7"
     composing = "new InputEvent('input', {isComposing: true})"
     page.evaluate(f"((e) => {{ e.value = 'に'; e.dispatchEvent({composing}); }})({SEARCH})")
-    assert page.evaluate("location.search") == "?search=answer+7", "half a word of several keys is not asked for"
+    assert page.evaluate("location.search") == "?search=answer+7", (
+        "half a word of several keys is not asked for"
+    )
     page.evaluate(f"{SEARCH}.dispatchEvent(new CompositionEvent('compositionend'))")
     page.wait("0 of 120")
 
@@ -247,19 +271,31 @@ def test_the_keyboard_is_enough(site: str, page: Page) -> None:
     page.press("/")
     for key in "fin":
         page.press(key)
-    until(lambda: page.evaluate("[...document.querySelectorAll('tbody tr:not([hidden])')].length") == 1)
+    until(
+        lambda: (
+            page.evaluate("[...document.querySelectorAll('tbody tr:not([hidden])')].length") == 1
+        )
+    )
     page.evaluate("document.activeElement.blur()")
     page.press("j")
     assert page.evaluate("document.activeElement.textContent") == "finished"
     page.open(f"{site}/runs/finished/samples/evaluate-after", "4 of 4 completions")
-    button = "[...document.querySelectorAll('button')].find((each) => each.textContent.startsWith('{}'))"
+    button = (
+        "[...document.querySelectorAll('button')].find((each) => each.textContent.startsWith('{}'))"
+    )
     for words, shown, active in (
         ("prompt p2", "1 of 4 completions", "p2"),
         ("only prompt p2", "4 of 4 completions", "main"),  # it is gone
     ):
         page.evaluate(f"((e) => {{ e.focus(); e.click(); }})({button.format(words)})")
-        until(lambda shown=shown: page.evaluate("document.getElementById('status').textContent") == shown)
-        assert active in page.evaluate("((e) => e.id === 'main' ? e.id : e.textContent)(document.activeElement)")
+        until(
+            lambda shown=shown: (
+                page.evaluate("document.getElementById('status').textContent") == shown
+            )
+        )
+        assert active in page.evaluate(
+            "((e) => e.id === 'main' ? e.id : e.textContent)(document.activeElement)"
+        )
     page.open(f"{site}/runs/finished/samples/3", "Completions of iteration 3")
     page.press("ArrowRight")
     page.wait("Completions of iteration 4")
@@ -268,7 +304,9 @@ def test_the_keyboard_is_enough(site: str, page: Page) -> None:
     page.open("about:blank", "^$")
     page.open(f"{site}/runs/finished/samples/4", "Completions of iteration 4")
     page.press("/")
-    assert page.evaluate("document.activeElement.id") != "search", "keys are off, also on the next page"
+    assert page.evaluate("document.activeElement.id") != "search", (
+        "keys are off, also on the next page"
+    )
     page.evaluate(turn)
     page.press("/")
     assert page.evaluate("document.activeElement.id") == "search"
@@ -281,7 +319,11 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path, page: 
     make_run(tmp_path, "live", 2, whole=False)
     journal = Journal(tmp_path / "live")
     journal.write(Workflow("toy", started=1.0, parameters={"iterations": "9"}))
-    journal.write(Node("b", "toy.rollout", "rollout", "rollout", "Pod", "Running", progress="3/9", started=4.0))
+    journal.write(
+        Node(
+            "b", "toy.rollout", "rollout", "rollout", "Pod", "Running", progress="3/9", started=4.0
+        )
+    )
     with serve(tmp_path) as site, lock_workdir(tmp_path / "live"):  # as its executor would
         page.open(f"{site}/", "live")
         make_run(tmp_path, "begun-since", 1)
@@ -293,7 +335,9 @@ def test_a_page_shows_what_a_run_commits_while_it_is_open(tmp_path: Path, page: 
         page.evaluate("document.getElementById('settings').open = true")
         toy.make(f"{tmp_path}/live", 3, whole=False)
         page.wait("3 of at most 9")
-        assert page.evaluate("document.getElementById('settings').open"), "what was unfolded stays so"
+        assert page.evaluate("document.getElementById('settings').open"), (
+            "what was unfolded stays so"
+        )
     page.wait("not up to date")
 
 
@@ -323,7 +367,10 @@ def test_a_large_run_is_shown_at_once(tmp_path: Path, page: Page) -> None:
         page.open(f"{site}/runs/large/lineage", "Lineage of")
         assert page.evaluate(counted) < 1500
         page.open(f"{site}/runs/large/weights", "951 more")
-        page.open(f"{site}/runs/large/samples/1001?search=answer 24999&sort=-advantage", "4 of 100000 completions")
+        page.open(
+            f"{site}/runs/large/samples/1001?search=answer 24999&sort=-advantage",
+            "4 of 100000 completions",
+        )
         page.open(f"{site}/runs/large/samples/1001?page=2000", "page 2000 of 2000")
         assert "answer 24999" in page.wait("completion 100000")
     report = write_report(Run.open("large", str(tmp_path)))
@@ -333,7 +380,9 @@ def test_a_large_run_is_shown_at_once(tmp_path: Path, page: Page) -> None:
         assert page.wait("Seconds by phase") and page.evaluate(counted) < 1500
         follow(page, "samples", "12 of 100000 completions")
         follow(page, "lineage", "2762 artifacts of earlier iterations are not in this file")
-        page.wait("that are in this file, and earlier ones that are not. Its digest covers all of them")
+        page.wait(
+            "that are in this file, and earlier ones that are not. Its digest covers all of them"
+        )
 
 
 @contextmanager
@@ -344,7 +393,9 @@ def unplugged(page: Page) -> Iterator[None]:
     page.ask("Network.emulateNetworkConditions", offline=True, **speed)
     try:
         yield
-        assert page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)") == []
+        assert (
+            page.evaluate("performance.getEntriesByType('resource').map((each) => each.name)") == []
+        )
     finally:
         page.ask("Network.emulateNetworkConditions", offline=False, **speed)
         page.ask("Network.disable")
@@ -352,7 +403,9 @@ def unplugged(page: Page) -> Iterator[None]:
 
 def follow(page: Page, words: str, shown: str) -> str:
     """Click on a link, and wait until `shown` is there."""
-    page.evaluate(f"[...document.querySelectorAll('a')].find((each) => each.textContent === '{words}').click()")
+    page.evaluate(
+        f"[...document.querySelectorAll('a')].find((each) => each.textContent === '{words}').click()"
+    )
     return page.wait(shown)
 
 
@@ -363,7 +416,9 @@ def test_a_report_is_the_page_in_one_file(store: Path, tmp_path: Path, page: Pag
     with unplugged(page):
         page.open(report.as_uri(), "The run went .*: mean reward 0.500 → 1.000")
         text = page.wait("Seconds by phase")
-        assert page.evaluate("document.querySelector('.verdict').getBoundingClientRect().bottom") < 300
+        assert (
+            page.evaluate("document.querySelector('.verdict').getBoundingClientRect().bottom") < 300
+        )
         assert {"Graph", "Curves", "Settings", "Packages"} <= {*re.split(r"\n+", text)}
         assert page.evaluate("document.querySelectorAll('.figures figure polyline').length") >= 5
         assert page.evaluate("document.querySelectorAll('.box.committed').length") == 7
@@ -375,7 +430,9 @@ def test_a_report_is_the_page_in_one_file(store: Path, tmp_path: Path, page: Pag
         follow(page, "completion 3", "1 of 4 completions")
         page.evaluate("history.back()")
         page.wait("4 of 4 completions")
-        page.evaluate("[...document.querySelectorAll('button')].find((e) => e.textContent === 'prompt p2').click()")
+        page.evaluate(
+            "[...document.querySelectorAll('button')].find((e) => e.textContent === 'prompt p2').click()"
+        )
         choose = "e.value = 'evaluate-before'; e.dispatchEvent(new Event('change'));"
         page.evaluate(f"((e) => {{ {choose} }})(document.getElementById('with'))")
         assert "wrong" in page.wait(r"version 1 \(evaluate-before\)")
@@ -390,24 +447,36 @@ def test_a_report_is_the_page_in_one_file(store: Path, tmp_path: Path, page: Pag
         assert f"{EVIL}0" in page.wait("learnt from")
         assert page.evaluate("document.querySelectorAll('main script, main img').length") == 0
         assert page.evaluate("document.querySelectorAll('.token.blue').length") > 12
-        page.evaluate(f"((e) => {{ e.value = 'answer 2'; e.dispatchEvent(new Event('input')); }})({SEARCH})")
+        page.evaluate(
+            f"((e) => {{ e.value = 'answer 2'; e.dispatchEvent(new Event('input')); }})({SEARCH})"
+        )
         page.wait("4 of 120 completions")
         broken = "try { document.body.innerHTML = '<b>x</b>'; 'made' } catch (error) { error.name }"
         assert page.evaluate(broken) == "TypeError", "the browser makes no markup of text"
         page.errors.clear()
 
 
-def test_a_report_works_in_a_frame_without_an_origin(store: Path, tmp_path: Path, page: Page) -> None:
+def test_a_report_works_in_a_frame_without_an_origin(
+    store: Path, tmp_path: Path, page: Page
+) -> None:
     """As Kubeflow Pipelines show it: the frame has no address, and its links stay inside."""
     report = write_report(Run.open("finished", str(store)), tmp_path / "report.html")
     attributes = f'sandbox="allow-scripts" srcdoc="{html.escape(report.read_text())}" style="width:99vw;height:99vh"'
-    (tmp_path / "frame.html").write_text(f"<!doctype html><meta charset=utf-8>around<iframe {attributes}></iframe>")
+    (tmp_path / "frame.html").write_text(
+        f"<!doctype html><meta charset=utf-8>around<iframe {attributes}></iframe>"
+    )
     page.open((tmp_path / "frame.html").as_uri(), "around")
     until(lambda: page.evaluate("document.readyState") == "complete")
     frame = page.enter_frame()
     until(lambda: "Seconds by phase" in page.evaluate("document.body.innerText", **frame))
-    assert "The run went" in page.evaluate("document.querySelector('.verdict').textContent", **frame)
-    for words, shown in (("samples", "Completions of iteration 12"), ("weights", "Checkpoints"), ("run", "Graph")):
+    assert "The run went" in page.evaluate(
+        "document.querySelector('.verdict').textContent", **frame
+    )
+    for words, shown in (
+        ("samples", "Completions of iteration 12"),
+        ("weights", "Checkpoints"),
+        ("run", "Graph"),
+    ):
         link = f"[...document.querySelectorAll('nav a')].find((each) => each.textContent === '{words}')"
         page.evaluate(f"{link}.click()", **frame)
         until(lambda shown=shown: shown in page.evaluate("document.body.innerText", **frame))

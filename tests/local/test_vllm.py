@@ -40,9 +40,18 @@ from tuneloop.stages.rollout import rollout
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 # In float32 every x86 packs weights; in bfloat16 only one with AVX512_BF16 or AMX does.
-ARGS = {"max_model_len": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, "dtype": "float32"}
-ALIVE: list[Vllm] = []  # what ends one engine, its destructor too, ends what vLLM keeps once a process
-LONG = [[3 + (i * 7 + j) % 250 for j in range(300)] for i in range(4)]  # more than two blocks of the prefix cache
+ARGS = {
+    "max_model_len": 512,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 1 << 28,
+    "dtype": "float32",
+}
+ALIVE: list[
+    Vllm
+] = []  # what ends one engine, its destructor too, ends what vLLM keeps once a process
+LONG = [
+    [3 + (i * 7 + j) % 250 for j in range(300)] for i in range(4)
+]  # more than two blocks of the prefix cache
 SHORT = [[3 + (i * 5 + j) % 250 for j in range(9)] for i in range(4)]
 REQUESTS = [Request(f"r{i}", prompt, [10 * i, 10 * i + 1]) for i, prompt in enumerate(LONG + SHORT)]
 GREEDY, SAMPLED = Sampling(0.0, 12, ()), Sampling(0.8, 12, ())
@@ -65,10 +74,14 @@ def begin(policy: Artifact) -> Vllm:
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
+def versions(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Artifact]:
     """Three policies whose head is their embedding, or not: which decides what vLLM's reload forgets."""
     root = tmp_path_factory.mktemp("policies")
-    return [commit_policy(root / f"v{k}", version=k, tied=request.param == "tied") for k in range(3)]
+    return [
+        commit_policy(root / f"v{k}", version=k, tied=request.param == "tied") for k in range(3)
+    ]
 
 
 once = pytest.mark.parametrize("versions", ["tied"], indirect=True)
@@ -97,7 +110,9 @@ def test_a_version_changed_in_place_is_that_of_a_fresh_engine(
     for k in (0, 1, 2, 0):
         engine.load(versions[k])
         assert (engine.version, engine.digest) == (k, versions[k].manifest.digest)
-        assert [tokens(engine.generate(REQUESTS, how, quiet)) for how in (GREEDY, SAMPLED)] == fresh[k]
+        assert [
+            tokens(engine.generate(REQUESTS, how, quiet)) for how in (GREEDY, SAMPLED)
+        ] == fresh[k]
         assert prove_weights(engine, versions[k], 0.05)["mean_abs_diff"] < 0.02
 
 
@@ -124,8 +139,13 @@ def test_same_batch_same_bits(engine: Vllm) -> None:
 def test_prompts_of_more_tokens_than_a_step_takes(engine: Vllm) -> None:
     """vLLM would cut one of them into chunks, which it cannot do on a CPU with a seed for each completion."""
     budget = engine.engine.vllm_config.scheduler_config.max_num_batched_tokens
-    many = [Request(f"r{i}", [3 + (i * 7 + j) % 250 for j in range(480)], [i]) for i in range(budget // 480 + 2)]
-    assert all(len(group[0].ids) == 2 for group in engine.generate(many, Sampling(1.0, 2, ()), quiet))
+    many = [
+        Request(f"r{i}", [3 + (i * 7 + j) % 250 for j in range(480)], [i])
+        for i in range(budget // 480 + 2)
+    ]
+    assert all(
+        len(group[0].ids) == 2 for group in engine.generate(many, Sampling(1.0, 2, ()), quiet)
+    )
 
 
 @once
@@ -133,7 +153,10 @@ def test_stops_at_a_stop_token(engine: Vllm) -> None:
     ((free,),) = engine.generate([Request("a", SHORT[0], [1])], SAMPLED, quiet)
     stop = free.ids[3]
     ((cut,),) = engine.generate([Request("a", SHORT[0], [1])], Sampling(0.8, 12, (stop,)), quiet)
-    assert cut.ids == free.ids[: free.ids.index(stop) + 1] and (free.finish_reason, cut.finish_reason) == (
+    assert cut.ids == free.ids[: free.ids.index(stop) + 1] and (
+        free.finish_reason,
+        cut.finish_reason,
+    ) == (
         "length",
         "stop",
     )
@@ -147,7 +170,9 @@ def test_refuses_another_shape(engine: Vllm, tmp_path: Path) -> None:
     assert engine.version == before
 
 
-def test_without_the_repack_a_tied_head_is_caught(versions: list[Artifact], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_repack_a_tied_head_is_caught(
+    versions: list[Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault that vLLM has and we mend: where it bites, the canary says so; where it does not, nothing is lost."""
     monkeypatch.setattr(_readback, "_repack_head", lambda worker: None)
     engine = begin(versions[0])
@@ -160,7 +185,9 @@ def test_without_the_repack_a_tied_head_is_caught(versions: list[Artifact], monk
 
 
 @once
-@pytest.mark.parametrize("args", [{"max_model_length": 5}, {"max_model_len": -5}, {"dtype": "float7"}])
+@pytest.mark.parametrize(
+    "args", [{"max_model_length": 5}, {"max_model_len": -5}, {"dtype": "float7"}]
+)
 def test_arguments_that_vllm_refuses(versions: list[Artifact], args: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"--engine-args.*vLLM refuses"):
         Vllm(args).load(versions[0])
@@ -186,7 +213,9 @@ class Running:
             return False
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{forked(self.process.pid)}/stat").read_text().rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{forked(self.process.pid)}/stat").read_text().rpartition(")")[2].split()
+        )
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def rests(self) -> bool:
@@ -201,9 +230,15 @@ def launch(*options: str, program: str = "") -> Running:
 
     `program` is run in place of the server's module.
     """
-    server = [sys.executable, "-c", program] if program else [python(), "-m", "tuneloop.inference.server"]
+    server = (
+        [sys.executable, "-c", program]
+        if program
+        else [python(), "-m", "tuneloop.inference.server"]
+    )
     line = [*server, "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen([*line, "--engine-args", json.dumps(ARGS), *options], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*line, "--engine-args", json.dumps(ARGS), *options], stderr=subprocess.PIPE, text=True
+    )
     said = []
     for text in process.stderr or ():
         said.append(text)
@@ -227,7 +262,9 @@ def server(versions: list[Artifact]) -> Iterator[Running]:
     running.process.wait()
 
 
-def test_server_says_what_a_fresh_engine_says(server: Running, versions: list[Artifact], fresh: list[Any]) -> None:
+def test_server_says_what_a_fresh_engine_says(
+    server: Running, versions: list[Artifact], fresh: list[Any]
+) -> None:
     client = Client(server.url, LIMIT_S)
     for k in (0, 1, 2):
         client.load(versions[k])
@@ -250,14 +287,20 @@ def server_command(policy: Artifact, port: str) -> list[str]:
 def test_a_device_that_can_not_be_had_by_turns(server: Running, versions: list[Artifact]) -> None:
     """A CPU's memory is not given back: the server says so, and an engine asked for it does not start."""
     client = Client(server.url, LIMIT_S, sleeps=True)
-    with pytest.raises(UserError, match="answers 400: wake_up: 'cpu': this device has no sleep mode"):
+    with pytest.raises(
+        UserError, match="answers 400: wake_up: 'cpu': this device has no sleep mode"
+    ):
         client.load(versions[0])
-    with pytest.raises(UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"):
+    with pytest.raises(
+        UserError, match="answers 400: sleep: 'cpu': vLLM's sleep mode gives back memory of CUDA"
+    ):
         client.close()
     line = server_command(versions[0], "0")
     asked = [*line, "--engine-args", json.dumps({**ARGS, "enable_sleep_mode": True})]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[-2000:]
+    assert done.returncode == 2 and "Sleep mode" in done.stderr.splitlines()[-1], done.stderr[
+        -2000:
+    ]
 
 
 SUSPENDS = """
@@ -274,23 +317,36 @@ os._exit(server.main())
 
 @once
 def test_a_suspended_server_goes_on_with_what_it_had(
-    versions: list[Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    versions: list[Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its weights are not loaded again, unless they are others. One that the driver does not resume ends."""
     install_stand_in(tmp_path, monkeypatch)
     (tmp_path / "version").write_text(DRIVER.format("570.86.10"))
     asked = ["--policy", versions[0].ref, "--engine-args", json.dumps({**ARGS, "snapshot": True})]
     running = launch(*asked, program=SUSPENDS.format(tmp_path))
-    client, state = Client(running.url, LIMIT_S, sleeps=True, patience_s=0), tmp_path / str(running.process.pid)
+    client, state = (
+        Client(running.url, LIMIT_S, sleeps=True, patience_s=0),
+        tmp_path / str(running.process.pid),
+    )
     try:
         client.load(versions[0])
         said = tokens(client.generate(REQUESTS, GREEDY, quiet))
         client.close()
         assert state.read_text() == "checkpointed"
-        assert running.ask("GET", "/version")[1]["digest"] == versions[0].manifest.digest, "which nobody loads again"
-        assert running.ask("POST", "/load", {"ref": versions[1].ref})[0] == 503, "a call of CUDA would wait for ever"
+        assert running.ask("GET", "/version")[1]["digest"] == versions[0].manifest.digest, (
+            "which nobody loads again"
+        )
+        assert running.ask("POST", "/load", {"ref": versions[1].ref})[0] == 503, (
+            "a call of CUDA would wait for ever"
+        )
         client.load(versions[0])
-        assert state.read_text() == "running" and tokens(client.generate(REQUESTS, GREEDY, quiet)) == said
+        assert (
+            state.read_text() == "running"
+            and tokens(client.generate(REQUESTS, GREEDY, quiet)) == said
+        )
         client.close()
         client.load(versions[1])
         prove_weights(client, versions[1], 0.05)
@@ -298,7 +354,10 @@ def test_a_suspended_server_goes_on_with_what_it_had(
         (tmp_path / "restore-fails").write_text("out of memory")
         with pytest.raises(Retryable, match="it has been away"):
             client.load(versions[1])
-        assert f'Could not restore on process ID {state.name}: "out of memory"' in capsys.readouterr().err
+        assert (
+            f'Could not restore on process ID {state.name}: "out of memory"'
+            in capsys.readouterr().err
+        )
         assert running.process.wait(LIMIT_S) == 75
     finally:
         running.process.kill()
@@ -320,7 +379,10 @@ os._exit(server.main())
 def test_requests_wait_while_the_engine_sleeps(versions: list[Artifact]) -> None:
     """Also while it is awake and has no weights yet; then they are answered by the version that they name."""
     running = launch("--policy", versions[0].ref, program=SLEEPS)
-    body = {"requests": [{"id": "a", "prompt_ids": SHORT[0], "seeds": [0]}], "sampling": {"max_tokens": 2}}
+    body = {
+        "requests": [{"id": "a", "prompt_ids": SHORT[0], "seeds": [0]}],
+        "sampling": {"max_tokens": 2},
+    }
 
     def asleep(future: "Future[tuple[int, Any]]") -> bool:
         time.sleep(0.5)
@@ -330,7 +392,9 @@ def test_requests_wait_while_the_engine_sleeps(versions: list[Artifact]) -> None
         with ThreadPoolExecutor(2) as pool:
             assert running.ask("POST", "/sleep", {"level": 2}) == (200, {"status": "asleep"})
             named = pool.submit(running.ask, "POST", "/generate", {**body, "version": 1})
-            scored = pool.submit(running.ask, "POST", "/generate", {**body, "prompt_logprobs": True})
+            scored = pool.submit(
+                running.ask, "POST", "/generate", {**body, "prompt_logprobs": True}
+            )
             assert asleep(named) and running.ask("POST", "/wake_up")[0] == 200 and asleep(scored)
             Client(running.url, LIMIT_S).load(versions[1])
             assert named.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1
@@ -338,7 +402,9 @@ def test_requests_wait_while_the_engine_sleeps(versions: list[Artifact]) -> None
             assert running.ask("POST", "/sleep", {"level": 1})[0] == 200
             again = pool.submit(running.ask, "POST", "/generate", body)
             assert asleep(again) and running.ask("POST", "/wake_up")[0] == 200
-            assert again.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1, "its weights were kept"
+            assert again.result(LIMIT_S)[1]["completions"][0]["start_version"] == 1, (
+                "its weights were kept"
+            )
     finally:
         running.process.kill()
         running.process.wait()
@@ -373,11 +439,19 @@ def test_requests_at_the_same_time(server: Running, versions: list[Artifact]) ->
 @once
 def test_a_version_that_is_not_there(server: Running, versions: list[Artifact]) -> None:
     Client(server.url, LIMIT_S).load(versions[1])
-    body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}], "sampling": {"max_tokens": 2}}
+    body = {
+        "requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}],
+        "sampling": {"max_tokens": 2},
+    }
     status, said = server.ask("POST", "/generate", {**body, "version": 2})
-    assert (status, said["error"]) == (409, "serves version 1, version 2 was asked for; load it first")
+    assert (status, said["error"]) == (
+        409,
+        "serves version 1, version 2 was asked for; load it first",
+    )
     assert server.ask("POST", "/generate", {**body, "min_version": 2})[0] == 409
-    assert server.ask("POST", "/generate", {**body, "min_version": 1, "version": 1})[1]["index"] == 0
+    assert (
+        server.ask("POST", "/generate", {**body, "min_version": 1, "version": 1})[1]["index"] == 0
+    )
     waiting = Client(server.url, LIMIT_S)
     waiting.version = 2
     with ThreadPoolExecutor(1) as pool:
@@ -391,7 +465,11 @@ def test_a_version_that_is_not_there(server: Running, versions: list[Artifact]) 
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/generate", {"requests": [{"id": "a", "prompt_ids": [5, 999_999], "seeds": [0]}]}, "from 0 to"),
+        (
+            "/generate",
+            {"requests": [{"id": "a", "prompt_ids": [5, 999_999], "seeds": [0]}]},
+            "from 0 to",
+        ),
         ("/generate", {"requests": [{"id": "a", "prompt_ids": [5] * 600, "seeds": [0]}]}, "512"),
         ("/generate", {"requests": []}, "requests"),
         ("/load", {"ref": "/nowhere"}, "has no manifest.json"),
@@ -446,7 +524,9 @@ def broken(policy: Artifact, url: Path) -> Artifact:
 def test_a_failed_load_poisons_until_one_succeeds(
     server: Running, versions: list[Artifact], fresh: list[Any], tmp_path: Path
 ) -> None:
-    status, said = server.ask("POST", "/load", {"ref": broken(versions[0], tmp_path / "broken").url})
+    status, said = server.ask(
+        "POST", "/load", {"ref": broken(versions[0], tmp_path / "broken").url}
+    )
     assert status == 503 and "failed" in said["error"]
     assert server.ask("GET", "/health")[0] == 503
     body = {"requests": [{"id": "a", "prompt_ids": [5, 6], "seeds": [0]}]}
@@ -458,13 +538,24 @@ def test_a_failed_load_poisons_until_one_succeeds(
 
 
 @once
-def test_rollout_through_the_server(server: Running, versions: list[Artifact], tmp_path: Path) -> None:
+def test_rollout_through_the_server(
+    server: Running, versions: list[Artifact], tmp_path: Path
+) -> None:
     """The stage loads its policy into the server, and gets what an engine in its own process gives."""
     prompts = commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)])
-    asked = {"policy": versions[2].ref, "prompts": prompts.ref, "prompts_per_iteration": 4, "n": 4, "max_tokens": 8}
+    asked = {
+        "policy": versions[2].ref,
+        "prompts": prompts.ref,
+        "prompts_per_iteration": 4,
+        "n": 4,
+        "max_tokens": 8,
+    }
     rollout(out=str(tmp_path / "r"), **asked, endpoint=server.url)
     rollout(out=str(tmp_path / "s"), **asked, engine_args=ARGS)
-    served, own = (pq.read_table(Artifact(str(tmp_path / n)).path / "rollouts.parquet").to_pylist() for n in "rs")
+    served, own = (
+        pq.read_table(Artifact(str(tmp_path / n)).path / "rollouts.parquet").to_pylist()
+        for n in "rs"
+    )
     assert served == own
     assert {v for row in served for v in row["policy_versions"]} == {2}
 
@@ -475,17 +566,33 @@ def test_a_worker_of_a_fleet_is_refitted(
 ) -> None:
     """The stage brings the fleet to its policy; who asks while a worker is paused is answered by the new weights; a
     worker whose update failed is resumed, serves nothing, and is mended by the next refit."""
-    prompts, fleet = commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)]), open_fleet(server.url)
+    prompts, fleet = (
+        commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)]),
+        open_fleet(server.url),
+    )
     for version, done in ((1, False), (2, False), (2, True)):
-        asked = {"policy": versions[version].ref, "prompts": prompts.ref, "prompts_per_iteration": 2, "n": 2}
-        made = rollout(out=f"{tmp_path}/{version}{done}", **asked, engine="endpoint", engine_args={"fleet": server.url})
+        asked = {
+            "policy": versions[version].ref,
+            "prompts": prompts.ref,
+            "prompts_per_iteration": 2,
+            "n": 2,
+        }
+        made = rollout(
+            out=f"{tmp_path}/{version}{done}",
+            **asked,
+            engine="endpoint",
+            engine_args={"fleet": server.url},
+        )
         assert made.facts["version"] == version
         assert (made.notes["refitted"]["workers"][server.url] == 0) is done
         assert (server.url in made.notes["refitted"]["updates"]) is not done
 
     assert server.ask("POST", "/engine/pause_generation", {"mode": "keep"})[1] == {"status": "ok"}
     with ThreadPoolExecutor(1) as pool:
-        body = {"requests": [{"id": "a", "prompt_ids": SHORT[0], "seeds": [0]}], "sampling": {"max_tokens": 2}}
+        body = {
+            "requests": [{"id": "a", "prompt_ids": SHORT[0], "seeds": [0]}],
+            "sampling": {"max_tokens": 2},
+        }
         waiting = pool.submit(server.ask, "POST", "/generate", body)
         time.sleep(0.5)
         assert not waiting.done()
@@ -494,7 +601,9 @@ def test_a_worker_of_a_fleet_is_refitted(
 
     with pytest.raises(Retryable, match=r"update_weights_from_disk: answers 503: .*failed"):
         refit_fleet(fleet, make_target(broken(versions[0], tmp_path / "broken")))
-    assert server.ask("GET", "/health")[0] == 503 and server.ask("POST", "/generate", body)[0] == 503
+    assert (
+        server.ask("GET", "/health")[0] == 503 and server.ask("POST", "/generate", body)[0] == 503
+    )
     refit_fleet(fleet, make_target(versions[0]))
     client = Client(server.url, LIMIT_S)
     client.load(versions[0])
@@ -534,7 +643,9 @@ def test_a_deterministic_server_says_what_a_fresh_engine_says(versions: list[Art
             assert all(each.result(LIMIT_S) for each in others)
         left = Client(running.url, LIMIT_S, deterministic=True)
         left.load(versions[0])
-        minutes = [Request(f"a{i}", LONG[0], [*range(64)]) for i in range(64)]  # of work, however late it is looked at
+        minutes = [
+            Request(f"a{i}", LONG[0], [*range(64)]) for i in range(64)
+        ]  # of work, however late it is looked at
         with pytest.raises(KeyboardInterrupt):
             left.generate(minutes, Sampling(1.0, 200, ()), hang_up)
         assert ask(many) == want
@@ -573,9 +684,13 @@ def test_killed_in_the_middle(versions: list[Artifact]) -> None:
                 asked.result(timeout=LIMIT_S)
 
 
-def test_stale_server_weights_are_caught(server: Running, versions: list[Artifact], tmp_path: Path) -> None:
+def test_stale_server_weights_are_caught(
+    server: Running, versions: list[Artifact], tmp_path: Path
+) -> None:
     """A checkpoint whose weights are not those that its trainer scored."""
-    tied = json.loads((versions[0].path / "model" / "config.json").read_text())["tie_word_embeddings"]
+    tied = json.loads((versions[0].path / "model" / "config.json").read_text())[
+        "tie_word_embeddings"
+    ]
     wrong = commit_policy(tmp_path / "c", version=5, tied=tied, canary_of=model(6, tied=tied))
     client = Client(server.url, LIMIT_S)
     client.load(wrong)
@@ -592,14 +707,23 @@ def test_episodes_of_several_turns(server: Running, versions: list[Artifact]) ->
     rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": True} for i in range(len(SHORT))]
     requests = [Request(f"i0-p{i}", prompt, [2 * i, 2 * i + 1]) for i, prompt in enumerate(SHORT)]
     how = EpisodeOptions(
-        environment="tests.unit.inference.test_episodes:echo", environment_args={"replies": 2}, max_turns=3
+        environment="tests.unit.inference.test_episodes:echo",
+        environment_args={"replies": 2},
+        max_turns=3,
     )
     words = load_tokenizer(versions[0].path / "model")
     sampling = Sampling(1.0, 24, (words.eos_token_id, *range(100)))
-    played = play_episodes(how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet)
+    played = play_episodes(
+        how, client, rows, requests, sampling, words, lambda name, turn: turn, quiet
+    )
     assert max(episode.about["turns"] for group in played for episode in group) == 3
     for request, group in zip(requests, played, strict=True):
         for episode in group:
-            scored = reference.score(request.prompt_ids + episode.ids)[len(request.prompt_ids) - 1 :]
-            ours, theirs = ([p for p, m in zip(given, episode.mask) if m] for given in (episode.logprobs, scored))
+            scored = reference.score(request.prompt_ids + episode.ids)[
+                len(request.prompt_ids) - 1 :
+            ]
+            ours, theirs = (
+                [p for p, m in zip(given, episode.mask) if m]
+                for given in (episode.logprobs, scored)
+            )
             assert ours == pytest.approx(theirs, abs=1e-3)

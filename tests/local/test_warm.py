@@ -14,7 +14,12 @@ pytestmark = pytest.mark.local
 
 def stage(name: str, **more: Any) -> dict[str, Any]:
     """``python -m tuneloop.stages.<name> --help``: a whole start and end, and nothing in between."""
-    container = {"image": "none", "command": ["python", "-m", f"tuneloop.stages.{name}"], "args": ["--help"], **more}
+    container = {
+        "image": "none",
+        "command": ["python", "-m", f"tuneloop.stages.{name}"],
+        "args": ["--help"],
+        **more,
+    }
     return {"name": name.replace("_", "-"), "container": container}
 
 
@@ -23,7 +28,10 @@ def run(workdir: Path, *names: str, **options: Any) -> Outcome:
     for index, name in enumerate(names):
         before = {"depends": tasks[-1]["name"]} if tasks else {}
         tasks.append({"name": f"s{index}", "template": name.replace("_", "-"), **before})
-    templates = [*(stage(name) for name in dict.fromkeys(names)), {"name": "main", "dag": {"tasks": tasks}}]
+    templates = [
+        *(stage(name) for name in dict.fromkeys(names)),
+        {"name": "main", "dag": {"tasks": tasks}},
+    ]
     document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": templates}}
     return execute_workflow(document, workdir=workdir, **options)
 
@@ -34,7 +42,9 @@ def own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WARM, raising=False)
 
 
-def test_stages_are_forks_of_the_warm_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_are_forks_of_the_warm_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     outcome = run(tmp_path, "sft", *["policy_update", "sft", "export"])
     pods = [node for node in outcome.nodes.values() if node.type == "Pod"]
     took = sorted(pod.finished - pod.started for pod in pods[1:])
@@ -49,7 +59,10 @@ def test_a_stage_that_fails_says_so(tmp_path: Path) -> None:
     template = stage("sft")
     template["container"]["args"] = ["--no-such-flag"]
     main = {"name": "main", "dag": {"tasks": [{"name": "s", "template": "sft"}]}}
-    document = {"metadata": {"name": "w"}, "spec": {"entrypoint": "main", "templates": [template, main]}}
+    document = {
+        "metadata": {"name": "w"},
+        "spec": {"entrypoint": "main", "templates": [template, main]},
+    }
     outcome = execute_workflow(document, workdir=tmp_path)
     assert outcome.exit_code == 2
     assert "error: python -m tuneloop.stages.sft" in outcome.message
@@ -60,7 +73,9 @@ def test_without_a_warm_process_stages_run_all_the_same(
 ) -> None:
     """Here it finds its libraries broken."""
     (tmp_path / "tokenizers.py").write_text("raise ImportError('broken')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     outcome = run(tmp_path / "run", "sft", "export")
     assert outcome.phase == "Succeeded"
     assert "no warm process: ImportError: broken" in caplog.text

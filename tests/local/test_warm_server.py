@@ -41,7 +41,9 @@ def test_a_server_is_a_fork_with_vllm_imported_that_looks_at_no_model_in_a_fresh
         until(lambda: server.ended.is_set() or answers(port))
         assert not server.ended.is_set(), log.read_text()
         assert server in launcher._warm["server"]._processes.values()
-        assert not list((tmp_path / "cache").rglob("*.json"))  # where vLLM notes what such a process found
+        assert not list(
+            (tmp_path / "cache").rglob("*.json")
+        )  # where vLLM notes what such a process found
         server.signal(signal.SIGTERM)
         assert server.ended.wait(LIMIT_S) and server.code == 0, log.read_text()
     finally:

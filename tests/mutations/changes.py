@@ -81,7 +81,11 @@ def remove(run: SampleRun, path: Path, chance: random.Random) -> Files:
 
 
 def swap(run: SampleRun, path: Path, chance: random.Random) -> Files | None:
-    others = [each for each in run.kept if kind_of(each) == kind_of(path) and run.kept[each][0] != run.kept[path][0]]
+    others = [
+        each
+        for each in run.kept
+        if kind_of(each) == kind_of(path) and run.kept[each][0] != run.kept[path][0]
+    ]
     if not others:
         return None
     other = chance.choice(others)
@@ -90,9 +94,13 @@ def swap(run: SampleRun, path: Path, chance: random.Random) -> Files | None:
 
 VALUES: dict[str, Callable[[Any, random.Random], Any]] = {
     "number": lambda old, chance: chance.choice([0, -1, 1, 7, 0.5, 1e308, 2**63, 10**30, -0.0]),
-    "string": lambda old, chance: chance.choice(["", "x", "0", "../x", "/etc/passwd", "\0", "é", "1e5", "NaN"]),
+    "string": lambda old, chance: chance.choice(
+        ["", "x", "0", "../x", "/etc/passwd", "\0", "é", "1e5", "NaN"]
+    ),
     "null": lambda old, chance: None,
-    "list or object": lambda old, chance: chance.choice([[], {}, [None], {"a": 1}, [[1]], True, False]),
+    "list or object": lambda old, chance: chance.choice(
+        [[], {}, [None], {"a": 1}, [[1]], True, False]
+    ),
     "near": lambda old, chance: _change_slightly(old, chance),
 }
 
@@ -110,7 +118,13 @@ def _change_slightly(old: Any, chance: random.Random) -> Any:
 
 def list_places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The places inside a JSON value."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inside:
         yield (*at, key)
         yield from list_places(each, (*at, key))
@@ -197,7 +211,11 @@ def change_with_digest(run: SampleRun, path: Path, chance: random.Random) -> Fil
     for folder in path.parents:
         if (folder / MANIFEST).is_file() and path.name != MANIFEST:
             told = json.loads((folder / MANIFEST).read_bytes())
-            name = str(path.relative_to(folder / told["root"])) if folder / told["root"] in path.parents else ""
+            name = (
+                str(path.relative_to(folder / told["root"]))
+                if folder / told["root"] in path.parents
+                else ""
+            )
             if name not in told["files"]:
                 return None
             about = {"size": len(changed), "digest": xxhash.xxh3_128_hexdigest(changed)}
@@ -208,7 +226,9 @@ def change_with_digest(run: SampleRun, path: Path, chance: random.Random) -> Fil
 
 def forge(run: SampleRun, path: Path, chance: random.Random) -> Files | None:
     """A change that its maker has made to fit: a file with all digests and checksums that are stated with it."""
-    changed = _change_text(path.read_bytes(), chance.choice([*VALUES, "missing", "swapped"]), chance)
+    changed = _change_text(
+        path.read_bytes(), chance.choice([*VALUES, "missing", "swapped"]), chance
+    )
     if changed is None:
         return None
     if kind_of(path) == "journal":
@@ -219,14 +239,18 @@ def forge(run: SampleRun, path: Path, chance: random.Random) -> Files | None:
     told.pop(CHECKSUM, None)
     if kind_of(path) == "manifest":
         told["digest"] = _compute_digest(told)
-    key = {"manifest": MANIFEST, "record": "toy/run.json", "failure": path.name}.get(str(kind_of(path)))
+    key = {"manifest": MANIFEST, "record": "toy/run.json", "failure": path.name}.get(
+        str(kind_of(path))
+    )
     key = key or str(path).partition("/weights/")[2]
     return {path: dump_checked_json(told, key)}
 
 
 def _sum_lines(data: bytes) -> bytes:
     bodies = (line.rpartition(SUM)[0] for line in data.split(b"\n") if line)
-    return b"".join(body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n' for body in bodies)
+    return b"".join(
+        body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n' for body in bodies
+    )
 
 
 CHANGES: dict[str, Change] = {

@@ -19,12 +19,27 @@ committed; what somebody made to fit, which only the root or a reference tells; 
 FORGED = "all made to fit"
 OF_KIND = {
     **dict.fromkeys(("manifest",), (*OF_RUN, *OF_FILES)),
-    **dict.fromkeys(("record", "workflow", "configuration", "journal", "index of the run", "failure"), OF_RUN),
+    **dict.fromkeys(
+        ("record", "workflow", "configuration", "journal", "index of the run", "failure"), OF_RUN
+    ),
     **dict.fromkeys(("log", "files of pods", "report"), ("status", "logs", "resume", "stop")),
-    **dict.fromkeys(("pointer", "index of a version", "weights of a version", "other file of a version"), OF_WEIGHTS),
+    **dict.fromkeys(
+        ("pointer", "index of a version", "weights of a version", "other file of a version"),
+        OF_WEIGHTS,
+    ),
     **dict.fromkeys(("publication", "pull", "replica"), OF_WEIGHTS),
 }
-MARKS = ("manifest", "record", "journal", "pointer", "index of a version", "failure", "publication", "pull", "replica")
+MARKS = (
+    "manifest",
+    "record",
+    "journal",
+    "pointer",
+    "index of a version",
+    "failure",
+    "publication",
+    "pull",
+    "replica",
+)
 """Kinds of files without which something is as if it had never been; the root tells, but for states and resume points,
 which later stages can do without."""
 OPTIONAL = ("/state/", "/resume/")
@@ -69,7 +84,11 @@ def list_verdicts(run: SampleRun, count: int, seed: int) -> Iterator[Outcome]:
             answer = ask(READERS[name], run)
             optional = any(part in str(path) for part in OPTIONAL)
             verdict = judge(kind, change, name, truth[name], answer, optional=optional)
-            detail = f"{[*files]}\n{answer.meaning}\n{answer.said}" if verdict in ("accepted", "traceback") else ""
+            detail = (
+                f"{[*files]}\n{answer.meaning}\n{answer.said}"
+                if verdict in ("accepted", "traceback")
+                else ""
+            )
             yield Outcome(kind, change, name, verdict, detail, n == 0)
             run.restore()
 
@@ -83,7 +102,9 @@ def write(files: Files) -> None:
             path.write_bytes(data)
 
 
-def judge(kind: str, change: str, reader: str, truth: Answer, answer: Answer, *, optional: bool) -> Verdict:
+def judge(
+    kind: str, change: str, reader: str, truth: Answer, answer: Answer, *, optional: bool
+) -> Verdict:
     """Judge an answer by the one of the undamaged run."""
     if answer.meaning == "hang":
         return "hang"
@@ -93,13 +114,23 @@ def judge(kind: str, change: str, reader: str, truth: Answer, answer: Answer, *,
         return "refused"
     if answer.code != 0:
         return "traceback"  # it ended badly without a word
-    if answer.meaning == truth.meaning or kind == "log":  # which is shown as it is: what programs wrote
+    if (
+        answer.meaning == truth.meaning or kind == "log"
+    ):  # which is shown as it is: what programs wrote
         return "same"
     if answer.said:
         return "said"
-    if change == "removed" and (kind in MARKS or reader == "gc") and (optional or reader != "audit"):
+    if (
+        change == "removed"
+        and (kind in MARKS or reader == "gc")
+        and (optional or reader != "audit")
+    ):
         return "absent"
-    if change == "removed" and reader == "audit" and "deleted the files of 1 old checkpoint" in answer.meaning:
+    if (
+        change == "removed"
+        and reader == "audit"
+        and "deleted the files of 1 old checkpoint" in answer.meaning
+    ):
         return "absent"  # as `gc --keep` leaves it
     if (kind, change) == ("journal", "truncated"):
         return "absent"  # as when the executor was killed then

@@ -85,7 +85,9 @@ def ask(reader: Reader, run: SampleRun) -> Answer:
         except Hang:
             code, found = None, ["hang"]
     said = [line for line in err.getvalue().splitlines() if ": committed already" not in line]
-    text = re.sub(r"[ ─]+", " ", DURATION.sub("…", out.getvalue()))  # a column of times is as wide as its widest
+    text = re.sub(
+        r"[ ─]+", " ", DURATION.sub("…", out.getvalue())
+    )  # a column of times is as wide as its widest
     return Answer(code, found[0] if found and found[0] is not None else text, said)
 
 
@@ -139,7 +141,9 @@ def _forget_files() -> None:
 def _read_samples(run: SampleRun) -> Any:
     _forget_files()
     opened = Run.open(RUN, run.store)
-    return 0, json.dumps([samples.read_page(opened, iteration, {}) for iteration in ("3", "6")], default=float)
+    return 0, json.dumps(
+        [samples.read_page(opened, iteration, {}) for iteration in ("3", "6")], default=float
+    )
 
 
 def _audit(run: SampleRun) -> Any:
@@ -155,7 +159,11 @@ def _find_resume_settings(run: SampleRun) -> Any:
         return 0, None
     workflow = opened.read_workflow()
     check_local_run(record.config, workflow, opened.store_url)
-    told = {"phase": state.workflow.phase, "parts": state.parts, "parameters": state.workflow.parameters}
+    told = {
+        "phase": state.workflow.phase,
+        "parts": state.parts,
+        "parameters": state.workflow.parameters,
+    }
     return 0, (record.config, record.pipeline, record.store, workflow, told)
 
 
@@ -186,7 +194,11 @@ def _materialize(run: SampleRun) -> Any:
         with TemporaryDirectory() as scratch:
             directory = Path(scratch) / "model"
             done = materialize_version(run.weights, version, directory)
-            names = [str(p.relative_to(directory)) for p in directory.rglob("*") if not p.name.startswith(".")]
+            names = [
+                str(p.relative_to(directory))
+                for p in directory.rglob("*")
+                if not p.name.startswith(".")
+            ]
             found[str(version)] = done.version, done.source, _digest(directory, sorted(names))
     return 0, found
 
@@ -216,4 +228,12 @@ READERS: dict[str, Reader] = {
 }
 OF_RUN = ("status", "list", "audit", "report", "samples", "logs", "stop", "resume", "weights ls")
 OF_FILES = ("audit", "report", "samples", "stages", "inputs", "gc")
-OF_WEIGHTS = ("report", "stages", "weights ls", "weights verify", "weights diff", "materialize", "gc")
+OF_WEIGHTS = (
+    "report",
+    "stages",
+    "weights ls",
+    "weights verify",
+    "weights diff",
+    "materialize",
+    "gc",
+)

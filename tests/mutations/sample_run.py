@@ -33,23 +33,44 @@ ROOT = Path(__file__).parents[2]
 RUN = "toy"
 TUNED = 4
 """Versions that the trainer makes here, of which the first is published in full."""
-PULLED = {"fetch_s": 0.5, "apply_s": 0.5, "pause_s": 0.1, "identical": 8, "tensors": 8, "full": None}
+PULLED = {
+    "fetch_s": 0.5,
+    "apply_s": 0.5,
+    "pause_s": 0.1,
+    "identical": 8,
+    "tensors": 8,
+    "full": None,
+}
 _STATES: list[Model] = [model(np.random.default_rng(0))]
 for _seed in range(1, TUNED + 3):
     _STATES.append(update(np.random.default_rng(_seed), _STATES[-1], 0.05))
 
 
-@component("checkpoint", role="trainer", results={"loss": float, "version": int}, after=publish_checkpoint)
-def tune(stage: Stage, policy: OptionalInput = None, *, iteration: int = 0, weights: Weights = None) -> Results:
+@component(
+    "checkpoint", role="trainer", results={"loss": float, "version": int}, after=publish_checkpoint
+)
+def tune(
+    stage: Stage, policy: OptionalInput = None, *, iteration: int = 0, weights: Weights = None
+) -> Results:
     """Make and publish the next version, with a canary, and the trainer's state beside it."""
     version = policy.manifest.facts["version"] + 1 if policy else 10
     save(stage.out / "model", _STATES[version - 10])
     (stage.out / "model/tokenizer.json").unlink()  # it is none of a real tokenizer
-    (stage.out / "canary.json").write_text(json.dumps({"ids": [3, 1, 4], "logprobs": [-0.5, -1.25 - version]}))
+    (stage.out / "canary.json").write_text(
+        json.dumps({"ids": [3, 1, 4], "logprobs": [-0.5, -1.25 - version]})
+    )
     stage.metric(iteration, loss=1.0 / version, entropy=0.5)
     state = {"digest": f"{version:032x}"}
-    stage.facts.update(version=version, iteration=iteration, save_dtype="float32", trainer_state=state)
-    figures = {"mfu": None, "flops_per_s": 1e9, "peak_memory_bytes": 10**6, "step_s": 1.0, "communication_s": 0.1}
+    stage.facts.update(
+        version=version, iteration=iteration, save_dtype="float32", trainer_state=state
+    )
+    figures = {
+        "mfu": None,
+        "flops_per_s": 1e9,
+        "peak_memory_bytes": 10**6,
+        "step_s": 1.0,
+        "communication_s": 0.1,
+    }
     stage.notes.update(efficiency=figures, world_size=1, state_since=policy.ref if policy else "")
     stage.timings["tokens_per_s"] = 100.0
     stage.commit_later("state", lambda path: _write_state(path, version), facts=state)
@@ -66,12 +87,28 @@ def sample(stage: Stage, policy: Input, *, iteration: int = 0, temperature: floa
     """Write rollouts as the stage `rollout` does."""
     version = policy.manifest.facts["version"]
     ids = [5, 6, 7]
-    lists = {"prompt_ids": [3, 4], "completion_ids": ids, "logprobs": [-0.5, -0.25, -1.0], "loss_mask": [True] * 3}
-    texts = {"finish_reason": "stop", "prompt": "a", "completion": "b", "answer": "b", "reward_spec": "{}"}
+    lists = {
+        "prompt_ids": [3, 4],
+        "completion_ids": ids,
+        "logprobs": [-0.5, -0.25, -1.0],
+        "loss_mask": [True] * 3,
+    }
+    texts = {
+        "finish_reason": "stop",
+        "prompt": "a",
+        "completion": "b",
+        "answer": "b",
+        "reward_spec": "{}",
+    }
     row = {**lists, **texts, "policy_versions": [version] * 3, "metadata": "{}"}
-    write_rollouts(stage.out / FILE, ({**row, "request_id": f"r{n}", "group": "g", "id": f"i{n}"} for n in range(4)))
+    write_rollouts(
+        stage.out / FILE,
+        ({**row, "request_id": f"r{n}", "group": "g", "id": f"i{n}"} for n in range(4)),
+    )
     stage.metric(iteration, mean_length=3.0)
-    stage.facts.update(version=version, sampling={"temperature": temperature}, staleness={"mean": 0.0})
+    stage.facts.update(
+        version=version, sampling={"temperature": temperature}, staleness={"mean": 0.0}
+    )
     stage.notes["pulled"] = {"version": version, "served_at": 0.0, **PULLED}
     stage.timings.update(load=0.1, canary=0.1)
     return {"mean_length": 3.0}
@@ -166,20 +203,37 @@ def make_sample_run(home: Path) -> SampleRun:
     assert run_cli([*words, "--no-track", "--no-warm"]) == 0
     run.compute_again()
     newest = Artifact(f"{run.url}/iterations/{2 + TUNED}/tune")
-    more = {"base": newest.path / "model", "base_version": 9 + TUNED, "source": newest.manifest.digest}
-    for version in (10 + TUNED, 11 + TUNED):  # an anchor with a delta beside it, and a delta on that
+    more = {
+        "base": newest.path / "model",
+        "base_version": 9 + TUNED,
+        "source": newest.manifest.digest,
+    }
+    for version in (
+        10 + TUNED,
+        11 + TUNED,
+    ):  # an anchor with a delta beside it, and a delta on that
         directory = save(home / f"export{version}", _STATES[version - 10])
-        publish_version(run.weights, version, directory, restore_bound=0.0 if version == 10 + TUNED else 3.0, **more)
+        publish_version(
+            run.weights,
+            version,
+            directory,
+            restore_bound=0.0 if version == 10 + TUNED else 3.0,
+            **more,
+        )
         more = {"base": directory, "base_version": version}
     live.announce_version(Store(run.weights), "replica", 10)
     later = time.time() + 86400  # for the replica to live as long as this process reads
     os.utime(f"{run.weights}/live/replica.json", (later, later))
     live.record_pull(Store(run.weights), "replica", {"version": 10, "served_at": 1.0, **PULLED})
     failure = {"message": "is away", "time": 9e9}
-    Store(run.url).put("iterations/1/failing/failure.json", dump_checked_json(failure, "failure.json"))
+    Store(run.url).put(
+        "iterations/1/failing/failure.json", dump_checked_json(failure, "failure.json")
+    )
     opened = Run.open(RUN, run.store)
     opened._index._save()  # as readers of more artifacts than these do
-    run.refs = {entry.key: f"{run.url}/{entry.key}@{entry.manifest.digest}" for entry in opened.entries}
+    run.refs = {
+        entry.key: f"{run.url}/{entry.key}@{entry.manifest.digest}" for entry in opened.entries
+    }
     run.root = compute_root(opened)
     run.remember()
     return run

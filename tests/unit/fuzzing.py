@@ -13,7 +13,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 HOSTILE: Sequence[Any] = (
-    *(None, True, -1, 0, 1, 2**31, 2**63, -(2**63) - 1, 10**30, -(10**30), 0.5, 1e308, -1e308, 1e-320),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        -(2**63) - 1,
+        10**30,
+        -(10**30),
+        0.5,
+        1e308,
+        -1e308,
+        1e-320,
+    ),
     *(
         "",
         "x",
@@ -60,14 +75,25 @@ class Memory:
     def check_growth(self, what: str) -> None:
         """From the second tenth of the notes, when all has been used once, to the last."""
         part = max(len(self.notes) // 10, 1)
-        begun, ended = statistics.median(self.notes[part : 2 * part]), statistics.median(self.notes[-part:])
-        print(f"{what}: {len(self.notes)} bodies, {begun:.1f} MiB after a tenth, {ended:.1f} at the end")
+        begun, ended = (
+            statistics.median(self.notes[part : 2 * part]),
+            statistics.median(self.notes[-part:]),
+        )
+        print(
+            f"{what}: {len(self.notes)} bodies, {begun:.1f} MiB after a tenth, {ended:.1f} at the end"
+        )
         assert ended - begun < self.MOST, (what, self.notes[:: max(part, 1)])
 
 
 def list_places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The places in a JSON value, itself apart."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inside:
         yield (*at, key)
         yield from list_places(each, (*at, key))
@@ -84,7 +110,9 @@ def draw_bodies(draw: st.DrawFn, good: Sequence[dict[str, Any]]) -> dict[str, An
             for key in above:
                 place = place[key]
             if draw(st.integers(0, 9)):
-                place[last] = copy.deepcopy(draw(st.sampled_from(HOSTILE)))  # the next change may be inside it
+                place[last] = copy.deepcopy(
+                    draw(st.sampled_from(HOSTILE))
+                )  # the next change may be inside it
             else:
                 del place[last]
     return body

@@ -23,7 +23,10 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        body, parts = self.rfile.read(int(self.headers["Content-Length"] or 0)), self.path.strip("/").split("/")
+        body, parts = (
+            self.rfile.read(int(self.headers["Content-Length"] or 0)),
+            self.path.strip("/").split("/"),
+        )
         if (token := self.headers.get("Authorization", "")) != "Bearer hf_secret":
             return self.answer({"error": "Refused."}, int(token.removeprefix("Bearer hf_")))
         told = json.loads(body) if body[:1] == b"{" and b"\n{" not in body else {}
@@ -38,9 +41,15 @@ class Handler(BaseHTTPRequestHandler):
                       "shouldIgnore": False} for each in told["files"]]  # fmt: skip
             return self.answer({"files": files})
         if parts[-3:] == ["lfs", "objects", "batch"]:
-            put = {o["oid"]: {"upload": {"href": f"{self.home}/blobs/{o['oid']}"}} for o in told["objects"]}
+            put = {
+                o["oid"]: {"upload": {"href": f"{self.home}/blobs/{o['oid']}"}}
+                for o in told["objects"]
+            }
             return self.answer(
-                {"transfer": "basic", "objects": [{**o, "actions": put[o["oid"]]} for o in told["objects"]]}
+                {
+                    "transfer": "basic",
+                    "objects": [{**o, "actions": put[o["oid"]]} for o in told["objects"]],
+                }
             )
         assert parts[4] == "commit", self.path
         files = dict(self.repos[repo := "/".join(parts[2:4])][-1])
@@ -65,22 +74,36 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         parts = self.path.partition("?")[0].strip("/").split("/")
         repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
-        revision = parts[5 if parts[0] == "api" else 3] if len(parts) > 3 + 2 * (parts[0] == "api") else "main"
+        revision = (
+            parts[5 if parts[0] == "api" else 3]
+            if len(parts) > 3 + 2 * (parts[0] == "api")
+            else "main"
+        )
         commits = self.repos.get(repo, [])
         number = len(commits) - 1 if revision == "main" else int(revision)
         if not 0 <= number < len(commits):
             return self.answer({"error": "Repository not found"}, 404)
         files = commits[number]
         if parts[0] == "api" and parts[4:5] == ["tree"]:
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()]
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                for name, data in files.items()
+            ]
             return self.answer(tree if "/".join(parts[6:]) == "" else [])
         if parts[0] == "api":
-            about = {"id": repo, "sha": f"{number:040}", "siblings": [{"rfilename": name} for name in files]}
+            about = {
+                "id": repo,
+                "sha": f"{number:040}",
+                "siblings": [{"rfilename": name} for name in files],
+            }
             return self.answer({**about, "tags": [], "downloads": 0, "likes": 0, "private": False})
         name = "/".join(parts[4:])
         if name not in files:
             return self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
-        about = {"X-Repo-Commit": f"{number:040}", "ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"'}
+        about = {
+            "X-Repo-Commit": f"{number:040}",
+            "ETag": f'"{hashlib.sha256(files[name]).hexdigest()}"',
+        }
         self.answer(files[name], 200, about)
 
     do_HEAD = do_GET
@@ -92,7 +115,11 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, told: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = told if isinstance(told, bytes) else json.dumps(told).encode()
         self.send_response(status)
-        about = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        about = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }
         for name, value in about.items():
             self.send_header(name, value)
         self.end_headers()
@@ -107,7 +134,9 @@ class Handler(BaseHTTPRequestHandler):
 def open_hub() -> Iterator[tuple[str, Repos]]:
     """Serve a hub; yields its address, and what its repositories hold."""
     repos: Repos = {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (Handler,), {"repos": repos, "blobs": {}}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Hub", (Handler,), {"repos": repos, "blobs": {}})
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", repos

@@ -24,7 +24,16 @@ COUNT = 36
 
 def certify(tmp_path: Path, *words: str) -> dict[str, Any]:
     """What a certificate that is made so says, if it has no violation."""
-    line = [sys.executable, "-m", "tests.certify", "--jobs", "1", "--output", str(tmp_path / "told.json"), *words]
+    line = [
+        sys.executable,
+        "-m",
+        "tests.certify",
+        "--jobs",
+        "1",
+        "--output",
+        str(tmp_path / "told.json"),
+        *words,
+    ]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         line,
@@ -43,14 +52,21 @@ def certify(tmp_path: Path, *words: str) -> dict[str, Any]:
 def test_faults_of_every_kind_change_nothing(tmp_path: Path) -> None:
     told = certify(tmp_path, "--injections", str(COUNT), "--seed", "19")
     assert {kind["kind"] for kind in told["kinds"]} == {kind.name for kind in KINDS}
-    assert (told["injections"], told["equal"], told["leaks"], told["violations"]) == (COUNT, COUNT, 0, [])
+    assert (told["injections"], told["equal"], told["leaks"], told["violations"]) == (
+        COUNT,
+        COUNT,
+        0,
+        [],
+    )
     assert told["attempts"] > COUNT, "nothing was disturbed"
 
 
 @pytest.mark.local
 @pytest.mark.slow
 def test_a_fault_of_stages_that_train_and_sample_changes_nothing(tmp_path: Path) -> None:
-    told = certify(tmp_path, "--real", "--injections", "26", "--kind", "killed before a call", "--seed", "2")
+    told = certify(
+        tmp_path, "--real", "--injections", "26", "--kind", "killed before a call", "--seed", "2"
+    )
     assert (told["injections"], told["equal"], told["met"], told["leaks"]) == (1, 1, 1, 0)
     assert told["stages_lost"] and told["attempts"] > 1, "nothing was disturbed"
 
@@ -85,7 +101,11 @@ def test_a_certificate_names_what_went_wrong(tmp_path: Path) -> None:
     made = [Injection(n, "torn write", "files", n, f"fsync {n}", 0) for n in range(2)]
     outcomes = [Outcome(made[0], "sha256:1"), Outcome(made[1], problem="leaked: c")]
     told = Certificate(7, {"stages": "sha256:1"}, {"files": 9}, outcomes, 1.0).summarize()
-    assert (told["equal"], told["leaks"], told["boundaries"]) == (1, 1, {"files": {"calls": 9, "injected": 2}})
+    assert (told["equal"], told["leaks"], told["boundaries"]) == (
+        1,
+        1,
+        {"files": {"calls": 9, "injected": 2}},
+    )
     assert told["violations"][0]["call"] == "fsync 1" and told["kinds"][0]["violations"] == 1
 
 
@@ -98,14 +118,23 @@ def test_a_loss_of_power_takes_what_is_not_durable(tmp_path: Path) -> None:
     for name in ("named", "synced", "neither"):
         (run / name).write_text("2")
     inodes = {name: (run / name).stat().st_ino for name in ("named", "synced")}
-    (durable / "notes").write_text(f"name\t{inodes['named']}\t{run}/named\nbytes\t{inodes['synced']}\t{run}/synced\n")
+    (durable / "notes").write_text(
+        f"name\t{inodes['named']}\t{run}/named\nbytes\t{inodes['synced']}\t{run}/synced\n"
+    )
     assert lose_power(run, durable, "bytes") == ["neither", "named"]
-    assert [(run / name).read_text() for name in ("before", "named", "synced", "neither")] == ["1", "", "2", ""]
+    assert [(run / name).read_text() for name in ("before", "named", "synced", "neither")] == [
+        "1",
+        "",
+        "2",
+        "",
+    ]
     assert lose_power(run, durable, "names") == ["synced", "neither"]
     assert sorted(path.name for path in run.iterdir()) == ["before", "named"]
 
 
-def test_a_duplicate_that_wants_a_lock_of_the_first_goes_on_when_that_has_let_it_go(tmp_path: Path) -> None:
+def test_a_duplicate_that_wants_a_lock_of_the_first_goes_on_when_that_has_let_it_go(
+    tmp_path: Path,
+) -> None:
     """The first stood still, with its lock, until the duplicate had ended: neither ever went on."""
 
     def work() -> int:

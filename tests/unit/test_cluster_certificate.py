@@ -32,11 +32,18 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("count", [1, 15, 30, 40])
 def test_a_plan_is_of_its_seed_and_has_every_kind(count: int) -> None:
     plan = make_cluster_plan(count, seed=1)
-    assert plan == make_cluster_plan(count, seed=1) and (count == 1 or plan != make_cluster_plan(count, seed=2))
+    assert plan == make_cluster_plan(count, seed=1) and (
+        count == 1 or plan != make_cluster_plan(count, seed=2)
+    )
     assert [each.index for each in plan] == [*range(count)]
     shares = Counter(each.kind for each in plan)
-    assert len(shares) == min(count, len(CLUSTER_KINDS)) and max(shares.values()) - min(shares.values()) <= 1
-    assert max(Counter((each.run, each.stage) for each in plan).values()) == 1, "one at most for a stage of a run"
+    assert (
+        len(shares) == min(count, len(CLUSTER_KINDS))
+        and max(shares.values()) - min(shares.values()) <= 1
+    )
+    assert max(Counter((each.run, each.stage) for each in plan).values()) == 1, (
+        "one at most for a stage of a run"
+    )
     known = {kind.name: kind for kind in CLUSTER_KINDS}
     assert all(each.moment in known[each.kind].moments for each in plan)
     assert all(INPUTS[each.stage] for each in plan if known[each.kind].reads)
@@ -49,20 +56,25 @@ def test_the_stages_of_the_plan_are_those_of_the_toy(tmp_path: Path) -> None:
 
 def test_programs_stand_still_where_the_plan_has_a_fault() -> None:
     kinds = {"sft": HOGGED, "evaluate-after": PREEMPTED}
-    plan = [ClusterInjection(n, 0, kind, stage, COMMIT) for n, (stage, kind) in enumerate(kinds.items())]
+    plan = [
+        ClusterInjection(n, 0, kind, stage, COMMIT) for n, (stage, kind) in enumerate(kinds.items())
+    ]
     drawn = draw_workflow("c1", plan, "certify-1")
     templates = {each["name"]: each for each in drawn["spec"]["templates"] if "container" in each}
     env = {each["name"]: each.get("value") for each in templates["sft"]["container"]["env"]}
     assert json.loads(env[HOLDS]) == {"sft": COMMIT, "evaluate-after": COMMIT}
     patch = json.loads(templates["sft"]["podSpecPatch"])
-    assert "512Mi" in str(patch) and templates["sft"]["container"]["resources"]["limits"] == {"memory": "384Mi"}
+    assert "512Mi" in str(patch) and templates["sft"]["container"]["resources"]["limits"] == {
+        "memory": "384Mi"
+    }
     assert "podSpecPatch" not in templates["reward"]
     assert templates["evaluate"]["metadata"]["labels"][QUEUE_LABEL] == "c1"
     assert QUEUE_LABEL not in templates["sft"].get("metadata", {}).get("labels", {})
 
 
 @pytest.mark.parametrize(
-    ("moment", "order", "committed", "code"), [(WORK, "", False, 143), (COMMIT, GO, False, 0), (END, "", True, 0)]
+    ("moment", "order", "committed", "code"),
+    [(WORK, "", False, 143), (COMMIT, GO, False, 0), (END, "", True, 0)],
 )
 def test_a_program_stands_still_until_it_is_told(
     moment: str, order: str, committed: bool, code: int, tmp_path: Path
@@ -70,8 +82,19 @@ def test_a_program_stands_still_until_it_is_told(
     """No order: it gets SIGTERM, and does what a stage does then."""
     manifest, orders = tmp_path / "run/sft/manifest.json", tmp_path / "orders"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, HOLDS: json.dumps({"sft": moment}), ORDERS: str(orders)}
-    words = [sys.executable, "-m", "tests.certify.held", "--checkpoint", f"file://{tmp_path}/run/sft"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        HOLDS: json.dumps({"sft": moment}),
+        ORDERS: str(orders),
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "tests.certify.held",
+        "--checkpoint",
+        f"file://{tmp_path}/run/sft",
+    ]
     with subprocess.Popen(words, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         line = next(line for line in program.stdout if line.startswith(HELD))
         said = SAID.search(line)
@@ -91,7 +114,14 @@ def test_a_duplicate_runs_what_argo_starts_and_is_unknown_to_argo() -> None:
     env = [{"name": HOLDS, "value": "{}"}, {"name": "TUNELOOP_ATTEMPT", "value": "0"}]
     main = {
         "name": "main",
-        "command": ["/var/run/argo/argoexec", "emissary", "--", "python", "-m", "tests.certify.held"],
+        "command": [
+            "/var/run/argo/argoexec",
+            "emissary",
+            "--",
+            "python",
+            "-m",
+            "tests.certify.held",
+        ],
         "args": ["--checkpoint", "s3://b/r/sft"],
         "env": env,
         "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],
@@ -109,24 +139,41 @@ def test_a_duplicate_runs_what_argo_starts_and_is_unknown_to_argo() -> None:
     }
     copied = copy_pod(pod, "again")
     (container,) = copied["spec"]["containers"]
-    assert (container["command"], container["args"]) == (["python", "-m", "tests.certify.held"], main["args"])
+    assert (container["command"], container["args"]) == (
+        ["python", "-m", "tests.certify.held"],
+        main["args"],
+    )
     assert container["env"] == env[1:] and main["env"] == env
-    assert copied["metadata"] == {"name": "again", "namespace": "tuneloop", "labels": {RUN_LABEL: "c1"}}
+    assert copied["metadata"] == {
+        "name": "again",
+        "namespace": "tuneloop",
+        "labels": {RUN_LABEL: "c1"},
+    }
     assert copied["spec"]["volumes"] == [{"name": "scratch", "emptyDir": {}}]
     assert not {"nodeName", "initContainers"} & {*copied["spec"]}
 
 
 def test_a_certificate_names_what_must_not_be(capsys: pytest.CaptureFixture[str]) -> None:
     plan = [ClusterInjection(n, 0, HOGGED, "sft", WORK) for n in range(3)]
-    outcomes = [ClusterOutcome(plan[0], met=True, ends=["out of memory"], lost_s=4.0), ClusterOutcome(plan[1])]
+    outcomes = [
+        ClusterOutcome(plan[0], met=True, ends=["out of memory"], lost_s=4.0),
+        ClusterOutcome(plan[1]),
+    ]
     outcomes.append(ClusterOutcome(plan[2], met=True, problem="it was taken"))
-    roots, calm = {"here": "sha256:1", "undisturbed": "sha256:1"}, RunOutcome("calm", "sha256:1", [])
-    good = ClusterCertificate(1, roots, calm, [RunOutcome("c1", "sha256:1", outcomes[:1], lost_pods=1, lost_s=4.0)])
+    roots, calm = (
+        {"here": "sha256:1", "undisturbed": "sha256:1"},
+        RunOutcome("calm", "sha256:1", []),
+    )
+    good = ClusterCertificate(
+        1, roots, calm, [RunOutcome("c1", "sha256:1", outcomes[:1], lost_pods=1, lost_s=4.0)]
+    )
     assert good.violations == []
     good.print()
     assert "out of memory 1" in capsys.readouterr().out
     bad = RunOutcome("c1", "sha256:2", outcomes[1:], ["the root is sha256:2"])
-    told = ClusterCertificate(1, {**roots, "here": "sha256:3"}, calm, [bad], ["secret/s"]).summarize()
+    told = ClusterCertificate(
+        1, {**roots, "here": "sha256:3"}, calm, [bad], ["secret/s"]
+    ).summarize()
     assert (told["equal"], told["met"], told["injections"]) == (0, 1, 2)
     assert told["violations"] == [
         "run c1: the root is sha256:2",

@@ -10,7 +10,17 @@ import tuneloop
 ROOT = Path(tuneloop.__file__).parent
 HEAVY = {
     *("torch", "vllm", "transformers", "datasets", "peft", "safetensors", "tokenizers", "ray"),
-    *("kubernetes", "hera", "kfp", "httpx2", "fastapi", "starlette", "uvicorn", "math_verify", "reasoning_gym"),
+    *(
+        "kubernetes",
+        "hera",
+        "kfp",
+        "httpx2",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "math_verify",
+        "reasoning_gym",
+    ),
     *("mlflow", "tensorboard", "trackio", "wandb", "gguf"),
 }
 """Libraries that are slow to import, or that come with an extra."""
@@ -39,9 +49,14 @@ def find_imports(module: str) -> Iterator[tuple[str, int, bool]]:
                 yield from ((alias.name, child.lineno, inside) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 names = [f"{child.module}.{alias.name}" for alias in child.names]
-                yield from ((name if name in MODULES else child.module or "", child.lineno, inside) for name in names)
+                yield from (
+                    (name if name in MODULES else child.module or "", child.lineno, inside)
+                    for name in names
+                )
             else:
-                yield from walk(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+                yield from walk(
+                    child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                )
 
     return walk(ast.parse(MODULES[module].read_text()), False)
 
@@ -57,7 +72,11 @@ def find_heavy_libraries(module: str) -> frozenset[str]:
         elif name not in seen:
             seen.add(name)
             left += [name.rpartition(".")[0]] if "." in name else []
-            left += [target for target, _, inside in find_imports(name) if not inside] if name in MODULES else []
+            left += (
+                [target for target, _, inside in find_imports(name) if not inside]
+                if name in MODULES
+                else []
+            )
     return frozenset(found)
 
 

@@ -19,12 +19,28 @@ HEAVY = (
     "pandas",
     "httpx2",
 )
-STAGES = ("data_prep", "base_model", "sft", "rollout", "reward", "policy_update", "evaluate", "export")
+STAGES = (
+    "data_prep",
+    "base_model",
+    "sft",
+    "rollout",
+    "reward",
+    "policy_update",
+    "evaluate",
+    "export",
+)
 
 
 def test_what_is_loaded_by_what() -> None:
     """Step by step in one process: light modules, the stages, a pipeline configured; rendered, it needs hera."""
-    light = ["cli", "core.component", "config.loading", "runs.run_record", "local.executor", "local.journal"]
+    light = [
+        "cli",
+        "core.component",
+        "config.loading",
+        "runs.run_record",
+        "local.executor",
+        "local.journal",
+    ]
     light += ["weights.pointer", *(f"stages.{name}" for name in STAGES), "inference.server"]
     steps = [
         *(f"import tuneloop.{module}" for module in light),

@@ -33,8 +33,14 @@ MANIFESTS = ROOT / "manifests"
 
 @functools.cache
 def objects() -> list[dict]:
-    files = [path for path in MANIFESTS.rglob("*.yaml") if path.name not in ("kustomization.yaml", "images.yaml")]
-    loaded = [item for path in sorted(files) for item in yaml.load_all(path.read_text(), yaml.CSafeLoader)]
+    files = [
+        path
+        for path in MANIFESTS.rglob("*.yaml")
+        if path.name not in ("kustomization.yaml", "images.yaml")
+    ]
+    loaded = [
+        item for path in sorted(files) for item in yaml.load_all(path.read_text(), yaml.CSafeLoader)
+    ]
     return [item for item in loaded if isinstance(item, dict)]
 
 
@@ -46,7 +52,12 @@ def named(kind: str) -> dict[str, dict]:
 def test_what_a_kustomization_names_exists(path: Path) -> None:
     told = yaml.safe_load(path.read_text())
     patches = [patch["path"] for patch in told.get("patches", ()) if "path" in patch]
-    for name in [*told.get("resources", ()), *told.get("components", ()), *told.get("configurations", ()), *patches]:
+    for name in [
+        *told.get("resources", ()),
+        *told.get("components", ()),
+        *told.get("configurations", ()),
+        *patches,
+    ]:
         assert (path.parent / name).exists(), name
 
 
@@ -56,9 +67,15 @@ def test_the_namespace_is_restricted() -> None:
 
 
 def test_rights_are_namespaced_and_without_wildcards() -> None:
-    reviews = [{"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}]
-    assert {name: role["rules"] for name, role in named("ClusterRole").items()} == {"tuneloop-gateway": reviews}
-    assert {binding["roleRef"]["name"] for binding in named("ClusterRoleBinding").values()} == {"tuneloop-gateway"}
+    reviews = [
+        {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}
+    ]
+    assert {name: role["rules"] for name, role in named("ClusterRole").items()} == {
+        "tuneloop-gateway": reviews
+    }
+    assert {binding["roleRef"]["name"] for binding in named("ClusterRoleBinding").values()} == {
+        "tuneloop-gateway"
+    }
     for role in named("Role").values():
         for rule in role["rules"]:
             assert "*" not in rule["apiGroups"] + rule["resources"] + rule["verbs"]
@@ -68,8 +85,12 @@ def test_rights_are_namespaced_and_without_wildcards() -> None:
 @pytest.mark.parametrize("overlay", ["local", "gpu"])
 def test_what_pods_may_reach_is_named(overlay: str) -> None:
     """Of each rendered rule that lets something out: whom it names, and at which ports."""
-    text = subprocess.check_output(["kubectl", "kustomize", MANIFESTS / "overlays" / overlay], text=True)
-    rendered = [item for item in yaml.load_all(text, yaml.CSafeLoader) if item["kind"] == "NetworkPolicy"]
+    text = subprocess.check_output(
+        ["kubectl", "kustomize", MANIFESTS / "overlays" / overlay], text=True
+    )
+    rendered = [
+        item for item in yaml.load_all(text, yaml.CSafeLoader) if item["kind"] == "NetworkPolicy"
+    ]
     policies = {item["metadata"]["name"]: item["spec"] for item in rendered}
     private = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"]
     _, api = policies["dns-and-api"]["egress"]
@@ -83,7 +104,9 @@ def test_what_pods_may_reach_is_named(overlay: str) -> None:
     for spec in policies.values():
         for rule in spec.get("egress", ()):
             assert rule.get("ports") or rule["to"] == [{"podSelector": {}}]
-            assert rule.get("to") or rule["ports"] == [{"port": 7070, "protocol": "TCP"}], "any address at 443"
+            assert rule.get("to") or rule["ports"] == [{"port": 7070, "protocol": "TCP"}], (
+                "any address at 443"
+            )
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which renders overlays")
@@ -96,43 +119,71 @@ def test_a_sandbox_reaches_nothing_and_is_reached_at_one_port(tmp_path: Path) ->
         text = f"resources: [../../base]\ncomponents: [../../components/sandbox{more}]\n"
         (overlay / "kustomization.yaml").write_text(text)
         made = subprocess.check_output(["kubectl", "kustomize", overlay], text=True)
-        of_sandbox = [item for item in yaml.load_all(made, yaml.CSafeLoader) if "tuneloop-sandbox" in json.dumps(item)]
-        rendered[name] = {(item["kind"], item["metadata"].get("namespace")): item for item in of_sandbox}
+        of_sandbox = [
+            item
+            for item in yaml.load_all(made, yaml.CSafeLoader)
+            if "tuneloop-sandbox" in json.dumps(item)
+        ]
+        rendered[name] = {
+            (item["kind"], item["metadata"].get("namespace")): item for item in of_sandbox
+        }
     own, agent = rendered["own"], rendered["agent"]
     at = "tuneloop-sandbox"
     policy = own["NetworkPolicy", at]["spec"]
-    assert policy["podSelector"] == {} and policy["policyTypes"] == ["Ingress", "Egress"] and "egress" not in policy
+    assert (
+        policy["podSelector"] == {}
+        and policy["policyTypes"] == ["Ingress", "Egress"]
+        and "egress" not in policy
+    )
     ((rule,), port) = policy["ingress"], {"port": 8000, "protocol": "TCP"}
     assert rule["ports"] == own["NetworkPolicy", "tuneloop"]["spec"]["egress"][0]["ports"] == [port]
-    assert own["Namespace", None]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    assert (
+        own["Namespace", None]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        == "restricted"
+    )
     pod = own["Deployment", at]["spec"]["template"]
-    assert pod["spec"]["runtimeClassName"] == "gvisor" and pod["spec"]["automountServiceAccountToken"] is False
+    assert (
+        pod["spec"]["runtimeClassName"] == "gvisor"
+        and pod["spec"]["automountServiceAccountToken"] is False
+    )
     assert own["Service", at]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert ("Deployment", at) not in agent and agent.keys() - own.keys() == {
         ("SandboxTemplate", at),
         ("SandboxWarmPool", at),
     }
-    assert agent["SandboxTemplate", at]["spec"] == {"networkPolicyManagement": "Unmanaged", "podTemplate": pod}
+    assert agent["SandboxTemplate", at]["spec"] == {
+        "networkPolicyManagement": "Unmanaged",
+        "podTemplate": pod,
+    }
 
 
 def test_the_base_names_no_address_of_an_api_server() -> None:
     """An overlay that forgets to say where it is reaches none, in place of everything."""
-    assert named("NetworkPolicy")["dns-and-api"]["spec"]["egress"][1]["to"] == [{"ipBlock": {"cidr": "192.0.2.1/32"}}]
+    assert named("NetworkPolicy")["dns-and-api"]["spec"]["egress"][1]["to"] == [
+        {"ipBlock": {"cidr": "192.0.2.1/32"}}
+    ]
 
 
 def test_servers_listen_at_their_pods_address_and_have_time_to_end() -> None:
     for name in ("rollout", "sandbox"):
-        container = named("Deployment")[f"tuneloop-{name}"]["spec"]["template"]["spec"]["containers"][0]
+        container = named("Deployment")[f"tuneloop-{name}"]["spec"]["template"]["spec"][
+            "containers"
+        ][0]
         assert container["args"][container["args"].index("--host") + 1] == "$(POD_IP)"
     sandbox = named("Deployment")["tuneloop-sandbox"]["spec"]["template"]["spec"]
     assert sandbox["terminationGracePeriodSeconds"] > sandbox_server.GRACE_S
-    job = Jobs(client.ApiClient(), None)._job("session-1", Wanted(namespace="a"), "me", "s3://b/a/session-1")
+    job = Jobs(client.ApiClient(), None)._job(
+        "session-1", Wanted(namespace="a"), "me", "s3://b/a/session-1"
+    )
     pod = job["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]
     assert command[command.index("--host") + 1] == "$(POD_IP)"
     assert command[command.index("--grace") + 1] == str(pod["terminationGracePeriodSeconds"])
     assert (
-        named("Deployment")["tuneloop-gateway"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > GRACE_S
+        named("Deployment")["tuneloop-gateway"]["spec"]["template"]["spec"][
+            "terminationGracePeriodSeconds"
+        ]
+        > GRACE_S
     )
 
 
@@ -142,26 +193,56 @@ def test_the_tracker_runs_a_command_that_there_is_and_reaches_the_server_beside_
     container = named("Deployment")["tuneloop-tracker"]["spec"]["template"]["spec"]["containers"][0]
     (chosen,) = (each["value"] for each in container["env"] if each["name"] == "TUNELOOP_TRACKERS")
     server = named("Service")["mlflow"]
-    assert chosen == f"mlflow+http://{server['metadata']['name']}:{server['spec']['ports'][0]['port']}"
+    assert (
+        chosen == f"mlflow+http://{server['metadata']['name']}:{server['spec']['ports'][0]['port']}"
+    )
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     assert run_cli([*container["command"][1:], *container["args"]]) == 2
-    assert capsys.readouterr().err.startswith("error: cluster: '/nowhere': "), "all else is as the command takes it"
+    assert capsys.readouterr().err.startswith("error: cluster: '/nowhere': "), (
+        "all else is as the command takes it"
+    )
     rules = named("Role")["tuneloop-tracker"]["rules"]
     assert rules == [{"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}]
 
 
 def test_who_makes_tokens_of_servers_can_read_none() -> None:
-    rules = [rule for role in ("tuneloop-continue", "tuneloop-user") for rule in named("Role")[role]["rules"]]
+    rules = [
+        rule
+        for role in ("tuneloop-continue", "tuneloop-user")
+        for rule in named("Role")[role]["rules"]
+    ]
     of_secrets = [rule for rule in rules if "secrets" in rule["resources"]]
-    assert [rule["verbs"] for rule in of_secrets if "resourceNames" not in rule] == [["create"], ["create"]]
+    assert [rule["verbs"] for rule in of_secrets if "resourceNames" not in rule] == [
+        ["create"],
+        ["create"],
+    ]
 
 
 def test_stages_have_an_account_without_rights() -> None:
-    bound = {subject["name"] for binding in named("RoleBinding").values() for subject in binding["subjects"]}
+    bound = {
+        subject["name"]
+        for binding in named("RoleBinding").values()
+        for subject in binding["subjects"]
+    }
     assert "tuneloop-stage" in named("ServiceAccount") and "tuneloop-stage" not in bound
-    mounted = {name for name, account in named("ServiceAccount").items() if account["automountServiceAccountToken"]}
-    talkative = {"tuneloop-claims", "tuneloop-continue", "tuneloop-graphs", "tuneloop-launcher", "tuneloop-gateway"}
-    talkative |= {"tuneloop-rollout-autoscaler", "tuneloop-ui", "tuneloop-tracker", "tuneloop-deployer"}
+    mounted = {
+        name
+        for name, account in named("ServiceAccount").items()
+        if account["automountServiceAccountToken"]
+    }
+    talkative = {
+        "tuneloop-claims",
+        "tuneloop-continue",
+        "tuneloop-graphs",
+        "tuneloop-launcher",
+        "tuneloop-gateway",
+    }
+    talkative |= {
+        "tuneloop-rollout-autoscaler",
+        "tuneloop-ui",
+        "tuneloop-tracker",
+        "tuneloop-deployer",
+    }
     assert mounted <= talkative  # whose pods talk to the API server
     one = {
         "apiGroups": ["apps"],
@@ -175,10 +256,16 @@ def test_stages_have_an_account_without_rights() -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.api[2])
 def test_the_launcher_may_start_every_kind_of_job_and_people_may_end_it(kind: Kind) -> None:
-    for role, verbs in (("tuneloop-launcher", {"create", "get", "delete"}), ("tuneloop-user", {"deletecollection"})):
+    for role, verbs in (
+        ("tuneloop-launcher", {"create", "get", "delete"}),
+        ("tuneloop-user", {"deletecollection"}),
+    ):
         rules = named("Role")[role]["rules"]
         group, _, plural = kind.api
-        assert any(group in r["apiGroups"] and plural in r["resources"] and verbs <= {*r["verbs"]} for r in rules)
+        assert any(
+            group in r["apiGroups"] and plural in r["resources"] and verbs <= {*r["verbs"]}
+            for r in rules
+        )
 
 
 @pytest.mark.parametrize("name", list_pipelines())
@@ -210,10 +297,15 @@ def read_gpu_quota(queue: str, file: str) -> dict[str, Decimal]:
     made = copy.deepcopy(named("ClusterQueue")[queue])
     for patch in yaml.safe_load((MANIFESTS / "components" / "gpu-nvidia" / file).read_text()):
         *above, last = patch["path"].strip("/").split("/")
-        place = functools.reduce(lambda found, key: found[int(key) if key.isdigit() else key], above, made)
+        place = functools.reduce(
+            lambda found, key: found[int(key) if key.isdigit() else key], above, made
+        )
         place.append(patch["value"]) if last == "-" else place.update({last: patch["value"]})
     (group,) = made["spec"]["resourceGroups"]
-    quota = {r["name"]: parse_resource_quantity(r["nominalQuota"]) for r in group["flavors"][0]["resources"]}
+    quota = {
+        r["name"]: parse_resource_quantity(r["nominalQuota"])
+        for r in group["flavors"][0]["resources"]
+    }
     assert {*group["coveredResources"]} == quota.keys()
     return quota
 
@@ -223,14 +315,20 @@ def test_the_quotas_of_a_node_with_gpus_hold_a_run_that_uses_all_of_them(tmp_pat
     quotas = {"tuneloop": read_gpu_quota("tuneloop", "quota.yaml")}
     quotas["tuneloop-samplers"] = read_gpu_quota("tuneloop-samplers", "quota-samplers.yaml")
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama-2-7b"][1]))
-    pipeline, sets = find_pipeline("sft_then_grpo"), ["cluster.trainer.gpus=6", "cluster.sampler.gpus=2"]
+    pipeline, sets = (
+        find_pipeline("sft_then_grpo"),
+        ["cluster.trainer.gpus=6", "cluster.sampler.gpus=2"],
+    )
     sets += ["engine.args.tensor_parallel_size=2"]
     made = pipeline.build(pipeline.configure(sets=[f"base_model={tmp_path}", *sets]))
     largest: dict[str, dict[str, Decimal]] = {queue: {} for queue in quotas}
     for template in made["spec"]["templates"]:
         if queue := labels_of(template).get(QUEUE_LABEL):
             asked, most = compute_pod_requests(template), largest[queue]
-            most |= {resource: max(amount, most.get(resource, Decimal())) for resource, amount in asked.items()}
+            most |= {
+                resource: max(amount, most.get(resource, Decimal()))
+                for resource, amount in asked.items()
+            }
     for queue, quota in quotas.items():
         assert largest[queue].keys() == quota.keys()
         assert all(largest[queue][resource] <= quota[resource] for resource in quota)
@@ -247,7 +345,9 @@ def test_images_run_without_root_and_pass_signals() -> None:
     assert len(installs) == 8 and all("--require-hashes" in i for i in installs)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda p: p.stem
+)
 def test_requirements_are_pinned_hashed_and_name_no_registry(path: Path) -> None:
     text = path.read_text()
     pins = re.findall(r"^([a-z0-9][^=\s]*)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.M)
@@ -257,7 +357,9 @@ def test_requirements_are_pinned_hashed_and_name_no_registry(path: Path) -> None
 
 def test_the_images_have_the_versions_that_the_tests_ran_with() -> None:
     def pins(name: str) -> dict[str, str]:
-        return dict(re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.M))
+        return dict(
+            re.findall(r"^(\S+)==(\S+)", (ROOT / "requirements" / f"{name}.txt").read_text(), re.M)
+        )
 
     tested = pins("dev")
     for name in ("base", "trainer", "rollout-cpu", "gateway"):

@@ -19,11 +19,16 @@ ROWS = read_rows(TABLE.read_text())
 
 
 def test_every_point_is_there_once() -> None:
-    assert [row.number for row in ROWS] == [f"{s}.{n + 1}" for s, points in POINTS.items() for n in range(points)]
+    assert [row.number for row in ROWS] == [
+        f"{s}.{n + 1}" for s, points in POINTS.items() for n in range(points)
+    ]
 
 
 def test_the_counts_are_those_of_the_rows() -> None:
-    told = {state: int(count) for state, count in re.findall(r"^\| ([\w ]+) \| (\d+) \|$", TABLE.read_text(), re.M)}
+    told = {
+        state: int(count)
+        for state, count in re.findall(r"^\| ([\w ]+) \| (\d+) \|$", TABLE.read_text(), re.M)
+    }
     counted = Counter(row.state for row in ROWS)
     assert set(counted) <= set(STATES)
     assert told == {state: counted[state] for state in STATES}
@@ -33,7 +38,11 @@ def test_the_counts_are_those_of_the_rows() -> None:
 def functions(file: str) -> set[str]:
     """The tests that a file defines."""
     nodes = ast.parse((ROOT / file).read_text()).body
-    return {each.name for each in nodes if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")}
+    return {
+        each.name
+        for each in nodes
+        if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
+    }
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.number)
@@ -73,13 +82,30 @@ def test_a_row_without_a_passing_test_fails(tmp_path: Path) -> None:
     def row(number: int, state: str, *tests: str) -> str:
         return f"| 1.{number} | it does | {state} | so | {' '.join(f'`toy.py::{name}`' for name in tests)} |\n"
 
-    good = row(1, "shown", "test_good", "test_cases") + row(2, "in part", "test_good") + row(3, "not here")
+    good = (
+        row(1, "shown", "test_good", "test_cases")
+        + row(2, "in part", "test_good")
+        + row(3, "not here")
+    )
     done = run(tmp_path, good + row(4, "shown", "test_good", "test_other"), "-k", "not other")
-    assert done.returncode == 0 and "1.1   shown    passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "1.1   shown    passed" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert "1.4   shown    left out" in done.stdout, done.stdout
-    cases = {"test_bad": ("test_good", "test_bad"), "test_left": ("test_left",), "it names no test": ()}
-    done = run(tmp_path, good + "".join(row(n, "shown", *tests) for n, tests in enumerate(cases.values(), 4)))
+    cases = {
+        "test_bad": ("test_good", "test_bad"),
+        "test_left": ("test_left",),
+        "it names no test": (),
+    }
+    done = run(
+        tmp_path,
+        good + "".join(row(n, "shown", *tests) for n, tests in enumerate(cases.values(), 4)),
+    )
     for number, said in enumerate(cases, 4):
-        assert re.search(rf"^1\.{number}   shown    failed: .*{said}$", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(
+            rf"^1\.{number}   shown    failed: .*{said}$", done.stdout, re.MULTILINE
+        ), done.stdout
     assert done.returncode == 1 and "1.1   shown    passed" in done.stdout
-    assert run(tmp_path, good + row(4, "shown", "test_gone")).returncode == 4, "pytest knows no such test"
+    assert run(tmp_path, good + row(4, "shown", "test_gone")).returncode == 4, (
+        "pytest knows no such test"
+    )

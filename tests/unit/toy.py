@@ -35,7 +35,10 @@ def _save(stage: Stage, skill: int, version: int) -> None:
 
 @component("checkpoint", role="trainer", results={"loss": float, "version": int})
 def sft(
-    stage: Stage, *, skill: Annotated[int, Field(ge=0, le=3, description="to begin with")] = 1, seed: int = 0
+    stage: Stage,
+    *,
+    skill: Annotated[int, Field(ge=0, le=3, description="to begin with")] = 1,
+    seed: int = 0,
 ) -> Results:
     """Make version 1 of the policy."""
     _save(stage, skill, 1)
@@ -45,9 +48,13 @@ def sft(
 
 
 @component("rollouts", role="sampler", results={"completions": int, "mean_length": float})
-def rollout(stage: Stage, policy: Input, *, iteration: int = 0, temperature: float = 1.0) -> Results:
+def rollout(
+    stage: Stage, policy: Input, *, iteration: int = 0, temperature: float = 1.0
+) -> Results:
     """Pretend to sample."""
-    (stage.out / "rollouts.json").write_text(json.dumps({"skill": _skill(policy.path), "iteration": iteration}))
+    (stage.out / "rollouts.json").write_text(
+        json.dumps({"skill": _skill(policy.path), "iteration": iteration})
+    )
     stage.facts.update(policy.manifest.facts, sampling={"temperature": temperature})
     length = 8.0 - _skill(policy.path)
     stage.metric(iteration, mean_length=length)
@@ -107,7 +114,9 @@ def _judge(stage: Stage, skill: int, name: str) -> None:
         file.write_table(table)
 
 
-def make(url: str, iterations: int = 2, *, whole: bool = True, skill: int = 1) -> dict[str, Manifest]:
+def make(
+    url: str, iterations: int = 2, *, whole: bool = True, skill: int = 1
+) -> dict[str, Manifest]:
     """Run the stages in this process, in the order of the loop, below `url`; unless `whole`, end with the loop."""
     made = {"sft": sft(out=f"{url}/sft", skill=skill)}
     policy = f"{url}/sft@{made['sft'].digest}"
@@ -116,7 +125,9 @@ def make(url: str, iterations: int = 2, *, whole: bool = True, skill: int = 1) -
         at = f"{url}/iterations/{i}"
         made[f"{i}/rollout"] = rollout(out=f"{at}/rollout", policy=policy, iteration=i)
         made[f"{i}/reward"] = reward(out=f"{at}/reward", rollouts=f"{at}/rollout")
-        update = policy_update(out=f"{at}/policy-update", policy=policy, rewards=f"{at}/reward", iteration=i)
+        update = policy_update(
+            out=f"{at}/policy-update", policy=policy, rewards=f"{at}/reward", iteration=i
+        )
         made[f"{i}/policy-update"], policy = update, f"{at}/policy-update@{update.digest}"
     if not whole:
         return made
@@ -171,7 +182,10 @@ def build_argo(config: Config) -> Any:
         with DAG(
             name="loop",
             inputs=[Parameter(name="iteration"), Parameter(name="policy")],
-            outputs=[Parameter(name=k, value_from=ValueFrom(expression=last % (k, v))) for k, v in own.items()],
+            outputs=[
+                Parameter(name=k, value_from=ValueFrom(expression=last % (k, v)))
+                for k, v in own.items()
+            ],
         ) as loop:
             one = {"policy": IN % "policy", "iteration": IN % "iteration"}
             a = sample(name="rollout", arguments={**one, "rollouts": f"{at}/rollout"})
@@ -186,22 +200,34 @@ def build_argo(config: Config) -> Any:
             d = loop(name="next", arguments=following, when="{{=%s && %s}}" % (here, more))
             a >> b >> c >> d
         proceed = build_continue_template(CONTINUED, ("iteration", "policy"), Cluster())
-        with DAG(name=CONTINUED, inputs=[Parameter(name="iteration"), Parameter(name="policy")]) as part:
-            train = loop(name="loop", arguments={"iteration": IN % "iteration", "policy": IN % "policy"})
-            trained, reached = OUT % ("loop", "policy"), "asInt(tasks.loop.outputs.parameters.iteration)"
+        with DAG(
+            name=CONTINUED, inputs=[Parameter(name="iteration"), Parameter(name="policy")]
+        ) as part:
+            train = loop(
+                name="loop", arguments={"iteration": IN % "iteration", "policy": IN % "policy"}
+            )
+            trained, reached = (
+                OUT % ("loop", "policy"),
+                "asInt(tasks.loop.outputs.parameters.iteration)",
+            )
             more = f"{reached} < asInt(workflow.parameters.iterations)"
             onward = {"iteration": "{{=%s + 1}}" % reached, "policy": trained}
             over = "{{=!(%s)}}" % more
             judged = {"policy": trained, "metrics": f"{RUN}/evaluate-after"}
             after = check(name="evaluate-after", arguments=judged, when=over)
             lost = f"{RUN}/nowhere" if config.broken else trained
-            done = save(name="export", arguments={"policy": lost, "model": f"{RUN}/export"}, when=over)
+            done = save(
+                name="export", arguments={"policy": lost, "model": f"{RUN}/export"}, when=over
+            )
             train >> proceed(name="continue", arguments=onward, when="{{=%s}}" % more)
             train >> after >> done
         with DAG(name="main") as main:
             policy = OUT % ("sft", "checkpoint")
             start = make_sft(name="sft", arguments={"checkpoint": f"{RUN}/sft"})
-            before = check(name="evaluate-before", arguments={"policy": policy, "metrics": f"{RUN}/evaluate-before"})
+            before = check(
+                name="evaluate-before",
+                arguments={"policy": policy, "metrics": f"{RUN}/evaluate-before"},
+            )
             start >> before >> part(name="part", arguments={"iteration": "1", "policy": policy})
     built.entrypoint = main.name
     return built

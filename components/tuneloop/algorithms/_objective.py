@@ -58,18 +58,29 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     """``Σ weight · (-w · surrogate + β · ratio · KL)`` with the options that all algorithms share."""
 
     epsilon: float = Field(0.2, gt=0, description="the ratio is clipped below 1 - epsilon")
-    epsilon_high: float | None = Field(None, gt=0, description="and above 1 + epsilon_high; None: as epsilon")
-    delta: float | None = Field(None, gt=1, description="bounds the ratio where the advantage is negative")
+    epsilon_high: float | None = Field(
+        None, gt=0, description="and above 1 + epsilon_high; None: as epsilon"
+    )
+    delta: float | None = Field(
+        None, gt=1, description="bounds the ratio where the advantage is negative"
+    )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         "token", description="sequence: the ratio is the geometric mean over a completion (GSPO)"
     )
-    loss_agg_mode: _terms.Aggregation = Field("token-mean", description="verl's names; TRL: dapo, grpo and dr_grpo")
-    max_completion_length: int = Field(0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens")
-    beta: float = Field(0.0, ge=0, description="weight of the KL divergence to the reference; 0: none")
+    loss_agg_mode: _terms.Aggregation = Field(
+        "token-mean", description="verl's names; TRL: dapo, grpo and dr_grpo"
+    )
+    max_completion_length: int = Field(
+        0, ge=0, description="the divisor of seq-mean-token-sum-norm, in tokens"
+    )
+    beta: float = Field(
+        0.0, ge=0, description="weight of the KL divergence to the reference; 0: none"
+    )
     kl_estimator: _terms.Estimator = "k3"
     kl_in: Literal["loss", "reward"] = Field("loss", description="where the divergence is added")
     use_bias_correction_kl: bool = Field(
-        True, description="in the loss: weigh it by the ratio, so that its gradient is that of KL (arXiv 2512.02556)"
+        True,
+        description="in the loss: weigh it by the ratio, so that its gradient is that of KL (arXiv 2512.02556)",
     )
     vllm_importance_sampling_mode: _terms.Correction = Field(
         "token_truncate", description="how the gap between engine and trainer is corrected"
@@ -77,16 +88,24 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
     vllm_importance_sampling_clip_min: float | None = Field(None, ge=0)
     vllm_importance_sampling_clip_max: float | None = Field(2.0, gt=0)
     off_policy_mask_threshold: float | None = Field(
-        None, ge=0, description="drop bad completions that drifted further than this KL (OPSM, arXiv 2512.02556)"
+        None,
+        ge=0,
+        description="drop bad completions that drifted further than this KL (OPSM, arXiv 2512.02556)",
     )
-    mask_truncated_completions: bool = Field(False, description="leave completions that reached the limit out")
-    dynamic_sampling: bool = Field(False, description="leave completions without advantage out of the mean")
+    mask_truncated_completions: bool = Field(
+        False, description="leave completions that reached the limit out"
+    )
+    dynamic_sampling: bool = Field(
+        False, description="leave completions without advantage out of the mean"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "PolicyGradient":
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"vllm_importance_sampling_clip_min {low} must be below …_clip_max {high}")
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min {low} must be below …_clip_max {high}"
+            )
         if self.loss_agg_mode == "seq-mean-token-sum-norm" and not self.max_completion_length:
             raise ValueError("max_completion_length must be set: it divides the loss")
         return self
@@ -126,7 +145,11 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
             high = self.vllm_importance_sampling_clip_max
             weight, raw = _terms.compute_importance_weights(gap, tokens.sequence, mode, low, high)
             values = values * weight
-            measures |= {"logprob_gap": gap.abs(), "importance_weight": raw, "rejected": (weight == 0).float()}
+            measures |= {
+                "logprob_gap": gap.abs(),
+                "importance_weight": raw,
+                "rejected": (weight == 0).float(),
+            }
         if tokens.reference is not None:
             kl = _terms.estimate_kl(tokens.logprobs, tokens.reference, self.kl_estimator)
             measures["kl"] = kl.detach()
@@ -140,7 +163,11 @@ class PolicyGradient(BaseModel, frozen=True, extra="forbid"):
         ones = targets.new_ones(targets.shape).float()
         if self.loss_agg_mode == "token-mean":
             return ones / targets.sum()
-        by = targets if self.loss_agg_mode == "seq-mean-token-mean" else self.max_completion_length * ones
+        by = (
+            targets
+            if self.loss_agg_mode == "seq-mean-token-mean"
+            else self.max_completion_length * ones
+        )
         return ones / (by * len(targets))
 
     def shaped(self, batch: Completions) -> Tensor:

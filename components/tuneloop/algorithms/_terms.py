@@ -18,7 +18,13 @@ LOG_LIMIT = 20.0  # log-ratios beyond this are clamped before exp
 
 Estimator = Literal["k1", "k2", "k3"]
 Correction = Literal[
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
 ]
 Scale = Literal["group", "batch", "none"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -76,7 +82,9 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Te
     k1 is ``x``, without bias and of high variance; k2 is ``x²/2``, whose gradient is that of KL; k3 is
     ``exp(-x) - 1 + x``, without bias, never negative, with another gradient (that of KL(π_ref, π))."""
     x = logprobs - reference
-    return {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: (-x).exp() - 1 + x}[estimator]()
+    return {"k1": lambda: x, "k2": lambda: x.square() / 2, "k3": lambda: (-x).exp() - 1 + x}[
+        estimator
+    ]()
 
 
 def clip_surrogate(
@@ -108,7 +116,9 @@ def compute_importance_weights(
         return ratio.new_ones(ratio.shape), ratio
     if mode.endswith("truncate"):
         return ratio.clamp(min=low, max=high), ratio
-    inside = (ratio >= (0.0 if low is None else low)) & (ratio <= (math.inf if high is None else high))
+    inside = (ratio >= (0.0 if low is None else low)) & (
+        ratio <= (math.inf if high is None else high)
+    )
     return inside.float() if mode == "geometric_mask" else ratio.where(inside, 0.0), ratio
 
 

@@ -16,4 +16,6 @@ class Algorithm(grpo.Algorithm):
 
     def surrogate(self, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         bounded = ratio.detach().clamp(max=self.epsilon_high)
-        return bounded * tokens.advantages * tokens.logprobs, (bounded < ratio) & (tokens.advantages > 0)
+        return bounded * tokens.advantages * tokens.logprobs, (bounded < ratio) & (
+            tokens.advantages > 0
+        )

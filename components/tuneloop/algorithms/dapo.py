@@ -18,8 +18,12 @@ class Algorithm(grpo.Algorithm):
 
     epsilon_high: float | None = Field(0.28, gt=0)
     dynamic_sampling: bool = True
-    max_completion_len: int = Field(0, ge=0, description="tokens from which on the punishment is -1; 0: none")
-    soft_punish_cache: int = Field(0, ge=0, description="tokens before that over which it grows from 0")
+    max_completion_len: int = Field(
+        0, ge=0, description="tokens from which on the punishment is -1; 0: none"
+    )
+    soft_punish_cache: int = Field(
+        0, ge=0, description="tokens before that over which it grows from 0"
+    )
 
     @model_validator(mode="after")
     def _overlong(self) -> "Algorithm":
@@ -29,6 +33,8 @@ class Algorithm(grpo.Algorithm):
 
     def advantages(self, batch: Completions) -> Tensor:
         if self.max_completion_len:
-            punishment = _terms.soft_overlong(batch.lengths, self.max_completion_len, self.soft_punish_cache)
+            punishment = _terms.soft_overlong(
+                batch.lengths, self.max_completion_len, self.soft_punish_cache
+            )
             batch = replace(batch, rewards=batch.rewards + punishment)
         return super().advantages(batch)

@@ -9,11 +9,15 @@ from tuneloop.algorithms._terms import Tensor
 class Algorithm(Preference):
     """``-log σ(β (ratio chosen - ratio rejected))``. TRL: DPOTrainer, ``loss_type="sigmoid"``."""
 
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are the wrong way round (cDPO)")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of pairs that are the wrong way round (cDPO)"
+    )
 
     def loss(self, judged: Judged) -> Tensor:
         from torch.nn.functional import logsigmoid
 
         chosen, rejected = judged.pairs(judged.ratios)
         margin = self.beta * (chosen - rejected)
-        return -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
+        return -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(
+            -margin
+        )

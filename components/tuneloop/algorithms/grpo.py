@@ -12,4 +12,6 @@ class Algorithm(PolicyGradient):
     scale_rewards: _terms.Scale = "group"
 
     def advantages(self, batch: Completions) -> Tensor:
-        return batch.spread(_terms.group_relative(self.shaped(batch), batch.groups, batch.valid, self.scale_rewards))
+        return batch.spread(
+            _terms.group_relative(self.shaped(batch), batch.groups, batch.valid, self.scale_rewards)
+        )

@@ -15,7 +15,9 @@ class Algorithm(PolicyGradient):
 
     kl_estimator: _terms.Estimator = "k1"
     kl_in: Literal["loss", "reward"] = "reward"
-    baseline: Literal["none", "group"] = Field("none", description="group: rewards less their group's mean")
+    baseline: Literal["none", "group"] = Field(
+        "none", description="group: rewards less their group's mean"
+    )
 
     def advantages(self, batch: Completions) -> Tensor:
         import torch
@@ -26,7 +28,9 @@ class Algorithm(PolicyGradient):
         values = batch.spread(rewards.where(batch.valid, 0.0))
         if batch.kl is not None and self.kl_in == "reward":
             parts = batch.kl.split(batch.targets.tolist())
-            values = values - self.beta * torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+            values = values - self.beta * torch.cat(
+                [part.flip(0).cumsum(0).flip(0) for part in parts]
+            )
         scored = batch.spread(batch.valid)
         result = values.new_zeros(len(values))
         result[scored] = _terms.whiten_values(values[scored])

@@ -19,7 +19,9 @@ class Algorithm(PolicyGradient):
         values = _terms.leave_one_out(self.shaped(batch), batch.groups, batch.valid)
         scored = values[batch.valid]
         if self.normalize_advantages and len(scored) > 1:
-            values = ((values - scored.mean()) / (scored.std() + _terms.EPSILON)).where(batch.valid, 0.0)
+            values = ((values - scored.mean()) / (scored.std() + _terms.EPSILON)).where(
+                batch.valid, 0.0
+            )
         return batch.spread(values)
 
     def ratio(self, tokens: Tokens) -> Tensor:

@@ -19,7 +19,10 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
     if not (share and share.device_class):
         return []
     seats = dict.fromkeys(claim_output(share, role) for role in (TRAINER, *ROLES.values()))
-    made = [Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}")) for each in seats]
+    made = [
+        Parameter(name=each, global_name=each, value_from=ValueFrom(path=f"{OUTPUTS}/{each}"))
+        for each in seats
+    ]
     return [
         Container(
             name=name,
@@ -40,9 +43,18 @@ def insert_reservation_steps(workflow: dict[str, Any]) -> None:
         return
     take = templates[TAKE]
     rendered = json.dumps([each for name, each in templates.items() if name != TAKE])
-    seats = [p for p in take["outputs"]["parameters"] if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered]
+    seats = [
+        p
+        for p in take["outputs"]["parameters"]
+        if f"{{{{workflow.outputs.parameters.{p['name']}}}}}" in rendered
+    ]
     take["outputs"]["parameters"] = seats
-    take["container"]["args"] += ["--share", share.model_dump_json(), "--seats", *(p["name"] for p in seats)]
+    take["container"]["args"] += [
+        "--share",
+        share.model_dump_json(),
+        "--seats",
+        *(p["name"] for p in seats),
+    ]
     for name in list_entry_templates(workflow):
         tasks = templates[name]["dag"]["tasks"]
         for task in tasks:
@@ -60,7 +72,12 @@ def add_graph_end(workflow: dict[str, Any], cluster: Cluster) -> None:
     }
     command = ["python", "-m", "tuneloop.cluster.reservations", END]
     with Workflow() as built:
-        Container(name=END, command=command, args=encode_flags(place), **step_fields("tuneloop-graphs", cluster))
+        Container(
+            name=END,
+            command=command,
+            args=encode_flags(place),
+            **step_fields("tuneloop-graphs", cluster),
+        )
     spec = workflow["spec"]
     spec["templates"] += built.to_dict()["spec"]["templates"]
     if before := spec.get("onExit"):

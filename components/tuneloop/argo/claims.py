@@ -44,7 +44,10 @@ def pod_patch(share: Share, role: str) -> dict[str, Any]:
         return {}
     use = {"name": "main", "resources": {"claims": [{"name": DEVICES}]}}
     field = "resourceClaimTemplateName" if share.alone else "resourceClaimName"
-    return {"resourceClaims": [{"name": DEVICES, field: claim_tag(share, role)}], "containers": [use]}
+    return {
+        "resourceClaims": [{"name": DEVICES, field: claim_tag(share, role)}],
+        "containers": [use],
+    }
 
 
 def build_affinity(share: Share, role: str) -> dict[str, Any]:
@@ -53,10 +56,17 @@ def build_affinity(share: Share, role: str) -> dict[str, Any]:
         return {}
     at = {"matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": [role]}]}
     if share.roles == "strict":
-        return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [at]}}}
+        return {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [at]}
+            }
+        }
     other = {"key": ROLE_LABEL, "operator": "NotIn", "values": [role]}
     group = {"key": GROUP_LABEL, "operator": "In", "values": [share.group]}
-    away = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchExpressions": [group, other]}}
+    away = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchExpressions": [group, other]},
+    }
     preferred = "preferredDuringSchedulingIgnoredDuringExecution"
     return {
         "nodeAffinity": {preferred: [{"weight": 100, "preference": at}]},
@@ -89,10 +99,16 @@ def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
     elif share and sharing:
         for at, pod, given in [("spec", spec, {}), *sharing]:
             role = given.get(ROLE_LABEL)
-            ours = {**pod_patch(share, role), "affinity": build_affinity(share, role)} if role else {}
+            ours = (
+                {**pod_patch(share, role), "affinity": build_affinity(share, role)} if role else {}
+            )
             for field, value in {**pod, **json.loads(pod.get("podSpecPatch") or "{}")}.items():
                 if field in PLACING and value != ours.get(field):
-                    yield UserError(f"{at}.{field}", value, "is decided by the devices that runs share: leave it out")
+                    yield UserError(
+                        f"{at}.{field}",
+                        value,
+                        "is decided by the devices that runs share: leave it out",
+                    )
 
 
 def claim_output(share: Share, role: str) -> str:

@@ -17,7 +17,9 @@ from tuneloop.workflow.manifest import labels_of, list_calls
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
 UNITS = {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", 1)}
-UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", *"kMGTPE"), -3)}
+UNITS |= {
+    unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", *"kMGTPE"), -3)
+}
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,18 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
         return {}
     templates = workflow["spec"]["templates"]
     # An asynchronous loop has the pods of two stages at a time, one of which waits for the lease.
-    stages = 2 if any(call["name"] == "ahead" for template in templates for call in list_calls(template)) else 1
+    stages = (
+        2
+        if any(call["name"] == "ahead" for template in templates for call in list_calls(template))
+        else 1
+    )
     roles: dict[str, list[Mapping[str, Any]]] = {}
     for template in templates:
         given = labels_of(template)
         if GROUP_LABEL in given:
-            roles.setdefault("" if share.roles == "together" else given[ROLE_LABEL], []).append(template)
+            roles.setdefault("" if share.roles == "together" else given[ROLE_LABEL], []).append(
+                template
+            )
     found = {}
     for role, pods in roles.items():
         own = [_memory(template) for template in pods if not template.get("daemon")] or [(0, 0)]
@@ -103,7 +111,11 @@ def describe_colocation(workflow: Mapping[str, Any], parameters: int | None) -> 
         yield f"memory of {of.runs} runs whose {f'{role}s' if role else 'stages'} share a node{node}"
         terms = _terms(of)
         yield f"  requested: {terms['request']} = {format_gib(of.requested)}"
-        used = f"{terms['use']} = {format_gib(of.used)}" if of.used is not None else "not known: a stage has no limit"
+        used = (
+            f"{terms['use']} = {format_gib(of.used)}"
+            if of.used is not None
+            else "not known: a stage has no limit"
+        )
         yield f"  used at a time, at most: {used}"
         if parameters and role != "sampler":
             weights, adam = compute_trainer_memory(parameters)

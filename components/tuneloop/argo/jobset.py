@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tuneloop.argo import claims
-from tuneloop.argo.pod_fields import EXECUTOR, LIMIT, NOBODY, RESTRICTED, place_fields, pod_fields, retry_fields
+from tuneloop.argo.pod_fields import (
+    EXECUTOR,
+    LIMIT,
+    NOBODY,
+    RESTRICTED,
+    place_fields,
+    pod_fields,
+    retry_fields,
+)
 from tuneloop.core.attempts import ATTEMPT
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
@@ -27,9 +35,15 @@ PORT = 29500
 PATCH = {
     "containers": [
         {"name": "wait", "$patch": "delete"},
-        {"name": "main", "securityContext": RESTRICTED, "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}}},
+        {
+            "name": "main",
+            "securityContext": RESTRICTED,
+            "resources": {**EXECUTOR, "limits": {"memory": "256Mi"}},
+        },
     ],
-    "initContainers": [{"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}],
+    "initContainers": [
+        {"name": "init", "volumeMounts": [{"name": "tmp-dir-argo", "mountPath": "/tmp"}]}
+    ],
 }
 """Patch of the pod that watches: Argo runs it without the sidecar in the workflow's own patch, and writes to /tmp."""
 JOB = "node"
@@ -66,7 +80,9 @@ def jobset_steps(
     from hera.workflows.models import ValueFrom
 
     result.name = f"{component.template}-result"
-    name = "{{workflow.name}}-%s" % component.template + ("-{{inputs.parameters.iteration}}" if numbered else "")
+    name = "{{workflow.name}}-%s" % component.template + (
+        "-{{inputs.parameters.iteration}}" if numbered else ""
+    )
     args: Any = result.args
     ranks = ranks_env(name, nodes, processes)
     manifest = build_jobset(
@@ -78,7 +94,11 @@ def jobset_steps(
             "app.kubernetes.io/part-of": "tuneloop",
             "app.kubernetes.io/component": component.image,
             "workflows.argoproj.io/workflow": "{{workflow.name}}",  # `argo logs` goes by it
-            **(claims.build_sharing_labels(cluster.share, claims.role_of(component.image)) if cluster.share else {}),
+            **(
+                claims.build_sharing_labels(cluster.share, claims.role_of(component.image))
+                if cluster.share
+                else {}
+            ),
         },
         queue=cluster.build_queue_labels(role),
         stage=component.template,
@@ -91,7 +111,10 @@ def jobset_steps(
         name=component.template,
         inputs=inputs,
         outputs=[
-            Parameter(name=p.name, value_from=ValueFrom(parameter="{{steps.result.outputs.parameters.%s}}" % p.name))
+            Parameter(
+                name=p.name,
+                value_from=ValueFrom(parameter="{{steps.result.outputs.parameters.%s}}" % p.name),
+            )
             for p in outputs
         ],
     ) as steps:
@@ -100,7 +123,9 @@ def jobset_steps(
     return steps
 
 
-def apply_jobset(name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any) -> "Resource":
+def apply_jobset(
+    name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any
+) -> "Resource":
     """Build a template that applies a JobSet and ends as it does; the JobSet is deleted with the workflow."""
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
@@ -132,10 +157,22 @@ def build_jobset(
     """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together. `name` with
     ``-node-0-0-x7k2p`` at its end has at most 63 characters; `queue` are Kueue's labels, see
     `Cluster.build_queue_labels`; `stage` is what `tuneloop cluster logs` calls the pods."""
-    about = {"labels": dict(labels or {}), "annotations": {"workflows.argoproj.io/node-name": stage or name}}
-    bug = {"containerName": CONTAINER, "operator": "NotIn", "values": [code for code in RETRIED_CODES if code > 0]}
+    about = {
+        "labels": dict(labels or {}),
+        "annotations": {"workflows.argoproj.io/node-name": stage or name},
+    }
+    bug = {
+        "containerName": CONTAINER,
+        "operator": "NotIn",
+        "values": [code for code in RETRIED_CODES if code > 0],
+    }
     job = {
-        **{"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0},
+        **{
+            "parallelism": nodes,
+            "completions": nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+        },
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bug}]},
         "template": {"metadata": about, "spec": pod},
     }
@@ -149,7 +186,13 @@ def build_jobset(
                 "maxRestarts": LIMIT,
                 # No pod of an attempt is left when the next one starts.
                 "restartStrategy": "BlockingRecreate",
-                "rules": [{"name": "bug", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+                "rules": [
+                    {
+                        "name": "bug",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
             },
             "ttlSecondsAfterFinished": 3600,
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
@@ -159,8 +202,18 @@ def build_jobset(
 
 def check_names(workflow: Mapping[str, Any], run: str) -> None:
     """Raise UserError if a run's name makes host names of JobSet pods invalid, which would only show at their start."""
-    iterations = next((p["value"] for p in workflow["spec"]["arguments"]["parameters"] if p["name"] == "iterations"), 1)
-    known = {"{{workflow.name}}": f"{run}-{RESUMED}", "{{inputs.parameters.iteration}}": str(iterations)}
+    iterations = next(
+        (
+            p["value"]
+            for p in workflow["spec"]["arguments"]["parameters"]
+            if p["name"] == "iterations"
+        ),
+        1,
+    )
+    known = {
+        "{{workflow.name}}": f"{run}-{RESUMED}",
+        "{{inputs.parameters.iteration}}": str(iterations),
+    }
     for job in map(parse_applied_object, workflow["spec"].get("templates", ())):
         if job.get("kind") != "JobSet":
             continue
@@ -170,7 +223,9 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
         group = job["spec"]["replicatedJobs"][0]
         longest = f"{name}-{group['name']}-0-{group['template']['spec']['parallelism'] - 1}-x7k2p"
         if not name[0].isalpha():
-            raise UserError("--run", run, "names the hosts of stages with several pods: begin with a letter")
+            raise UserError(
+                "--run", run, "names the hosts of stages with several pods: begin with a letter"
+            )
         if (over := len(longest) - LONGEST) > 0:
             remedy = f"a pod could be named {longest}, which is too long: use a name at least {over} characters shorter"
             raise UserError("--run", run, remedy)
@@ -181,7 +236,9 @@ def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
         {"name": "PET_NPROC_PER_NODE", "value": str(processes)},
-        read_field("PET_NODE_RANK", "metadata.annotations['batch.kubernetes.io/job-completion-index']"),
+        read_field(
+            "PET_NODE_RANK", "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        ),
         {"name": "PET_MASTER_ADDR", "value": f"{name}-{JOB}-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
         RENDEZVOUS,

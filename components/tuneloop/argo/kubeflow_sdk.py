@@ -22,7 +22,10 @@ def build_train_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
     """Build the arguments of ``TrainerClient.train`` from `job`, a TrainJob that `as_trainjob` rendered. Raises
     UserError if the command does not start with our torchrun, or if CPU and memory of the trainer are not set."""
     spec, trainer = job["spec"], job["spec"]["trainer"]
-    requests, limits = trainer["resourcesPerNode"]["requests"], trainer["resourcesPerNode"].get("limits", {})
+    requests, limits = (
+        trainer["resourcesPerNode"]["requests"],
+        trainer["resourcesPerNode"].get("limits", {}),
+    )
     remedy = "is the default; set it, because the SDK makes what is requested a limit, too"
     if requests["cpu"] == Resources().cpu:
         raise UserError("cluster.trainer.cpu", requests["cpu"], remedy)
@@ -32,10 +35,18 @@ def build_train_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
     if tuple(launcher) != TORCHRUN:
         remedy = "does not start with our torchrun; for torchtune take the SDK's BuiltinTrainer, else `launch_job`"
         raise UserError("backend", " ".join(trainer["command"]), remedy)
-    pod = {field: value for field, value in spec["podTemplateOverrides"][0].items() if field != "targetJobs"}
+    pod = {
+        field: value
+        for field, value in spec["podTemplateOverrides"][0].items()
+        if field != "targetJobs"
+    }
     node = {"name": "node", "template": {"spec": {"template": pod}}}
-    patch: Any = {"template": {"metadata": {"labels": spec["labels"]}, "spec": {"replicatedJobs": [node]}}}
-    dataset, model = (spec.get("initializer", {}).get(part, {}).get("storageUri") for part in ("dataset", "model"))
+    patch: Any = {
+        "template": {"metadata": {"labels": spec["labels"]}, "spec": {"replicatedJobs": [node]}}
+    }
+    dataset, model = (
+        spec.get("initializer", {}).get(part, {}).get("storageUri") for part in ("dataset", "model")
+    )
     return {
         "runtime": spec["runtimeRef"]["name"],
         "initializer": sdk.Initializer(  # the types for Hugging Face take an address of any scheme
@@ -53,7 +64,9 @@ def build_train_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
             options.Name(job["metadata"]["name"]),
             options.Labels(job["metadata"]["labels"]),
             # The SDK has no field for the number of processes of a node.
-            options.TrainerCommand([*launcher, f"--nproc-per-node={trainer['numProcPerNode']}", *program]),
+            options.TrainerCommand(
+                [*launcher, f"--nproc-per-node={trainer['numProcPerNode']}", *program]
+            ),
             options.TrainerArgs(trainer["args"]),
             options.RuntimePatch(patch),
         ],

@@ -36,7 +36,9 @@ def add_lease_sidecar(made: "Container", cluster: Cluster, role: str) -> None:
     volumes: Any = made.volumes or []
     env: Any = made.env or []
     # Hera's own UserContainer leaves out the restart policy.
-    own = models.UserContainer.model_validate(build_lease_sidecar(share, role, cluster.images.format(image="base")))
+    own = models.UserContainer.model_validate(
+        build_lease_sidecar(share, role, cluster.images.format(image="base"))
+    )
     made.init_containers = [*(made.init_containers or []), own]
     # The account's token, which only the sidecar mounts.
     token = models.Volume.model_validate({"name": TOKEN, "projected": {"sources": TOKEN_SOURCES}})
@@ -53,9 +55,18 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
         **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
     }
     owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
-    look = {"exec": {"command": ["test", "-s", FILE]}, "periodSeconds": 1, "failureThreshold": FOREVER}
+    look = {
+        "exec": {"command": ["test", "-s", FILE]},
+        "periodSeconds": 1,
+        "failureThreshold": FOREVER,
+    }
     return {
-        **{"name": NAME, "image": image, "imagePullPolicy": "IfNotPresent", "restartPolicy": "Always"},
+        **{
+            "name": NAME,
+            "image": image,
+            "imagePullPolicy": "IfNotPresent",
+            "restartPolicy": "Always",
+        },
         **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": encode_flags(given)},
         "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
         "startupProbe": look,
@@ -70,4 +81,6 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
 
 def find_lease_sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the lease sidecar of a rendered template, or None."""
-    return next((each for each in template.get("initContainers", ()) if each.get("name") == NAME), None)
+    return next(
+        (each for each in template.get("initContainers", ()) if each.get("name") == NAME), None
+    )

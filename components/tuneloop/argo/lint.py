@@ -22,14 +22,21 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
     templates = {template.get("name"): template for template in spec.get("templates", [])}
     found = [*_spec(spec, templates), *_expressions(spec)]
     for at, value in _walk(spec, "spec"):
-        if isinstance(value, Mapping) and value.get("name") in ("y", "n", "Y", "N"):  # PyYAML does not quote them
+        if isinstance(value, Mapping) and value.get("name") in (
+            "y",
+            "n",
+            "Y",
+            "N",
+        ):  # PyYAML does not quote them
             remedy = "YAML 1.1 reads it as true or false; choose a longer name"
             found.append(UserError(f"{at}.name", value["name"], remedy))
     found += find_placement_errors(workflow)
     for name, template in templates.items():
         at = f"templates.{name}"
         if not NAME.match(str(name)):
-            found.append(UserError(at, name, "names are at most 63 lower-case letters, digits and dashes"))
+            found.append(
+                UserError(at, name, "names are at most 63 lower-case letters, digits and dashes")
+            )
         if "dag" in template:
             found += _dag(at, template, templates)
         elif "steps" in template:
@@ -43,13 +50,22 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
 def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
     entry = spec.get("entrypoint")
     if entry not in templates and "workflowTemplateRef" not in spec:
-        yield UserError("spec.entrypoint", entry, f"no such template; there are {', '.join(map(str, templates))}")
-    for field, hook in {"onExit": {"template": spec.get("onExit")}, **(spec.get("hooks") or {})}.items():
+        yield UserError(
+            "spec.entrypoint",
+            entry,
+            f"no such template; there are {', '.join(map(str, templates))}",
+        )
+    for field, hook in {
+        "onExit": {"template": spec.get("onExit")},
+        **(spec.get("hooks") or {}),
+    }.items():
         if hook["template"] and hook["template"] not in templates:
             yield UserError(f"spec.{field}", hook["template"], "no such template")
     daemons = [name for name, template in templates.items() if template.get("daemon")]
     if daemons and int(spec.get("parallelism") or 0) == len(daemons):
-        yield UserError("spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} counts, too: add one")
+        yield UserError(
+            "spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} counts, too: add one"
+        )
 
 
 def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
@@ -58,7 +74,9 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
     if len(tasks) < len(listed):
         yield UserError(f"{at}.dag.tasks", len(listed), "two tasks have the same name")
     if "timeout" in template:
-        yield UserError(f"{at}.timeout", template["timeout"], "a DAG has no timeout; set it on the pods")
+        yield UserError(
+            f"{at}.timeout", template["timeout"], "a DAG has no timeout; set it on the pods"
+        )
     waits: dict[str, list[str]] = {}
     for name, task in tasks.items():
         try:
@@ -74,7 +92,9 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
             if other not in tasks:
                 yield UserError(place, f"tasks.{other}", "is not a task of this DAG")
             elif other not in above:
-                yield UserError(place, f"tasks.{other}", f"is used, but not waited for; depends: {other}")
+                yield UserError(
+                    place, f"tasks.{other}", f"is used, but not waited for; depends: {other}"
+                )
         yield from _call(place, task, templates)
         if task.get("template") == template["name"] and not task.get("when"):
             yield UserError(place, task["template"], "a template that calls itself needs a when")
@@ -87,7 +107,11 @@ def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
     for name, task in tasks.items():
         text = f"{task.get('arguments')} {task.get('when', '')}"
         for other in conditional & _references(task):
-            if "outputs" in text and f"{other}.status" not in text and f"['{other}'].status" not in text:
+            if (
+                "outputs" in text
+                and f"{other}.status" not in text
+                and f"['{other}'].status" not in text
+            ):
                 remedy = f"may be skipped; guard by tasks.{other}.status"
                 yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.outputs", remedy)
 
@@ -106,30 +130,49 @@ def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Ite
         given = {item["name"] for item in arguments.get(kind, [])}
         declared = {item["name"]: item for item in (target.get("inputs") or {}).get(kind, [])}
         for name, item in declared.items():
-            if name not in given and not {"default", "value", "optional", "raw", "s3", "http", "git"} & item.keys():
-                yield UserError(f"{at}.arguments.{kind}", name, f"is required by template {target['name']}")
+            if (
+                name not in given
+                and not {"default", "value", "optional", "raw", "s3", "http", "git"} & item.keys()
+            ):
+                yield UserError(
+                    f"{at}.arguments.{kind}", name, f"is required by template {target['name']}"
+                )
         for name in sorted(given - declared.keys()):
-            yield UserError(f"{at}.arguments.{kind}", name, f"template {target['name']} has no such input")
+            yield UserError(
+                f"{at}.arguments.{kind}", name, f"template {target['name']} has no such input"
+            )
 
 
 def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[UserError]:
     container = template.get("container") or template["script"]
     resources = container.get("resources") or {}
     if not resources.get("requests"):
-        yield UserError(f"{at}.resources", None, "request cpu and memory: a scheduler and Kueue count them")
+        yield UserError(
+            f"{at}.resources", None, "request cpu and memory: a scheduler and Kueue count them"
+        )
     if not container.get("securityContext"):
-        yield UserError(f"{at}.securityContext", None, "a restricted namespace refuses the pod without one")
+        yield UserError(
+            f"{at}.securityContext", None, "a restricted namespace refuses the pod without one"
+        )
     if "retryStrategy" not in template:
-        yield UserError(f"{at}.retryStrategy", None, "an evicted pod would end the run; retry Error and exit 75")
+        yield UserError(
+            f"{at}.retryStrategy", None, "an evicted pod would end the run; retry Error and exit 75"
+        )
     elif longest := ((template["retryStrategy"] or {}).get("backoff") or {}).get("maxDuration"):
         remedy = "counts from the start of the first attempt, so a longer stage is never retried; leave it out"
         yield UserError(f"{at}.retryStrategy.backoff.maxDuration", longest, remedy)
     image = str(container.get("image", "")).rpartition("/")[2]
     if "@" not in image and (":" not in image or image.endswith(":latest")):
-        yield UserError(f"{at}.image", container.get("image"), "name a version: a tag other than latest, or a digest")
+        yield UserError(
+            f"{at}.image",
+            container.get("image"),
+            "name a version: a tag other than latest, or a digest",
+        )
     gpus = any("gpu" in name for name in (resources.get("limits") or {}))
     if gpus and QUEUE_LABEL not in ((template.get("metadata") or {}).get("labels") or {}):
-        yield UserError(f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label")
+        yield UserError(
+            f"{at}.metadata.labels", QUEUE_LABEL, "an accelerator stage carries the queue's label"
+        )
 
 
 def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
@@ -137,7 +180,10 @@ def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
     yield at, value
     below: Iterable[tuple[object, Any]] = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, list):
-        below = ((item.get("name", i) if isinstance(item, Mapping) else i, item) for i, item in enumerate(value))
+        below = (
+            (item.get("name", i) if isinstance(item, Mapping) else i, item)
+            for i, item in enumerate(value)
+        )
     for name, item in below:
         yield from _walk(item, f"{at}.{name}")
 
@@ -151,7 +197,11 @@ def _expressions(spec: Mapping[str, Any]) -> Iterator[UserError]:
             yield from _expression(value, at)
             output = at.endswith(".valueFrom.expression") and ".outputs." in at
             if output and (match := _WORKFLOW.search(TAG.sub("", value))):
-                yield UserError(at, match[0], f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'")
+                yield UserError(
+                    at,
+                    match[0],
+                    f"is not a name in an output's expression; write '{{{{{match[0]}}}}}'",
+                )
         for tag in TAG.findall(value):
             if tag.strip().startswith("="):
                 yield from _expression(tag.strip()[1:], at)

@@ -17,8 +17,24 @@ from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import role_of
 from tuneloop.argo.lease_sidecar import add_lease_sidecar
-from tuneloop.argo.pod_fields import ELSEWHERE, OUTPUTS, find_role, mount_token, retried_pod_fields, step_fields
-from tuneloop.argo.tasks import ITERATION, RUN, Output, build_term, input_tag, output_parameter, output_term, task_tag
+from tuneloop.argo.pod_fields import (
+    ELSEWHERE,
+    OUTPUTS,
+    find_role,
+    mount_token,
+    retried_pod_fields,
+    step_fields,
+)
+from tuneloop.argo.tasks import (
+    ITERATION,
+    RUN,
+    Output,
+    build_term,
+    input_tag,
+    output_parameter,
+    output_term,
+    task_tag,
+)
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.program import encode_flags, to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step, output_of, step_of
@@ -44,7 +60,9 @@ def build_input_tags(names: Sequence[str]) -> dict[str, str]:
 def build_loop_condition(iteration: Any, reward: Any) -> Any:
     """Return the condition for another iteration after the one with this number and this mean reward."""
     limits = g.workflow.parameters
-    return (iteration.as_int() < limits.iterations.as_int()) & (reward.as_float() < limits["target-reward"].as_float())
+    return (iteration.as_int() < limits.iterations.as_int()) & (
+        reward.as_float() < limits["target-reward"].as_float()
+    )
 
 
 def build_same_workflow_condition(iteration: Any, reward: Any) -> Any:
@@ -57,12 +75,18 @@ def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
     """Return the outputs of a template that calls itself as `next`: those of the last call, or else its `own`."""
     following: Any = g.tasks.next  # only a task that ran has outputs; Argo says so by its status
     ran = following.status == "Succeeded"
-    return [output_parameter(k, expression=ran.check(following.outputs.parameters[k], own[k])) for k in own]
+    return [
+        output_parameter(k, expression=ran.check(following.outputs.parameters[k], own[k]))
+        for k in own
+    ]
 
 
 def call_step(step: Step, templates: Templates, values: Mapping[str, str], **about: Any) -> Any:
     """Make a step's task in an iteration; a wire that is not in `values` is an output of another task of the graph."""
-    given = {k: values[wire] if wire in values else task_tag(*wire.split(".")) for k, wire in step.wires.items()}
+    given = {
+        k: values[wire] if wire in values else task_tag(*wire.split("."))
+        for k, wire in step.wires.items()
+    }
     arguments = list(given.items())
     behind = max(i for i, name in enumerate(given) if name in step.component.inputs)
     arguments.insert(behind + 1, (to_kebab_case(step.component.output), f"{ITERATION}/{step.name}"))
@@ -78,7 +102,9 @@ def chain_steps(steps: Sequence[Step], templates: Templates, values: Mapping[str
     return before
 
 
-def call_once(step: Step, templates: Templates, values: Mapping[str, str], name: str, **about: Any) -> Any:
+def call_once(
+    step: Step, templates: Templates, values: Mapping[str, str], name: str, **about: Any
+) -> Any:
     """Make the task of a step outside of iterations, committed below the run under the task's name."""
     arguments = {k: values[wire] for k, wire in step.wires.items() if wire != "iteration"}
     if "iteration" in step.wires.values():
@@ -94,22 +120,34 @@ def build_loop(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
         return build_iteration(loop, templates, every)
     sampled = build_input_tags(loop.values_of(loop.batch))
     batched = [output_of(wire) for wire in loop.batch_wires]
-    outputs = [output_parameter(output_of(wire), value=task_tag(*wire.split("."))) for wire in loop.batch_wires]
+    outputs = [
+        output_parameter(output_of(wire), value=task_tag(*wire.split(".")))
+        for wire in loop.batch_wires
+    ]
     with build_dag("batch", list(sampled), outputs) as batch:
         chain_steps(loop.batch, templates, sampled)
     turn = build_iteration(loop, templates, every, batch)
     outputs = [output_parameter(k, value=task_tag("turn", k)) for k in loop.outputs]
     with build_dag("loop", loop.inputs, outputs) as made:
         first = batch(name="batch", arguments=sampled)
-        first >> turn(name="turn", arguments=build_input_tags(loop.inputs) | {k: Output(first, k) for k in batched})
+        first >> turn(
+            name="turn",
+            arguments=build_input_tags(loop.inputs) | {k: Output(first, k) for k in batched},
+        )
     return made
 
 
-def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None) -> Any:
+def build_iteration(
+    loop: Loop, templates: Templates, evaluate_every: int, batch: Any = None
+) -> Any:
     """Build the template of one iteration, which calls the next. In an asynchronous loop it is given its batch, and
     during its update calls the template `batch` for the next batch, with the policy that it starts from."""
     number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
-    rewarded = build_term(g.inputs.parameters, reward) if batch else output_term(step_of(loop.reward), reward)
+    rewarded = (
+        build_term(g.inputs.parameters, reward)
+        if batch
+        else output_term(step_of(loop.reward), reward)
+    )
     more, after = f"{build_same_workflow_condition(number, rewarded):=}", f"{number.as_int() + 1:=}"
     batched = [output_of(wire) for wire in loop.batch_wires] if batch else []
     # Outputs see tasks, but no inputs; a tag is replaced before.
@@ -119,7 +157,9 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
         **build_input_tags(loop.inputs),
         **{wire: input_tag(output_of(wire)) for wire in loop.batch_wires if batch},
     }
-    with build_dag("turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)) as made:
+    with build_dag(
+        "turn" if batch else "loop", (*loop.inputs, *batched), last_outputs(own)
+    ) as made:
         scored = None if batch else chain_steps(loop.batch, templates, values)
         update = call_step(loop.trainer, templates, values)
         if scored:
@@ -145,7 +185,11 @@ def build_iteration(loop: Loop, templates: Templates, evaluate_every: int, batch
 
 
 def describe_loop(
-    loop: Loop, specs: Sequence[StageSpec], shared: Mapping[str, Any], wired: Iterable[str], evaluate_every: int
+    loop: Loop,
+    specs: Sequence[StageSpec],
+    shared: Mapping[str, Any],
+    wired: Iterable[str],
+    evaluate_every: int,
 ) -> PodLoop:
     """Return the steps of a loop with their commands and flags. `shared` are parameters for every stage that has them;
     `wired` are parameters that the pod gets from the graph, in addition to the steps' own wires."""
@@ -166,7 +210,9 @@ def describe_loop(
     check = describe(loop.check) if evaluate_every else None
     steps = [describe(step) for step in loop.steps]
     carry, reward = dict(loop.carry), loop.reward
-    return PodLoop(steps=steps, carry=carry, reward=reward, check=check, evaluate_every=evaluate_every)
+    return PodLoop(
+        steps=steps, carry=carry, reward=reward, check=check, evaluate_every=evaluate_every
+    )
 
 
 def list_roles(loop: Loop, specs: Sequence[StageSpec], evaluate_every: int) -> list[ResourceRole]:
@@ -187,16 +233,27 @@ def pod_template(
     cluster: Cluster,
 ) -> Container:
     """Return the template `iterations`, a container that runs `per_pod` of them; auto: up to all of the workflow's."""
-    limit = ["{{workflow.parameters.per-workflow}}", "--auto"] if per_pod == "auto" else [str(per_pod)]
+    limit = (
+        ["{{workflow.parameters.per-workflow}}", "--auto"] if per_pod == "auto" else [str(per_pod)]
+    )
     passed = {**{name: input_tag(name) for name in inputs}, **values}
     made = Container(
         name="iterations",
         inputs=[Parameter(name=name) for name in inputs],
-        outputs=[Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs],
+        outputs=[
+            Parameter(name=name, value_from=ValueFrom(path=f"{OUTPUTS}/{name}")) for name in outputs
+        ],
         command=["python", "-m", PROGRAM],
         args=[
             *("--loop", loop.model_dump_json(exclude_defaults=True)),
-            *("--run", RUN, "--iterations", "{{workflow.parameters.iterations}}", "--per-pod", *limit),
+            *(
+                "--run",
+                RUN,
+                "--iterations",
+                "{{workflow.parameters.iterations}}",
+                "--per-pod",
+                *limit,
+            ),
             *("--target-reward", "{{workflow.parameters.target-reward}}"),
             *(word for name, value in passed.items() for word in ("--value", f"{name}={value}")),
         ],
@@ -209,10 +266,14 @@ def pod_template(
 def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Any:
     """Make the template of a pod of several iterations."""
     published, settings = config.published(RUN), config.loop
-    described = describe_loop(loop, specs, {"seed": config.seed}, published, settings.evaluate_every)
+    described = describe_loop(
+        loop, specs, {"seed": config.seed}, published, settings.evaluate_every
+    )
     role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
     per_pod, outputs = config.iterations_per_pod, loop.pod_outputs
-    made = pod_template(described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster)
+    made = pod_template(
+        described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster
+    )
     if config.engine.name == "vllm":
         mount_token(made)
     elif config.engine.name == ELSEWHERE:
@@ -223,22 +284,42 @@ def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipe
 def build_pods(loop: Loop, pod: Any) -> Any:
     """Build the template `loop` with several iterations in a pod: it calls the container `pod`, and then itself."""
     ended = g.tasks.iterations.outputs.parameters
-    with build_dag("loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})) as made:
+    with build_dag(
+        "loop", loop.inputs, last_outputs({name: ended[name] for name in loop.pod_outputs})
+    ) as made:
         work = pod(name="iterations", arguments=build_input_tags(loop.inputs))
-        following = {"iteration": f"{ended.iteration.as_int() + 1:=}", **{k: Output(work, k) for k in loop.carry}}
-        more = build_same_workflow_condition(ended.iteration, build_term(ended, output_of(loop.reward)))
-        work >> made(name="next", arguments={**build_input_tags(loop.inputs), **following}, when=f"{more:=}")
+        following = {
+            "iteration": f"{ended.iteration.as_int() + 1:=}",
+            **{k: Output(work, k) for k in loop.carry},
+        }
+        more = build_same_workflow_condition(
+            ended.iteration, build_term(ended, output_of(loop.reward))
+        )
+        work >> made(
+            name="next", arguments={**build_input_tags(loop.inputs), **following}, when=f"{more:=}"
+        )
     return made
 
 
-def build_continue_template(entrypoint: str, arguments: Sequence[str], cluster: Cluster) -> Container:
+def build_continue_template(
+    entrypoint: str, arguments: Sequence[str], cluster: Cluster
+) -> Container:
     """Build the step ``continue``, which starts the run's next workflow at the template `entrypoint`."""
     passed = [f"{name}={input_tag(name)}" for name in arguments]
-    own = ["--workflow", "{{workflow.name}}", "--namespace", "{{workflow.namespace}}", "--entrypoint", entrypoint]
+    own = [
+        "--workflow",
+        "{{workflow.name}}",
+        "--namespace",
+        "{{workflow.namespace}}",
+        "--entrypoint",
+        entrypoint,
+    ]
     return Container(
         name="continue",
         inputs=[Parameter(name=name) for name in arguments],
-        outputs=[Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))],
+        outputs=[
+            Parameter(name=NEXT, global_name=NEXT, value_from=ValueFrom(path=f"{OUTPUTS}/{NEXT}"))
+        ],
         command=["python", "-m", "tuneloop.cluster.continue_run"],
         args=[*own, *passed],
         **step_fields("tuneloop-continue", cluster),
@@ -253,34 +334,58 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
     with build_dag("part", loop.inputs) as part:
         repeat = templates["loop"](name="loop", arguments=build_input_tags(loop.inputs))
         trained = {name: Output(repeat, name) for name in loop.carry}
-        following = {**build_input_tags(loop.constants), "iteration": f"{ended.iteration.as_int() + 1:=}", **trained}
+        following = {
+            **build_input_tags(loop.constants),
+            "iteration": f"{ended.iteration.as_int() + 1:=}",
+            **trained,
+        }
         repeat >> proceed(name="continue", arguments=following, when=f"{more:=}")
         values, before = {**build_input_tags(loop.inputs), **trained}, repeat
         # One after the other: a server holds one version at a time.
-        for step, name in ((loop.check, f"{loop.check.name}-after"), *((step, step.name) for step in loop.finish)):
+        for step, name in (
+            (loop.check, f"{loop.check.name}-after"),
+            *((step, step.name) for step in loop.finish),
+        ):
             if step.name in templates:
                 before = before >> call_once(step, templates, values, name, when=f"{~P(more):=}")
                 ran: Any = build_term(g.tasks, name).status == "Succeeded"
-                values |= {each: f"{ran.check(output_term(name, output_of(each)), C('')):=}" for each in step.outputs}
+                values |= {
+                    each: f"{ran.check(output_term(name, output_of(each)), C('')):=}"
+                    for each in step.outputs
+                }
     with build_dag(CONTINUED, loop.passed):
         server, endpoint = call_server(templates, config, input_tag("policy"))
-        server >> part(name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint})
+        server >> part(
+            name="part", arguments={**build_input_tags(loop.passed), "endpoint": endpoint}
+        )
     return part
 
 
-def call_server(templates: Templates, config: LoopPipelineConfig, policy: str) -> tuple[list[Any], str]:
+def call_server(
+    templates: Templates, config: LoopPipelineConfig, policy: str
+) -> tuple[list[Any], str]:
     """Create the tasks of the engine's rollout servers, if there are any; return them and their endpoint. They boot
     with `policy`; servers that pull find the latest version themselves."""
     if "serve" not in templates:
         return [], config.engine.rollout_endpoint_url or ""
     given, count = {} if config.engine.pull else {"policy": policy}, config.engine.replicas
-    calls = {f"serve-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)} if count > 1 else {"serve": given}
-    tasks = [templates["serve"](name=name, arguments=arguments) for name, arguments in calls.items()]
+    calls = (
+        {f"serve-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)}
+        if count > 1
+        else {"serve": given}
+    )
+    tasks = [
+        templates["serve"](name=name, arguments=arguments) for name, arguments in calls.items()
+    ]
     return tasks, ",".join(f"http://{task.ip}:{config.engine.port}" for task in tasks)
 
 
 def call_loop(
-    loop: Loop, templates: Templates, config: LoopPipelineConfig, boot: Output, values: Mapping[str, Output]
+    loop: Loop,
+    templates: Templates,
+    config: LoopPipelineConfig,
+    boot: Output,
+    values: Mapping[str, Output],
 ) -> None:
     """Evaluate the policy, then loop; to be called inside the main DAG. The server boots with the checkpoint
     `boot` while the loop's policy may still be trained, unless both want the same device."""
@@ -288,6 +393,8 @@ def call_loop(
     start: Any = values["policy"].task
     given = {**values, "endpoint": endpoint, "iteration": "1"}
     before = call_once(loop.check, templates, given, f"{loop.check.name}-before")
-    first = templates["part"](name="part", arguments={name: given[name] for name in loop.values_of(loop.steps)})
+    first = templates["part"](
+        name="part", arguments={name: given[name] for name in loop.values_of(loop.steps)}
+    )
     (start if config.engine.colocate else boot.task) >> server
     [start, *server] >> before >> first

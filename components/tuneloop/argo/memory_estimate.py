@@ -66,8 +66,14 @@ def model_of(stages: list[Stage]) -> Model | str:
     if base is None:
         return f"unknown: no stage {base_model.name}"
     if (name := base.flags.get("model", TINY[0])) in TINY:
-        vocab = int(base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default)
-        return shape_of(name, {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")}, None)
+        vocab = int(
+            base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default
+        )
+        return shape_of(
+            name,
+            {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")},
+            None,
+        )
     directory = Path(name)
     if not (directory / "config.json").is_file():
         return f"{name}: not estimated, there is no directory here with a config.json"
@@ -91,9 +97,17 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     dense = "intermediate_size" in config and not any("experts" in key for key in config)
     linears = {}
     if dense:
-        inner, queries, keys = config["intermediate_size"], (hidden, heads * head), (hidden, kv * head)
+        inner, queries, keys = (
+            config["intermediate_size"],
+            (hidden, heads * head),
+            (hidden, kv * head),
+        )
         linears = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries[::-1]}
-        linears |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        linears |= {
+            "gate_proj": (hidden, inner),
+            "up_proj": (hidden, inner),
+            "down_proj": (inner, hidden),
+        }
     shape = (layers, hidden, kv, head, vocab, linears)
     if counted:
         return Model(name, counted, "counted in the headers of its safetensors files", *shape)
@@ -123,12 +137,16 @@ def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
     return model.layers * lora.r * sum(sum(model.linears[name]) for name in set(named))
 
 
-def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
+def estimate_memory_parts(
+    stage: Stage, model: Model, context: int | None
+) -> list[tuple[str, float]]:
     """Estimate the parts of a pod's memory that follow from the model, as (description, bytes). `context` is the most
     tokens of a prompt and its completion, if they are limited."""
     if stage.role == "trainer":
         return _training_memory(stage, model, context)
-    if stage.serves or (stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"):
+    if stage.serves or (
+        stage.role in ("sampler", "evaluator") and stage.flags.get("engine") == "transformers"
+    ):
         return _sampling_memory(stage, model, context)
     if _only_holds(stage):
         return [(f"{model.parameters:,} × 4 weights", model.parameters * 4.0)]
@@ -138,14 +156,24 @@ def estimate_memory_parts(stage: Stage, model: Model, context: int | None) -> li
 def is_memory_estimate_complete(stage: Stage, model: Model, context: int | None) -> bool:
     """Return whether `estimate_memory_parts` covers all parts, which needs a limit on the length of sequences."""
     if stage.role == "trainer":
-        limited = (stage.number("max_length") or context) and stage.number("per_device_train_batch_size")
-        return bool(limited) and "backend" not in stage.flags and count_adapter_parameters(stage, model) is not None
+        limited = (stage.number("max_length") or context) and stage.number(
+            "per_device_train_batch_size"
+        )
+        return (
+            bool(limited)
+            and "backend" not in stage.flags
+            and count_adapter_parameters(stage, model) is not None
+        )
     return stage.serves or _only_holds(stage) or context is not None
 
 
 def _only_holds(stage: Stage) -> bool:
     """Say whether a stage needs little memory besides a model's weights: it computes with torch, but does not train."""
-    return stage.component is not None and stage.component.image == "trainer" and stage.role != "trainer"
+    return (
+        stage.component is not None
+        and stage.component.image == "trainer"
+        and stage.role != "trainer"
+    )
 
 
 def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, float]]) -> int:
@@ -153,7 +181,9 @@ def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, f
     kinds = ["gpu" if stage.accelerators else "server" if stage.serves else "" for stage in stages]
     program = max(PROGRAM[kind] * stage.ranks for kind, stage in zip(kinds, stages))
     torchrun = PROGRAM[""] / 2 if any(stage.ranks > 1 for stage in stages) else 0
-    kept = [s for s in stages if s.serves and not s.engine_args.get("enable_sleep_mode")]  # else vLLM drops it before
+    kept = [
+        s for s in stages if s.serves and not s.engine_args.get("enable_sleep_mode")
+    ]  # else vLLM drops it before
     host = "gpu" not in kinds or any(stage.engine_args.get("snapshot") for stage in kept)
     states = [count for text, count in parts if host or "weights" in text]
     return math.ceil((program + torchrun + sum(states)) / STEP) * STEP
@@ -167,13 +197,22 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         parts = [(f"{count:,} × {kept}{shared}", count * 16 / stage.nodes)]
     else:
         parts = [(f"{count:,} × 4 weights{shared}", count * 4 / stage.nodes)]
-        parts += [(f"adapters' {added:,} × {kept}{shared}", added * 16 / stage.nodes)] if added else []
-    if "reference" in stage.flags and json.loads(stage.flags.get("algorithm_args", "{}")).get("beta"):
+        parts += (
+            [(f"adapters' {added:,} × {kept}{shared}", added * 16 / stage.nodes)] if added else []
+        )
+    if "reference" in stage.flags and json.loads(stage.flags.get("algorithm_args", "{}")).get(
+        "beta"
+    ):
         parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
-    length, batch = stage.number("max_length") or context, stage.number("per_device_train_batch_size")
+    length, batch = (
+        stage.number("max_length") or context,
+        stage.number("per_device_train_batch_size"),
+    )
     if length and batch:
         models = stage.component.options.values() if stage.component else ()
-        batch *= max((model.sequences for model in models if issubclass(model, TrainerOptions)), default=1)
+        batch *= max(
+            (model.sequences for model in models if issubclass(model, TrainerOptions)), default=1
+        )
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
         layers = f"{model.layers} layers × 34"
         numbers = model.layers * 34
@@ -195,7 +234,12 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
     if stage.serves:
         if not stage.accelerators or "kv_cache_memory_bytes" in arguments:
             pool = int(arguments.get("kv_cache_memory_bytes", CPU_POOL))
-            parts.append((f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}", float(pool)))
+            parts.append(
+                (
+                    f"KV cache pool of {pool // model.kv_bytes:,} tokens × {model.kv_bytes}",
+                    float(pool),
+                )
+            )
         return parts
     most = int(arguments.get("max_num_seqs", 256))
     sizes = map(stage.number, ("oversampled_prompts", "prompts_per_iteration", "limit"))
@@ -203,13 +247,19 @@ def _sampling_memory(stage: Stage, model: Model, context: int | None) -> list[tu
     sequences = min(most, prompts * (stage.number("n") or 1))
     if context:
         each = model.kv_bytes * width // 2
-        parts.append((f"{sequences:g} × {context} tokens × {each} KV cache", sequences * context * each))
+        parts.append(
+            (f"{sequences:g} × {context} tokens × {each} KV cache", sequences * context * each)
+        )
     return parts
 
 
 def context_of(stages: list[Stage]) -> int | None:
     """Return the maximum tokens of a prompt and its completion in the engine: vLLM's ``max_model_len``."""
-    limits = [stage.engine_args["max_model_len"] for stage in stages if stage.engine_args.get("max_model_len")]
+    limits = [
+        stage.engine_args["max_model_len"]
+        for stage in stages
+        if stage.engine_args.get("max_model_len")
+    ]
     return max(map(int, limits), default=None)
 
 
@@ -217,9 +267,18 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
     """Set the memory of pods that are rendered without a limit, since the memory of their role is ``auto``. Request and
     limit are set to the estimate; if the estimate is incomplete, only the request is set, and if there is none, neither
     is, since a guess must not kill a pod. Raises UserError if the model's configuration cannot be read."""
-    found = ((template, parse_applied_object(template)) for template in workflow["spec"].get("templates", []))
-    resources = ((template, job, container_of(template, job).get("resources", {})) for template, job in found)
-    unlimited = [(t, j) for t, j, of in resources if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}]
+    found = (
+        (template, parse_applied_object(template))
+        for template in workflow["spec"].get("templates", [])
+    )
+    resources = (
+        (template, job, container_of(template, job).get("resources", {})) for template, job in found
+    )
+    unlimited = [
+        (t, j)
+        for t, j, of in resources
+        if "memory" in {*of.get("requests", {})} - {*of.get("limits", {})}
+    ]
     if not unlimited:
         return
     pod, (within, _) = find_pod(workflow), expand_pod(workflow)

@@ -5,7 +5,14 @@ from typing import Any
 
 from hera.workflows import DAG, Workflow
 
-from tuneloop.argo.loop import Templates, build_loop, build_part, build_pods, call_loop, iterations_template
+from tuneloop.argo.loop import (
+    Templates,
+    build_loop,
+    build_part,
+    build_pods,
+    call_loop,
+    iterations_template,
+)
 from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
@@ -19,7 +26,11 @@ LIMITS = {"iterations", "per_workflow", "target_reward"}
 
 
 def build_workflow(
-    name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
+    name: str,
+    config: Any,
+    specs: Sequence[StageSpec],
+    draw: Callable[[Graph], None],
+    loop: Loop | None = None,
 ) -> Workflow:
     """Return a pipeline as a Workflow; `draw` calls its stages, and `loop`. `config` is a `PipelineConfig`, with a loop
     a `LoopPipelineConfig`. Raises UserError at a step of the loop that is not among the stages."""
@@ -44,7 +55,9 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
     for spec in specs:
         if loop and spec.component is repeated[0] and config.engine.name == "vllm":
             about = {"several": config.engine.replicas > 1, **config.published(RUN)}
-            made["serve"] = server_template(config.engine.port, config.engine.options, config.cluster, **about)
+            made["serve"] = server_template(
+                config.engine.port, config.engine.options, config.cluster, **about
+            )
             if config.engine.asleep:
                 resize_while_asleep(made["serve"], config.engine.asleep.requests)
         if not (per_pod and spec.component in repeated) and spec.component.template not in made:
@@ -64,7 +77,9 @@ def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> A
     spec, cluster = spec.with_shared(shared), config.cluster
     dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []
     ranks = {"processes": spec.processes, "nodes": spec.nodes}
-    return stage_template(spec.component, spec.parameters, dynamic=dynamic, cluster=cluster, **ranks)
+    return stage_template(
+        spec.component, spec.parameters, dynamic=dynamic, cluster=cluster, **ranks
+    )
 
 
 class Tasks:
@@ -76,7 +91,10 @@ class Tasks:
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
-        arguments = {to_kebab_case(k): value for k, value in {**inputs, component.output: f"{RUN}/{name}"}.items()}
+        arguments = {
+            to_kebab_case(k): value
+            for k, value in {**inputs, component.output: f"{RUN}/{name}"}.items()
+        }
         task = self._templates[component.template](name=name, arguments=arguments)
         parents = {value.task.name: value.task for value in inputs.values()}
         implied = {each for parent in parents for each in self._before[parent]}

@@ -9,7 +9,16 @@ from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
 from tuneloop.core.server_token import VARIABLE
-from tuneloop.workflow.settings import AUTO, GRACE_S, SANDBOX, TOKEN_KEY, TOKEN_SECRET, Cluster, ResourceRole, Resources
+from tuneloop.workflow.settings import (
+    AUTO,
+    GRACE_S,
+    SANDBOX,
+    TOKEN_KEY,
+    TOKEN_SECRET,
+    Cluster,
+    ResourceRole,
+    Resources,
+)
 
 SCRATCH, SHM = "/tmp", "/dev/shm"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
@@ -38,11 +47,19 @@ NOBODY = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 """Security context of a pod: its containers do not run as root."""
-RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 TOKEN_SOURCES: list[dict[str, Any]] = [
     {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
     {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
-    {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+    {
+        "downwardAPI": {
+            "items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]
+        }
+    },
 ]
 """Files of a projected volume with the token of a pod's account."""
 
@@ -53,7 +70,9 @@ def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:
     return given.get("engine", field and field.default)
 
 
-def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()) -> ResourceRole:
+def find_role(
+    component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()
+) -> ResourceRole:
     """Find the resource role of a stage's pod: cpu, if it only calls a server. `wired`: parameters set by the graph."""
     engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
     if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
@@ -65,7 +84,14 @@ def find_role(component: Component, given: Mapping[str, Any], wired: Iterable[st
 
 def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
     """Return the fields of every tuneloop pod: image, access to the store, disks, requests, placement, no rights."""
-    from hera.workflows import ConfigMapEnvFrom, EmptyDirVolume, ExistingVolume, Resources, SecretEnvFrom, models
+    from hera.workflows import (
+        ConfigMapEnvFrom,
+        EmptyDirVolume,
+        ExistingVolume,
+        Resources,
+        SecretEnvFrom,
+        models,
+    )
 
     name, own = cluster.images.format(image=image), cluster.resources(role)
     share = None if role == "cpu" else cluster.share
@@ -78,9 +104,15 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
             models.EnvVar(name="TUNELOOP_IMAGE", value=name),
             models.EnvVar(name="TUNELOOP_NODE_WORKFLOW", value="{{workflow.name}}"),
             models.EnvVar(name="TUNELOOP_NODE_NAME", value="{{node.name}}"),
-            *(models.EnvVar(name=name, value=value) for name, value in cluster.sandbox_environment.items()),
+            *(
+                models.EnvVar(name=name, value=value)
+                for name, value in cluster.sandbox_environment.items()
+            ),
         ],
-        "env_from": [ConfigMapEnvFrom(name=STORE, optional=True), SecretEnvFrom(name=STORE, optional=True)],
+        "env_from": [
+            ConfigMapEnvFrom(name=STORE, optional=True),
+            SecretEnvFrom(name=STORE, optional=True),
+        ],
         "resources": Resources(
             cpu_request=own.cpu,
             memory_request=(share and share.request) or own.memory_request,
@@ -90,9 +122,17 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, An
         "security_context": models.SecurityContext.model_validate(RESTRICTED),
         "volumes": [
             EmptyDirVolume(name="scratch", mount_path=SCRATCH),
-            *([ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)] if cluster.claim else ()),
+            *(
+                [ExistingVolume(name="store", claim_name=cluster.claim, mount_path=CLAIM)]
+                if cluster.claim
+                else ()
+            ),
             *([_mount_secret("sandbox", *SANDBOX)] if cluster.sandbox_environment else ()),
-            *([EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=limit)] if own.shm else ()),
+            *(
+                [EmptyDirVolume(name="shm", mount_path=SHM, medium="Memory", size_limit=limit)]
+                if own.shm
+                else ()
+            ),
         ],
         **role_fields(image, role, cluster),
     }
@@ -120,7 +160,9 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, A
 
     own, share = cluster.resources(role), None if role == "cpu" else cluster.share
     labels = {"app.kubernetes.io/component": image, **cluster.build_queue_labels(role)}
-    patch: dict[str, Any] = {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
+    patch: dict[str, Any] = (
+        {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
+    )
     fields = place_fields(own)
     if share:
         of = claims.role_of(image)
@@ -135,7 +177,10 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, A
 
 def place_fields(own: Resources) -> dict[str, Any]:
     """Return the fields of a template that say on which nodes its pod may run."""
-    return {"node_selector": own.place.get("nodeSelector"), "tolerations": own.place.get("tolerations")}
+    return {
+        "node_selector": own.place.get("nodeSelector"),
+        "tolerations": own.place.get("tolerations"),
+    }
 
 
 def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
@@ -143,29 +188,46 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
     backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
-    return {"retry_strategy": RetryStrategy(limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff)}
+    return {
+        "retry_strategy": RetryStrategy(
+            limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff
+        )
+    }
 
 
 def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
     """Return the fields of a small step that calls the API server with a service account."""
     rights = {"service_account_name": account, "automount_service_account_token": True}
-    return {**rights, **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)), **retry_fields(RETRY_STEP)}
+    return {
+        **rights,
+        **pod_fields("base", "cpu", cluster.adjust_role("cpu", **SMALL)),
+        **retry_fields(RETRY_STEP),
+    }
 
 
 def retried_pod_fields(
-    image: str, role: ResourceRole, cluster: Cluster, expression: str = RETRY_STAGE, env: Sequence[Any] = ()
+    image: str,
+    role: ResourceRole,
+    cluster: Cluster,
+    expression: str = RETRY_STAGE,
+    env: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get more memory."""
     from hera.workflows.models import EnvVar
 
     fields, own = pod_fields(image, role, cluster), cluster.resources(role)
     # What the pod is told of earlier attempts: see `tuneloop.core.attempts`.
-    before = {ATTEMPT: "{{retries}}", LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}"}
+    before = {
+        ATTEMPT: "{{retries}}",
+        LAST_END: "{{lastRetry.status}} {{lastRetry.exitCode}} {{lastRetry.message}}",
+    }
     if own.memory_on_retry:
         before[MORE_MEMORY] = own.memory_on_retry
         limit = f"{{{{=asInt(retries) > 0 ? '{own.memory_on_retry}' : '{own.memory_limit}'}}}}"
         patch = json.loads(fields.get("pod_spec_patch", "{}"))
-        patch.setdefault("containers", []).append({"name": "main", "resources": {"limits": {"memory": limit}}})
+        patch.setdefault("containers", []).append(
+            {"name": "main", "resources": {"limits": {"memory": limit}}}
+        )
         fields["pod_spec_patch"] = json.dumps(patch, separators=(",", ":"))
     fields["env"] += [*(EnvVar(name=name, value=value) for name, value in before.items()), *env]
     return fields | retry_fields(expression)

@@ -33,9 +33,15 @@ def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
     made.args += [FLAG, encode_value(dict(asleep))]
     made.service_account_name = ACCOUNT
     sources = [models.VolumeProjection.model_validate(each) for each in TOKEN_SOURCES]
-    made.volumes = [*made.volumes, ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources)]
+    made.volumes = [
+        *made.volumes,
+        ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources),
+    ]
     if QUEUE_LABEL in made.labels:
-        made.labels, made.annotations = {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"}, OF_ONE
+        made.labels, made.annotations = (
+            {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"},
+            OF_ONE,
+        )
 
 
 def read_asleep(template: Mapping[str, Any]) -> dict[str, str]:

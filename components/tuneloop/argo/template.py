@@ -34,13 +34,18 @@ class Workflow(hera.workflows.Workflow):
         return made
 
 
-def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None) -> Workflow:
+def define_workflow(
+    name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None
+) -> Workflow:
     """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``. `cluster` has the settings
     of its pods: a workflow whose stages share devices reserves their claim."""
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
     own = {key.replace("_", "-"): value for key, value in parameters.items()}
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
-    patch = {"containers": [{"name": "wait", **executor}], "initContainers": [{"name": "init", **executor}]}
+    patch = {
+        "containers": [{"name": "wait", **executor}],
+        "initContainers": [{"name": "init", **executor}],
+    }
     cluster = cluster or Cluster()
     seats: Any = build_reservation_steps(cluster)
     return Workflow(
@@ -52,12 +57,22 @@ def define_workflow(name: str, parameters: Mapping[str, Any] = {}, *, cluster: C
         pod_metadata=models.Metadata(labels=labels),
         entrypoint="main",
         arguments=[
-            Parameter(name="run", value=name, description="name of the run: artifacts lie at <store>/<run>"),
-            Parameter(name="store", value="runs", description="URL of the store: a path, file://, s3://, gs://, az://"),
+            Parameter(
+                name="run",
+                value=name,
+                description="name of the run: artifacts lie at <store>/<run>",
+            ),
+            Parameter(
+                name="store",
+                value="runs",
+                description="URL of the store: a path, file://, s3://, gs://, az://",
+            ),
             *(Parameter(name=key, value=str(value)) for key, value in own.items()),
         ],
         # A run has one writer, however its workflows are submitted: the next one waits until this one has ended.
-        synchronization=models.Synchronization(mutexes=[models.Mutex(name="{{workflow.parameters.run}}")]),
+        synchronization=models.Synchronization(
+            mutexes=[models.Mutex(name="{{workflow.parameters.run}}")]
+        ),
         service_account_name="tuneloop-stage",
         automount_service_account_token=False,
         executor=models.ExecutorConfig(service_account_name="tuneloop-executor"),
@@ -96,11 +111,14 @@ def stage_template(
     made = Container(
         name=component.template,
         inputs=[
-            Parameter(name=to_kebab_case(k), default="") if k in optional else Parameter(name=to_kebab_case(k))
+            Parameter(name=to_kebab_case(k), default="")
+            if k in optional
+            else Parameter(name=to_kebab_case(k))
             for k in passed
         ],
         outputs=[
-            Parameter(name=name, value_from=models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}")) for name in outputs
+            Parameter(name=name, value_from=models.ValueFrom(path=f"{pod_fields.OUTPUTS}/{name}"))
+            for name in outputs
         ],
         command=component.command(processes if nodes == 1 else 1),
         args=flags,
@@ -109,7 +127,9 @@ def stage_template(
     if component.account:
         made.service_account_name, made.automount_service_account_token = component.account, True
     if nodes > 1:
-        return jobset_steps(component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic)
+        return jobset_steps(
+            component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic
+        )
     if "endpoint" in dynamic and pod_fields.read_engine(component, given) == "vllm":
         pod_fields.mount_token(made)
     if pod_fields.read_engine(component, given) == pod_fields.ELSEWHERE:
@@ -121,7 +141,12 @@ def stage_template(
 
 
 def server_template(
-    port: int, engine_args: Mapping[str, Any], cluster: Cluster, *, weights: str | None = None, several: bool = False
+    port: int,
+    engine_args: Mapping[str, Any],
+    cluster: Cluster,
+    *,
+    weights: str | None = None,
+    several: bool = False,
 ) -> Container:
     """Build the vLLM server as a daemon of the graph that starts it. It follows the versions published at the URL
     `weights`; without one it boots from `policy` and loads what it is told to. If `several`, each has a `replica`."""

@@ -9,7 +9,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuneloop.argo.jobset import RENDEZVOUS, apply_jobset, build_jobset, dump_manifest, pod_spec, ranks_env
+from tuneloop.argo.jobset import (
+    RENDEZVOUS,
+    apply_jobset,
+    build_jobset,
+    dump_manifest,
+    pod_spec,
+    ranks_env,
+)
 from tuneloop.argo.pod_fields import retried_pod_fields
 from tuneloop.argo.template import define_workflow
 from tuneloop.core.errors import UserError
@@ -39,11 +46,17 @@ def as_trainjob(
     ``/workspace/model`` (`tuneloop.training.fetch`). Raises UserError at a refused option, and at `cluster.share`."""
     backend.validate()
     if cluster.share:
-        raise UserError("cluster.share.group", cluster.share.group, "a TrainJob cannot use a claim: render a JobSet")
+        raise UserError(
+            "cluster.share.group",
+            cluster.share.group,
+            "a TrainJob cannot use a claim: render a JobSet",
+        )
     container = pod_spec(backend.image, "trainer", [], [], cluster)["containers"][0]
     place = {"spec": cluster.trainer.place} if cluster.trainer.place else {}
     labels = _labels(run)
-    initializer = {part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri}
+    initializer = {
+        part: {"storageUri": uri} for part, uri in (("dataset", dataset), ("model", model)) if uri
+    }
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -51,7 +64,9 @@ def as_trainjob(
         "spec": {
             "runtimeRef": {"name": runtime or backend.get_runtime_name()},
             "labels": labels,
-            "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}, **place}],
+            "podTemplateOverrides": [
+                {"targetJobs": [{"name": "node"}], "metadata": {"labels": labels}, **place}
+            ],
             **({"initializer": initializer} if initializer else {}),
             "trainer": {
                 "image": container["image"],
@@ -67,23 +82,44 @@ def as_trainjob(
 
 
 def as_workflow(
-    backend: LLMBackend, name: str, cluster: Cluster, *, dataset: str = "", model: str = "", workspace: str = CLAIM
+    backend: LLMBackend,
+    name: str,
+    cluster: Cluster,
+    *,
+    dataset: str = "",
+    model: str = "",
+    workspace: str = CLAIM,
 ) -> dict[str, Any]:
     """Render a backend as a Workflow, for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are its
     first steps, and a JobSet the last. All pods see the PersistentVolumeClaim `workspace` at ``/workspace``."""
     from hera.workflows import DAG, Container, ExistingVolume
 
-    job = as_jobset(backend, "{{workflow.name}}", cluster, run="{{workflow.parameters.run}}", workspace=workspace)
+    job = as_jobset(
+        backend,
+        "{{workflow.name}}",
+        cluster,
+        run="{{workflow.parameters.run}}",
+        workspace=workspace,
+    )
     with define_workflow(name) as built:
         node = apply_jobset("node", job, cluster)
         bring = []
         for part, uri in (("dataset", dataset), ("model", model)):
             fields = retried_pod_fields("base", "cpu", cluster)
-            fields["volumes"] += [ExistingVolume(name="workspace", claim_name=workspace, mount_path=WORKSPACE)]
-            words = [*(["--messages"] if part == "dataset" else []), "--into", f"{WORKSPACE}/{part}", uri]
+            fields["volumes"] += [
+                ExistingVolume(name="workspace", claim_name=workspace, mount_path=WORKSPACE)
+            ]
+            words = [
+                *(["--messages"] if part == "dataset" else []),
+                "--into",
+                f"{WORKSPACE}/{part}",
+                uri,
+            ]
             command = ["python", "-m", "tuneloop.training.fetch"]
             if uri:
-                bring.append(Container(name=f"{part}-initializer", command=command, args=words, **fields))
+                bring.append(
+                    Container(name=f"{part}-initializer", command=command, args=words, **fields)
+                )
         with DAG(name="main"):
             steps: Any = [each(name=each.name) for each in bring]
             steps >> node(name="node")
@@ -103,13 +139,18 @@ def as_jobset(
 def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
-        raise UserError("nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob")
+        raise UserError(
+            "nodes", backend.nodes, "a Job has one pod here; render a JobSet or a TrainJob"
+        )
     pod = _pod(backend, name, cluster, PET_MASTER_ADDR="localhost", PET_NODE_RANK="0")
     template = {"metadata": {"labels": _labels(run)}, "spec": pod}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "labels": {**_labels(run), **cluster.build_queue_labels("trainer")}},
+        "metadata": {
+            "name": name,
+            "labels": {**_labels(run), **cluster.build_queue_labels("trainer")},
+        },
         "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": 3600, "template": template},
     }
 
@@ -125,7 +166,13 @@ def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = ""
 
 
 def build_rayjob(
-    entry: Sequence[str], name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "cpu", run: str = ""
+    entry: Sequence[str],
+    name: str,
+    cluster: Cluster,
+    nodes: int,
+    *,
+    role: ResourceRole = "cpu",
+    run: str = "",
 ) -> dict[str, Any]:
     """Build a RayJob of KubeRay 1.5: a program (such as `data_prep` with ``--preparation ray``) that drives a Ray
     cluster of `nodes` pods, whose head needs 1 GiB of memory beside the work. Ray has no field for exit codes:
@@ -152,7 +199,12 @@ def build_raycluster(
 
 
 def build_rayservice(
-    applications: Sequence[Mapping[str, Any]], name: str, cluster: Cluster, nodes: int, *, run: str = ""
+    applications: Sequence[Mapping[str, Any]],
+    name: str,
+    cluster: Cluster,
+    nodes: int,
+    *,
+    run: str = "",
 ) -> dict[str, Any]:
     """Build a RayService; a new version is another Ray cluster, which gets the requests once it is ready.
     `applications` are those of Ray Serve's configuration; the image ``ray`` must hold what they import."""
@@ -168,12 +220,22 @@ def _ray_object(
     kind: str, name: str, spec: Mapping[str, Any], cluster: Cluster, role: ResourceRole, run: str
 ) -> dict[str, Any]:
     labels = {**_labels(run), **cluster.build_queue_labels(role)}
-    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+    }
 
 
 def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> dict[str, Any]:
     """Build a Ray cluster of `nodes` pods, including the head."""
-    workers = {"groupName": "node", "replicas": nodes - 1, "minReplicas": nodes - 1, "maxReplicas": nodes - 1}
+    workers = {
+        "groupName": "node",
+        "replicas": nodes - 1,
+        "minReplicas": nodes - 1,
+        "maxReplicas": nodes - 1,
+    }
     workers |= {"rayStartParams": RAY_START, "template": _ray_pod("ray-worker", role, cluster, run)}
     head = {"rayStartParams": RAY_START, "template": _ray_pod("ray-head", role, cluster, run)}
     return {"headGroupSpec": head, "workerGroupSpecs": [workers] if nodes > 1 else []}
@@ -201,16 +263,22 @@ def prepare_rayjob(
     return build_rayjob([*data_prep.command(), *encode_flags(given)], name, cluster, nodes, run=run)
 
 
-def _pod(backend: LLMBackend, name: str, cluster: Cluster, workspace: str = "", **own: str) -> dict[str, Any]:
+def _pod(
+    backend: LLMBackend, name: str, cluster: Cluster, workspace: str = "", **own: str
+) -> dict[str, Any]:
     """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
     backend.validate()
     ranks = [
         {"name": each["name"], "value": own[each["name"]]} if each["name"] in own else each
         for each in ranks_env(name, backend.nodes, backend.processes)
     ]
-    pod = pod_spec(backend.image, "trainer", backend.to_command(), backend.to_args(), cluster, ranks)
+    pod = pod_spec(
+        backend.image, "trainer", backend.to_command(), backend.to_args(), cluster, ranks
+    )
     if workspace:
-        pod["volumes"].append({"name": "workspace", "persistentVolumeClaim": {"claimName": workspace}})
+        pod["volumes"].append(
+            {"name": "workspace", "persistentVolumeClaim": {"claimName": workspace}}
+        )
         pod["containers"][0]["volumeMounts"].append({"name": "workspace", "mountPath": WORKSPACE})
     return pod
 

@@ -51,7 +51,9 @@ def print_version(asked: bool) -> None:
 
 @app.callback()
 def handle_global_options(
-    version: bool = typer.Option(False, "--version", is_eager=True, callback=print_version, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=print_version, help="Print the version."
+    ),
 ) -> None:
     """Post-train language models in loops of resumable stages: on this machine, on Argo, on Kubeflow Pipelines."""
 
@@ -104,10 +106,14 @@ app.add_typer(kfp.app, name="kfp")
 
 def main() -> None:
     """Run the command line; errors are one line, and the exit code says whether they are the user's."""
-    set_threshold(100_000, 50, 50)  # most objects of a command live until it ends, so frequent collection frees little
+    set_threshold(
+        100_000, 50, 50
+    )  # most objects of a command live until it ends, so frequent collection frees little
     end_process(run_cli(sys.argv[1:]))
 
 
 def run_cli(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    return run_command(lambda: app(kfp.route_arguments(arguments), prog_name="tuneloop", standalone_mode=False))
+    return run_command(
+        lambda: app(kfp.route_arguments(arguments), prog_name="tuneloop", standalone_mode=False)
+    )

@@ -5,27 +5,61 @@ from typing import Annotated
 
 import typer
 
-PIPELINE = Annotated[str, typer.Argument(help="A pipeline's name (in ./pipelines or shipped), or its file's path.")]
+PIPELINE = Annotated[
+    str, typer.Argument(help="A pipeline's name (in ./pipelines or shipped), or its file's path.")
+]
 CONFIG = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="YAML file with the configuration; other keys keep their defaults."),
+    typer.Option(
+        "--config", "-c", help="YAML file with the configuration; other keys keep their defaults."
+    ),
 ]
 SETS = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in a.b=1; the value is YAML. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one key, as in a.b=1; the value is YAML. Repeatable.",
+    ),
 ]
-OUTPUT = Annotated[Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")]
+OUTPUT = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write here, not to standard output.")
+]
 RUN = Annotated[str, typer.Argument(help="The run's name.")]
-STORE = Annotated[str, typer.Option(help="Where artifacts are stored: a path, or a prefix in s3://, gs:// or az://.")]
-REMOTE_STORE = Annotated[str, typer.Option("--store", help="Where pods store artifacts: s3://bucket/runs.")]
-SUBMITTED = Annotated[str, typer.Option("--run", help="Name of the run; the same name again resumes an ended run.")]
+STORE = Annotated[
+    str,
+    typer.Option(help="Where artifacts are stored: a path, or a prefix in s3://, gs:// or az://."),
+]
+REMOTE_STORE = Annotated[
+    str, typer.Option("--store", help="Where pods store artifacts: s3://bucket/runs.")
+]
+SUBMITTED = Annotated[
+    str, typer.Option("--run", help="Name of the run; the same name again resumes an ended run.")
+]
 SCHEDULE = Annotated[str, typer.Argument(help="Of the schedule.")]
-STAGE = Annotated[str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")]
+STAGE = Annotated[
+    str | None, typer.Argument(help="A stage's name in the graph, as `status` shows it.")
+]
 FOLLOW = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")]
-DELETE = Annotated[bool, typer.Option("--delete", help="Delete; without it, only list what would be deleted.")]
-DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Print what would be created, as YAML, without a cluster.")]
-PRIORITY = Annotated[str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")]
-JSON = Annotated[bool, typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md.")]
+DELETE = Annotated[
+    bool, typer.Option("--delete", help="Delete; without it, only list what would be deleted.")
+]
+DRY_RUN = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be created, as YAML, without a cluster.")
+]
+PRIORITY = Annotated[
+    str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")
+]
+JSON = Annotated[
+    bool,
+    typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md."),
+]
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the runs.")]
-CONTEXT = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig; default: the current one.")]
-KFP = Annotated[str | None, typer.Option("--kfp", metavar="URL", help="URL of Kubeflow Pipelines' API for runs on it.")]
+CONTEXT = Annotated[
+    str | None,
+    typer.Option("--context", help="Context of the kubeconfig; default: the current one."),
+]
+KFP = Annotated[
+    str | None,
+    typer.Option("--kfp", metavar="URL", help="URL of Kubeflow Pipelines' API for runs on it."),
+]

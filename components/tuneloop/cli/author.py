@@ -18,24 +18,44 @@ def plan_pipeline(
     config: CONFIG = None,
     sets: SETS = None,
     measured: Annotated[
-        list[str] | None, typer.Option(metavar="RUN", help="Use the times of its stages. With --share: repeatable.")
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Use the times of its stages. With --share: repeatable."),
     ] = None,
     store: Annotated[str, typer.Option(help="Store of that run.")] = "runs",
-    share: Annotated[bool, typer.Option("--share", help="Compare ways to share devices, from recorded runs.")] = False,
+    share: Annotated[
+        bool, typer.Option("--share", help="Compare ways to share devices, from recorded runs.")
+    ] = False,
     swap: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="With --share: seconds to hand the devices to another run.")
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="With --share: seconds to hand the devices to another run.",
+        ),
     ] = 0.0,
     chosen: Annotated[
         str | None,
-        typer.Option("--plan", metavar="NAME", help="With --share: end with exit code 2 if this plan loses time."),
+        typer.Option(
+            "--plan",
+            metavar="NAME",
+            help="With --share: end with exit code 2 if this plan loses time.",
+        ),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of an accelerator hour: with --measured or --device, show the cost.")
+        float | None,
+        typer.Option(
+            min=0, help="Of an accelerator hour: with --measured or --device, show the cost."
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}."
+        ),
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the graph as a picture to this file.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the graph as a picture to this file.")
+    ] = None,
 ) -> None:
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
@@ -47,9 +67,15 @@ def plan_pipeline(
     configured = found.configure(config, sets or ())
     built, runs = found.build(configured), measured or []
     if price is not None and (share or not (runs or device is not None)):
-        raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME, and leave out --share")
+        raise UserError(
+            "--price",
+            price,
+            "needs seconds: give --measured RUN or --device NAME, and leave out --share",
+        )
     if device is not None and (share or runs):
-        raise UserError("--device", device, "estimates without a measured run: leave out --measured and --share")
+        raise UserError(
+            "--device", device, "estimates without a measured run: leave out --measured and --share"
+        )
     if device is not None:
         from tuneloop.planning.arithmetic import estimate_seconds
 
@@ -61,7 +87,9 @@ def plan_pipeline(
     if share:
         from tuneloop.cli.share import plan_shared
 
-        plan_shared(found.name, configured, built, measured=runs, store=store, swap=swap, asked=chosen)
+        plan_shared(
+            found.name, configured, built, measured=runs, store=store, swap=swap, asked=chosen
+        )
         return
     if chosen or swap or len(runs) > 1:
         raise UserError("--share", False, "--plan, --swap and several --measured require it")
@@ -73,7 +101,11 @@ def plan_pipeline(
 
         if run:
             seconds, lines = read_seconds(run), []
-        how = ("at most", f"as {run.name} took") if run else ("about", f"by arithmetic for {device}, not measured")
+        how = (
+            ("at most", f"as {run.name} took")
+            if run
+            else ("about", f"by arithmetic for {device}, not measured")
+        )
         typer.echo("\n".join([*estimate_cost(built, seconds, *how, price), *lines]))
 
 
@@ -96,10 +128,16 @@ def render_pipeline(
     sets: SETS = None,
     output: OUTPUT = None,
     template: Annotated[
-        bool, typer.Option("--template", help="A WorkflowTemplate, named by pipeline and version, for GitOps.")
+        bool,
+        typer.Option(
+            "--template", help="A WorkflowTemplate, named by pipeline and version, for GitOps."
+        ),
     ] = False,
     servers: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print only its rollout servers: a Deployment, and a Service.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Print only its rollout servers: a Deployment, and a Service."
+        ),
     ] = None,
 ) -> None:
     """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
@@ -115,7 +153,9 @@ def render_pipeline(
     if servers is not None:
         text = "---\n".join(map(dump_manifest, render_servers(workflow, servers, configured)))
     else:
-        text = dump_workflow(as_template(workflow, template_name(found.name)) if template else workflow)
+        text = dump_workflow(
+            as_template(workflow, template_name(found.name)) if template else workflow
+        )
     print_or_write_text(text, output)
 
 

@@ -20,7 +20,9 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
     from tuneloop.workflow import manifest
 
     if problems := lint_workflow(workflow):
-        raise UserError("pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`")
+        raise UserError(
+            "pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`"
+        )
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
     for path, value in list_leaves(config):
@@ -31,14 +33,18 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
         vllm.check_here(engine.get("args") or {}, "engine.args.")
     for name, port in daemon_ports(workflow):
         if is_port_taken(port):
-            raise UserError(f"port of {name}", port, "is taken here; stop what listens there, or set another")
+            raise UserError(
+                f"port of {name}", port, "is taken here; stop what listens there, or set another"
+            )
 
 
 def check_model(config: Mapping[str, Any]) -> None:
     """Refuse a base model's path that does not exist, before a new run does other work."""
     model, _ = split_hub_address("base_model", str(config.get("base_model", "")), None)
     if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
-        raise UserError("base_model", model, "is not a directory here; name one, or a model of the hub")
+        raise UserError(
+            "base_model", model, "is not a directory here; name one, or a model of the hub"
+        )
 
 
 def demo_engine() -> tuple[str, str]:
@@ -64,7 +70,9 @@ def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def is_port_taken(port: int) -> bool:
     """Return whether a process listens on `port` of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do: a port in TIME_WAIT is free
         try:
             probe.bind(("", port))
         except OSError:

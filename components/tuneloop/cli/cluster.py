@@ -40,16 +40,24 @@ def submit_run(
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the logs to the end; exit with the run's code.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the logs to the end; exit with the run's code.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Only check: create nothing.")] = False,
     dry_run: DRY_RUN = False,
     server: Annotated[
-        str | None, typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig.")
+        str | None,
+        typer.Option("--server", help="URL of an Argo server to send it to; needs no kubeconfig."),
     ] = None,
     fleet: Annotated[
-        Path | None, typer.Option("--fleet", help="Manifest of a Dynamo graph: created first, deleted with the run.")
+        Path | None,
+        typer.Option(
+            "--fleet", help="Manifest of a Dynamo graph: created first, deleted with the run."
+        ),
     ] = None,
-    fork: Annotated[tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Start from its end.")] = None,
+    fork: Annotated[
+        tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Start from its end.")
+    ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
@@ -65,20 +73,37 @@ def submit_run(
 
     graph, fleet_sets = None, list[str]()
     if fleet:  # the graph makes the rollouts
-        graph = render_graph(read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run})
-        fleet_sets = ["engine.name=endpoint", "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"])]
-    settings: Any = (found := find_pipeline(pipeline)).configure(config, [*fleet_sets, *(sets or ())])
+        graph = render_graph(
+            read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run}
+        )
+        fleet_sets = [
+            "engine.name=endpoint",
+            "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"]),
+        ]
+    settings: Any = (found := find_pipeline(pipeline)).configure(
+        config, [*fleet_sets, *(sets or ())]
+    )
     origin = open_run(fork[0], store) if fork else None
-    workflow = forking.begin_workflow(found, settings, origin, fork[1]) if origin and fork else found.build(settings)
+    workflow = (
+        forking.begin_workflow(found, settings, origin, fork[1])
+        if origin and fork
+        else found.build(settings)
+    )
     if graph:
         add_graph_end(workflow, settings.cluster)
-    made = run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=namespace, priority=priority)
+    made = run_workflows.prepare_workflow(
+        workflow, run=run, store=store, namespace=namespace, priority=priority
+    )
     if dry_run:
         typer.echo("---\n".join(dump_workflow(each) for each in (graph, made) if each), nl=False)
         return 0
     if server:
         if graph:
-            raise UserError("--fleet", str(fleet), "needs a kubeconfig; bring the graph up by `tuneloop fleet up`")
+            raise UserError(
+                "--fleet",
+                str(fleet),
+                "needs a kubeconfig; bring the graph up by `tuneloop fleet up`",
+            )
         if origin:
             forking.record_fork(run, made, origin, settings)
         return _submit_to(server, made, run, namespace, wait)
@@ -151,10 +176,17 @@ def submit_pipeline(path: str, arguments: list[str]) -> int:
 
 def schedule_pipeline(
     pipeline: PIPELINE,
-    name: Annotated[str, typer.Option("--name", help="Name of the schedule; each run adds the digest of its data.")],
+    name: Annotated[
+        str,
+        typer.Option("--name", help="Name of the schedule; each run adds the digest of its data."),
+    ],
     store: REMOTE_STORE,
-    cron: Annotated[str, typer.Option("--cron", help="When to check for new data, as in '0 3 * * *'.")],
-    timezone: Annotated[str | None, typer.Option("--timezone", help="Zone of --cron, as in Europe/Prague.")] = None,
+    cron: Annotated[
+        str, typer.Option("--cron", help="When to check for new data, as in '0 3 * * *'.")
+    ],
+    timezone: Annotated[
+        str | None, typer.Option("--timezone", help="Zone of --cron, as in Europe/Prague.")
+    ] = None,
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
@@ -168,15 +200,24 @@ def schedule_pipeline(
     found = find_pipeline(pipeline)
     workflow = found.build(found.configure(config, sets or ()))
     there = connect_to_cluster(namespace, context)
-    apply_schedule(there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority)
-    typer.echo(f"{name}: checks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that")
+    apply_schedule(
+        there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority
+    )
+    typer.echo(
+        f"{name}: checks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that"
+    )
 
 
 def diff_pipeline(
     pipeline: PIPELINE,
-    run: Annotated[str | None, typer.Option("--run", help="Compare the newest workflow of this run.")] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Compare the newest workflow of this run.")
+    ] = None,
     template: Annotated[
-        str | None, typer.Option("--template", help="Compare this WorkflowTemplate; default: the pipeline's own.")
+        str | None,
+        typer.Option(
+            "--template", help="Compare this WorkflowTemplate; default: the pipeline's own."
+        ),
     ] = None,
     config: CONFIG = None,
     sets: SETS = None,
@@ -198,7 +239,9 @@ def diff_pipeline(
 
 
 @app.command("unschedule")
-def unschedule_pipeline(name: SCHEDULE, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+def unschedule_pipeline(
+    name: SCHEDULE, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
+) -> None:
     """End a schedule; its runs are kept."""
     from tuneloop.cluster.schedule import delete_schedule
 
@@ -207,7 +250,9 @@ def unschedule_pipeline(name: SCHEDULE, namespace: NAMESPACE = "tuneloop", conte
 
 
 @app.command("schedules")
-def show_schedules(as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+def show_schedules(
+    as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
+) -> None:
     """Show the schedules, and for their newest checks which run was started, or why none was."""
     from tuneloop.cluster.schedule import list_schedules
 
@@ -216,14 +261,18 @@ def show_schedules(as_json: JSON = False, namespace: NAMESPACE = "tuneloop", con
         return print_json({"schedules": found})
     columns = ("check", "phase", "result")
     for each in found:
-        typer.echo(f"{each['name']}  {each['cron']}  last check: {each['last'] or 'never'}  {each['message']}".rstrip())
+        typer.echo(
+            f"{each['name']}  {each['cron']}  last check: {each['last'] or 'never'}  {each['message']}".rstrip()
+        )
         print_table(columns, (tuple(look.values()) for look in each["looks"]), cut=columns[-1])
     if not found:
         typer.echo(f"no schedules in namespace {namespace}")
 
 
 @app.command("status")
-def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
+def show_status(
+    run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
+) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
     For its commits, even after its workflows are deleted: `tuneloop status RUN --store URL`.
@@ -235,7 +284,9 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
     seen = read_status(connect_to_cluster(namespace, context), run)
     if as_json:
         fields = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-        return print_json({**fields, "stages": [asdict(s) for s in list_cluster_stages(seen.nodes, seen.waiting)]})
+        return print_json(
+            {**fields, "stages": [asdict(s) for s in list_cluster_stages(seen.nodes, seen.waiting)]}
+        )
     typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
     typer.echo(f"  workflows    {', '.join(seen.workflows)}")
     if seen.accelerator_seconds:
@@ -249,7 +300,11 @@ def show_status(run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloo
 
 @app.command("logs")
 def show_logs(
-    run: RUN, stage: STAGE = None, follow: FOLLOW = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
+    run: RUN,
+    stage: STAGE = None,
+    follow: FOLLOW = False,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
 ) -> None:
     """Print the logs of a run's pods, each line with its stage; the logs of deleted pods are gone."""
     _print_logs(connect_to_cluster(namespace, context), run, stage, follow)
@@ -258,7 +313,9 @@ def show_logs(
 @app.command("stop")
 def stop_run(
     run: RUN,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the pods to end.")] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the pods to end.")
+    ] = 120.0,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:

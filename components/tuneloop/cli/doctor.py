@@ -16,12 +16,17 @@ from tuneloop.kube.connection import Connection, connect_to_cluster
 if TYPE_CHECKING:
     from tuneloop.cluster.doctor import Check
 
-PIPELINE = Annotated[str | None, typer.Argument(help="A pipeline's name or file; without it: what all pipelines need.")]
+PIPELINE = Annotated[
+    str | None,
+    typer.Argument(help="A pipeline's name or file; without it: what all pipelines need."),
+]
 
 
 def diagnose_argo(
     pipeline: PIPELINE = None,
-    store: Annotated[str | None, typer.Option(help="Store of the run; tested if this machine has credentials.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Store of the run; tested if this machine has credentials.")
+    ] = None,
     config: CONFIG = None,
     sets: SETS = None,
     priority: PRIORITY = None,
@@ -39,10 +44,14 @@ def diagnose_argo(
 
     _check_settings(pipeline, config, sets)
     found = find_pipeline(pipeline) if pipeline else None
-    workflow = found.build(found.configure(config, sets or ())) if found else describe_queued_stage()
+    workflow = (
+        found.build(found.configure(config, sets or ())) if found else describe_queued_stage()
+    )
     there = connect_to_cluster(namespace, context)
     url = store or "s3://bucket/runs"
-    made = prepare_workflow(workflow, run="doctor", store=url, namespace=namespace, priority=priority)
+    made = prepare_workflow(
+        workflow, run="doctor", store=url, namespace=namespace, priority=priority
+    )
     return _show("argo", there, check_argo(there, made, store), as_json)
 
 
@@ -71,7 +80,9 @@ def diagnose_kfp(
 
 def _check_settings(pipeline: str | None, config: Path | None, sets: list[str] | None) -> None:
     if pipeline is None and (config or sets):
-        raise UserError("--set" if sets else "--config", sets or str(config), "needs a pipeline: name one")
+        raise UserError(
+            "--set" if sets else "--config", sets or str(config), "needs a pipeline: name one"
+        )
 
 
 def _show(target: str, there: Connection, checks: "list[Check]", as_json: bool) -> int:

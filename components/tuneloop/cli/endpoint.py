@@ -19,10 +19,16 @@ def define_endpoint_group() -> None:
 @app.command("check")
 def run_checks(
     url: Annotated[str, typer.Argument(help="The endpoint's URL, without /generate.")],
-    policy: Annotated[str | None, typer.Option(metavar="REF", help="The checkpoint that it should serve.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="REF", help="The checkpoint that it should serve.")
+    ] = None,
     vocabulary: Annotated[int, typer.Option(min=16, help="Prompts have ids below this.")] = 256,
-    tolerance: Annotated[float, typer.Option(help="Mean difference of log-probabilities that counts as equal.")] = 0.05,
-    timeout: Annotated[float, typer.Option(help="Seconds without a byte after which it fails.")] = 60.0,
+    tolerance: Annotated[
+        float, typer.Option(help="Mean difference of log-probabilities that counts as equal.")
+    ] = 0.05,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a byte after which it fails.")
+    ] = 60.0,
 ) -> int:
     """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
     from urllib.parse import urlsplit
@@ -33,10 +39,16 @@ def run_checks(
 
     parts = urlsplit(check_url(url))
     try:
-        socket.create_connection((parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)), timeout).close()
+        socket.create_connection(
+            (parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)), timeout
+        ).close()
     except OSError as error:
-        raise UserError("url", url, f"does not answer ({error}); start it, or correct the address") from error
-    probe = Probe(check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout)
+        raise UserError(
+            "url", url, f"does not answer ({error}); start it, or correct the address"
+        ) from error
+    probe = Probe(
+        check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout
+    )
     outcomes = list(run_checks(probe))
     print_table(("check", "result", "what, and why"), outcomes)
     failed = sum(result == "failed" for _, result, _ in outcomes)

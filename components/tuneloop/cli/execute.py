@@ -18,17 +18,28 @@ if TYPE_CHECKING:
 
 TRACK = Annotated[
     bool,
-    typer.Option("--track/--no-track", help="Mirror it as it goes, to where TUNELOOP_TRACKERS says; default: MLflow."),
+    typer.Option(
+        "--track/--no-track",
+        help="Mirror it as it goes, to where TUNELOOP_TRACKERS says; default: MLflow.",
+    ),
 ]
-PARALLELISM = Annotated[int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")]
+PARALLELISM = Annotated[
+    int | None, typer.Option(min=1, help="Stages at once; default: the workflow's, or the cores.")
+]
 WARM = Annotated[
-    bool, typer.Option("--warm/--no-warm", help="Fork stages from a process that has imported torch: quicker starts.")
+    bool,
+    typer.Option(
+        "--warm/--no-warm",
+        help="Fork stages from a process that has imported torch: quicker starts.",
+    ),
 ]
 
 
 def run_pipeline(
     pipeline: PIPELINE,
-    name: Annotated[str | None, typer.Option("--run", help="Name of the run; default: pipeline and time.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--run", help="Name of the run; default: pipeline and time.")
+    ] = None,
     store: STORE = "runs",
     config: CONFIG = None,
     sets: SETS = None,
@@ -59,12 +70,21 @@ def run_pipeline(
     check_local_run(resolved, workflow, store)
     _check_trackers(track)
     at = normalize_url(store)
-    fresh = records.Record(run=name, pipeline=found.name, path=str(found.path), config=resolved, store=at)
-    return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow), replaced=record), parallelism, track, warm)
+    fresh = records.Record(
+        run=name, pipeline=found.name, path=str(found.path), config=resolved, store=at
+    )
+    return _carry_out(
+        run_record.Run.create(fresh, dump_workflow(workflow), replaced=record),
+        parallelism,
+        track,
+        warm,
+    )
 
 
 def run_demo(
-    name: Annotated[str, typer.Option("--run", help="Name of the run; the same again resumes it.")] = "demo",
+    name: Annotated[
+        str, typer.Option("--run", help="Name of the run; the same again resumes it.")
+    ] = "demo",
     store: STORE = "runs",
     sets: SETS = None,
     parallelism: PARALLELISM = None,
@@ -80,7 +100,10 @@ def run_demo(
         typer.echo(f"{name}: engine {engine}, {why}")
         settings = [f"engine.name={engine}", *settings]
     if not any(each.startswith("loop") for each in settings):
-        settings = ["loop.iterations_per_pod=20", *settings]  # a pod by `auto` has eight, which takes 3 s longer
+        settings = [
+            "loop.iterations_per_pod=20",
+            *settings,
+        ]  # a pod by `auto` has eight, which takes 3 s longer
     # The model is too small to share between threads: on two cores with work beside it, a step of SFT takes 60 ms with
     # one thread and 120 to 550 with two.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -88,12 +111,18 @@ def run_demo(
 
 
 def resume_run(
-    name: RUN, store: STORE = "runs", parallelism: PARALLELISM = None, track: TRACK = True, warm: WARM = True
+    name: RUN,
+    store: STORE = "runs",
+    parallelism: PARALLELISM = None,
+    track: TRACK = True,
+    warm: WARM = True,
 ) -> int:
     """Go on with a run that ended early. The first stage without a commit runs next."""
     found = open_run(name, store)
     if found.record is None:
-        raise UserError("run", name, f"was not started here: no record in {found.directory}; use `tuneloop run`")
+        raise UserError(
+            "run", name, f"was not started here: no record in {found.directory}; use `tuneloop run`"
+        )
     return _continue(found, parallelism, track, warm)
 
 
@@ -101,7 +130,9 @@ def fork_run(
     name: RUN,
     iteration: Annotated[int, typer.Argument(min=0, help="Begin at its end; 0: before the first.")],
     sets: SETS = None,
-    new: Annotated[str | None, typer.Option("--name", help="Of the fork; default: RUN-at-ITERATION.")] = None,
+    new: Annotated[
+        str | None, typer.Option("--name", help="Of the fork; default: RUN-at-ITERATION.")
+    ] = None,
     store: STORE = "runs",
     track: TRACK = True,
     warm: WARM = True,
@@ -113,24 +144,36 @@ def fork_run(
 
     run, new = open_run(name, store), new or f"{name}-at-{iteration}"
     if run.record is None:
-        raise UserError("RUN", name, f"was not started here; on a cluster: `tuneloop submit --fork {name} {iteration}`")
+        raise UserError(
+            "RUN",
+            name,
+            f"was not started here; on a cluster: `tuneloop submit --fork {name} {iteration}`",
+        )
     records.check_name(new, "--name")
     if records.read_record(new, store):
-        raise UserError("--name", new, f"is the name of a run; `tuneloop resume {new}` continues it; or choose another")
+        raise UserError(
+            "--name",
+            new,
+            f"is the name of a run; `tuneloop resume {new}` continues it; or choose another",
+        )
     found = find_pipeline(run.record.path)
     settings = found.configure(run.directory / "config.yaml", sets or ())
     workflow = forking.begin_workflow(found, settings, run, iteration)
     check_local_run(config := settings.model_dump(mode="json"), workflow, run.store_url)
     _check_trackers(track)
     forking.record_fork(new, workflow, run, settings)
-    fresh = records.Record(run=new, pipeline=found.name, path=str(found.path), config=config, store=run.store_url)
+    fresh = records.Record(
+        run=new, pipeline=found.name, path=str(found.path), config=config, store=run.store_url
+    )
     return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow)), None, track, warm)
 
 
 def stop_run(
     name: RUN,
     store: STORE = "runs",
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the stages to end.")] = 90.0,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the stages to end.")
+    ] = 90.0,
 ) -> int:
     """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
     from tuneloop.cli.show import format_store_option
@@ -147,10 +190,14 @@ def stop_run(
     start = time.monotonic()
     while found.phase == "running":
         if time.monotonic() - start > timeout:
-            raise Retryable(f"{name}: still running after {timeout:g} s (process {state.workflow.pid})")
+            raise Retryable(
+                f"{name}: still running after {timeout:g} s (process {state.workflow.pid})"
+            )
         time.sleep(0.05)
     seconds = time.monotonic() - start
-    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{format_store_option(store)}`")
+    typer.echo(
+        f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{format_store_option(store)}`"
+    )
     return 0
 
 
@@ -165,14 +212,20 @@ def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) ->
     record = standing.record
     assert record
     asked = {"pipeline": pipeline, "store": store, **config}
-    differing = find_differences(asked, {"pipeline": record.pipeline, "store": record.store, **record.config})
-    begun = standing.phase in ("running", "succeeded") or any(made.iteration for made in standing.checkpoints)
+    differing = find_differences(
+        asked, {"pipeline": record.pipeline, "store": record.store, **record.config}
+    )
+    begun = standing.phase in ("running", "succeeded") or any(
+        made.iteration for made in standing.checkpoints
+    )
     what = ", ".join(differing[:5])
     if differing and (begun or standing.origin or {"pipeline", "store"} & {*differing}):
         remedy = f"exists with another {what}; `tuneloop resume {record.run}` continues it; or choose another name"
         raise UserError("--run", record.run, remedy)
     if differing:
-        typer.echo(f"{record.run}: ended before its loop made a version; begins again with another {what}")
+        typer.echo(
+            f"{record.run}: ended before its loop made a version; begins again with another {what}"
+        )
     return not differing
 
 
@@ -183,9 +236,15 @@ def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> i
 
     assert run.record
     if (made := local_path(run.record.store)) and made.resolve() != run.directory.parent.resolve():
-        raise UserError("run", run.name, f"was begun in {made}, and goes on there alone: move it back")
+        raise UserError(
+            "run", run.name, f"was begun in {made}, and goes on there alone: move it back"
+        )
     if run.phase == "running":
-        raise UserError("run", run.name, f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first")
+        raise UserError(
+            "run",
+            run.name,
+            f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first",
+        )
     if run.phase == "succeeded":  # its executor may have been killed before the report was whole
         typer.echo(f"{run.name}: finished already\n{summarize_run(run, report=write_report(run))}")
         return 0
@@ -226,7 +285,11 @@ def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> 
             )
         run.refresh()
         report = write_report(run)  # which mirrors attach
-    ended = "succeeded" if outcome.phase == "Succeeded" else f"{outcome.phase.lower()}: {outcome.message}"
+    ended = (
+        "succeeded"
+        if outcome.phase == "Succeeded"
+        else f"{outcome.phase.lower()}: {outcome.message}"
+    )
     summary = summarize_run(run, report=report, mirrors=mirrors)
     typer.echo(f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summary}")
     if outcome.phase != "Succeeded":

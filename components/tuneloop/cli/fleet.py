@@ -14,7 +14,9 @@ from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import connect_to_cluster, retry_until_available
 
-app = typer.Typer(no_args_is_help=True, help="Fleets of rollout workers that are given each version.")
+app = typer.Typer(
+    no_args_is_help=True, help="Fleets of rollout workers that are given each version."
+)
 FLEET = Annotated[
     str,
     typer.Argument(
@@ -24,11 +26,16 @@ FLEET = Annotated[
 ]
 SETS = Annotated[
     list[str] | None,
-    typer.Option("--set", help="path=value below the graph, as in spec.services.Worker.replicas=2; repeatable."),
+    typer.Option(
+        "--set",
+        help="path=value below the graph, as in spec.services.Worker.replicas=2; repeatable.",
+    ),
 ]
 IMAGE = Annotated[str | None, typer.Option(help="Image of components that name none.")]
 READY = Annotated[float, typer.Option(help="Seconds until the graph is ready.")]
-TIMEOUT = Annotated[float, typer.Option(help="Seconds without an answer after which a worker counts as gone.")]
+TIMEOUT = Annotated[
+    float, typer.Option(help="Seconds without an answer after which a worker counts as gone.")
+]
 
 
 @app.command("status")
@@ -66,7 +73,9 @@ def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) 
 @app.command("refit")
 def refit_fleet(
     fleet: FLEET,
-    policy: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Its reference or path, for the workers.")],
+    policy: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Its reference or path, for the workers.")
+    ],
     force: Annotated[bool, typer.Option(help="Update workers that say they have it, too.")] = False,
     timeout: TIMEOUT = 600.0,
 ) -> None:
@@ -79,16 +88,22 @@ def refit_fleet(
     done = refit_fleet(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
     changed = [paused for paused in done.workers.values() if paused]
     longest = f", paused for {max(changed):.2f} s at most" if changed else ""
-    typer.echo(f"{wanted.label}: {len(done.workers)} workers have it, {len(changed)} got it now{longest}")
+    typer.echo(
+        f"{wanted.label}: {len(done.workers)} workers have it, {len(changed)} got it now{longest}"
+    )
 
 
 @app.command("up")
 def create_graph(
-    manifest: Annotated[Path, typer.Argument(help="YAML with a DynamoGraphDeployment, among others.")],
+    manifest: Annotated[
+        Path, typer.Argument(help="YAML with a DynamoGraphDeployment, among others.")
+    ],
     name: Annotated[str | None, typer.Option(help="Name, in place of the manifest's.")] = None,
     sets: SETS = None,
     image: IMAGE = None,
-    recreate: Annotated[bool, typer.Option(help="Replace a graph that differs; else it is used as it is.")] = False,
+    recreate: Annotated[
+        bool, typer.Option(help="Replace a graph that differs; else it is used as it is.")
+    ] = False,
     dry_run: DRY_RUN = False,
     timeout: READY = 1800.0,
     namespace: NAMESPACE = "tuneloop",
@@ -105,7 +120,13 @@ def create_graph(
     graph = render_graph(documents, name=name, namespace=namespace, image=image, sets=sets or ())
     if dry_run:
         return typer.echo(dump_workflow(graph), nl=False)
-    bring_up(connect_to_cluster(namespace, context), graph, recreate=recreate, timeout=timeout, tell=typer.echo)
+    bring_up(
+        connect_to_cluster(namespace, context),
+        graph,
+        recreate=recreate,
+        timeout=timeout,
+        tell=typer.echo,
+    )
     url = f"dynamo://{graph['metadata']['name']}.{namespace}"
     typer.echo(f"use it with --set engine.name=endpoint --set engine.fleet={url}")
 
@@ -126,15 +147,25 @@ def delete_graph(
 
 @app.command("autoscale")
 def autoscale_fleet(
-    fleet: Annotated[str, typer.Argument(metavar="service://NAME.NAMESPACE", help="The Deployment of that name.")],
+    fleet: Annotated[
+        str, typer.Argument(metavar="service://NAME.NAMESPACE", help="The Deployment of that name.")
+    ],
     maximum: Annotated[int, typer.Option("--max", min=1, help="Maximum replicas.")],
     minimum: Annotated[int, typer.Option("--min", min=0, help="Replicas without requests.")] = 0,
-    target: Annotated[float, typer.Option(min=1, help="Running and waiting completions for each replica.")] = 64,
-    window: Annotated[float, typer.Option(min=0, help="Seconds before surplus replicas are removed.")] = 300,
+    target: Annotated[
+        float, typer.Option(min=1, help="Running and waiting completions for each replica.")
+    ] = 64,
+    window: Annotated[
+        float, typer.Option(min=0, help="Seconds before surplus replicas are removed.")
+    ] = 300,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two checks.")] = 15,
-    run: Annotated[str | None, typer.Option(help="Bound replicas by the idle time in this run's iterations.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Bound replicas by the idle time in this run's iterations.")
+    ] = None,
     store: STORE = "runs",
-    weight: Annotated[float, typer.Option(min=0.01, help="Devices of the trainer for each device of a replica.")] = 1,
+    weight: Annotated[
+        float, typer.Option(min=0.01, help="Devices of the trainer for each device of a replica.")
+    ] = 1,
     context: CONTEXT = None,
 ) -> None:
     """Keep a Deployment of rollout servers at the replicas that its requests need, until you stop this command."""
@@ -147,7 +178,9 @@ def autoscale_fleet(
         raise UserError("--min", minimum, f"must be at most --max ({maximum})")
     service, rule = open_fleet(fleet), AutoscalingRule(minimum, maximum, target, window, weight)
     if not isinstance(service, Service):
-        raise UserError("fleet", fleet, "must be service://name.namespace, of a Deployment of that name")
+        raise UserError(
+            "fleet", fleet, "must be service://name.namespace, of a Deployment of that name"
+        )
     service.context = context
     look = functools.partial(scale_fleet, service, rule, open_run(run, store) if run else None)
     said = look()  # the first failure is reported at once, without waiting

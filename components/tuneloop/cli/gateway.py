@@ -15,15 +15,23 @@ GRACE_S = 60
 
 
 def serve_gateway(
-    store: Annotated[str, typer.Option(metavar="URL", help="Where workers store the artifacts of sessions.")],
-    local: Annotated[bool, typer.Option("--local", help="Sessions are processes of this machine.")] = False,
+    store: Annotated[
+        str, typer.Option(metavar="URL", help="Where workers store the artifacts of sessions.")
+    ],
+    local: Annotated[
+        bool, typer.Option("--local", help="Sessions are processes of this machine.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one and says which.")] = 8080,
-    config: Annotated[Path | None, typer.Option(help="Quotas and the pods of sessions, in YAML.")] = None,
-    audience: Annotated[str, typer.Option(help="Audience that tokens must have; empty: any.")] = "tuneloop-gateway",
-    token_file: Annotated[Path, typer.Option(help="With --local: the token that callers send; made if absent.")] = Path(
-        "~/.tuneloop/gateway-token"
-    ),
+    config: Annotated[
+        Path | None, typer.Option(help="Quotas and the pods of sessions, in YAML.")
+    ] = None,
+    audience: Annotated[
+        str, typer.Option(help="Audience that tokens must have; empty: any.")
+    ] = "tuneloop-gateway",
+    token_file: Annotated[
+        Path, typer.Option(help="With --local: the token that callers send; made if absent.")
+    ] = Path("~/.tuneloop/gateway-token"),
     device: Annotated[str, typer.Option(help="With --local: auto, cpu or cuda.")] = "auto",
     context: CONTEXT = None,
 ) -> None:
@@ -38,7 +46,9 @@ def serve_gateway(
         from tuneloop.gateway.app import Gateway, build_app
         from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
     except ImportError as error:
-        raise UserError("gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
+        raise UserError(
+            "gateway", error.name, "is not installed: pip install 'tuneloop[gateway]'"
+        ) from None
     with contextlib.ExitStack() as stack:
         token_file = token_file.expanduser().absolute()
         if local:
@@ -66,5 +76,7 @@ def serve_gateway(
         typer.echo(f"gateway: {url}", err=True)
         if local:
             typer.echo(f"export TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {token_file})", err=True)
-        server = uvicorn.Server(uvicorn.Config(build_app(made), timeout_graceful_shutdown=GRACE_S, **UVICORN))
+        server = uvicorn.Server(
+            uvicorn.Config(build_app(made), timeout_graceful_shutdown=GRACE_S, **UVICORN)
+        )
         serve_until_signalled(server, listener, made.backend.drain)

@@ -12,8 +12,12 @@ from tuneloop.cli.inspect import open_run
 def collect_garbage(
     name: RUN,
     store: STORE = "runs",
-    keep: Annotated[int | None, typer.Option(help="Number of newest checkpoints to keep; default: all.")] = None,
-    idle: Annotated[float, typer.Option(min=0, help="Hours without a write: younger data may be in use.")] = 24.0,
+    keep: Annotated[
+        int | None, typer.Option(help="Number of newest checkpoints to keep; default: all.")
+    ] = None,
+    idle: Annotated[
+        float, typer.Option(min=0, help="Hours without a write: younger data may be in use.")
+    ] = 24.0,
     delete: DELETE = False,
 ) -> None:
     """Delete data that a run no longer needs: of dead attempts, stale resume points, with --keep old checkpoints."""

@@ -23,7 +23,9 @@ UNREAD = ("damaged", "unreachable")
 
 
 def show_status(
-    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="The run's name; default: list all.")
+    ] = None,
     store: STORE = "runs",
     as_json: JSON = False,
 ) -> None:
@@ -43,12 +45,16 @@ def show_status(
     typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
     facts = {"store": run.url, "iterations": iterations_line(run), "mean reward": reward_line(run)}
     if (latest := run.latest_reward()) and latest.entry.manifest.role == "scorer":
-        facts["newest batch"] = f"{latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})"
+        facts["newest batch"] = (
+            f"{latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})"
+        )
     typer.echo(format_facts(facts))
     show_stages(list_stages(run))
 
 
-def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs") -> None:
+def show_logs(
+    name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs"
+) -> None:
     """Print the logs of the stages. Each line begins with its stage and iteration."""
     from tuneloop.runs.stages import get_stage_name
 
@@ -57,13 +63,19 @@ def show_logs(name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STO
         raise UserError("run", name, "has no logs here: no stage was run on this machine")
     seen: dict[str, int] = {}
     while True:
-        running = run.phase == "running"  # checked first: lines that are written meanwhile get another round
+        running = (
+            run.phase == "running"
+        )  # checked first: lines that are written meanwhile get another round
         pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
-        chosen = [n for n in pods if stage is None or stage in (get_stage_name(n), n.display_name, n.id)]
+        chosen = [
+            n for n in pods if stage is None or stage in (get_stage_name(n), n.display_name, n.id)
+        ]
         if not chosen and stage and not (follow and running):
             known = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
             inside = "; the loop's stages run in `iterations` here" if "iterations" in known else ""
-            raise UserError("stage", stage, f"has no log of its own; those that have: {known}{inside}")
+            raise UserError(
+                "stage", stage, f"has no log of its own; those that have: {known}{inside}"
+            )
         for node in chosen:
             _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
         if not (follow and running):
@@ -75,7 +87,8 @@ def report_run(
     name: RUN,
     store: STORE = "runs",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Default: report.html beside the run's state.")
+        Path | None,
+        typer.Option("--output", "-o", help="Default: report.html beside the run's state."),
     ] = None,
 ) -> None:
     """Write the live page into one file, readable offline. Graph, curves, samples, the origin of every version."""
@@ -86,12 +99,19 @@ def report_run(
 
 def track_run(
     name: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Default, with --follow: all of the store, also future ones.")
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="Default, with --follow: all of the store, also future ones."
+        ),
     ] = None,
-    trackers: Annotated[list[str] | None, typer.Argument(help="NAME or NAME+ADDRESS; see docs/tracking.md.")] = None,
+    trackers: Annotated[
+        list[str] | None, typer.Argument(help="NAME or NAME+ADDRESS; see docs/tracking.md.")
+    ] = None,
     store: STORE = "runs",
     follow: FOLLOW = False,
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on Argo.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Of runs on Argo.")
+    ] = None,
     context: CONTEXT = None,
 ) -> None:
     """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: those in TUNELOOP_TRACKERS; repeat to update."""
@@ -109,10 +129,17 @@ def track_run(
     def ask(run: str) -> str:
         try:
             found = list_workflows(cluster, run) if cluster else []
-        except (UserError, Retryable) as error:  # mirror commits even while the cluster is unavailable
+        except (
+            UserError,
+            Retryable,
+        ) as error:  # mirror commits even while the cluster is unavailable
             typer.echo(f"{run}: {error}", err=True)
             return ""
-        phase = get_workflow_phase(max(found, key=lambda w: w["metadata"]["creationTimestamp"])) if found else ""
+        phase = (
+            get_workflow_phase(max(found, key=lambda w: w["metadata"]["creationTimestamp"]))
+            if found
+            else ""
+        )
         return {"Pending": "running", "Error": "failed"}.get(phase, phase.lower())
 
     if name is None:
@@ -167,7 +194,10 @@ def _progress(run: "Run") -> dict[str, Any]:
 
 
 def _score(run: "Run", score: "Score") -> dict[str, Any]:
-    about = {"completions": run.count_scored_completions(score.entry), "policy_version": score.version}
+    about = {
+        "completions": run.count_scored_completions(score.entry),
+        "policy_version": score.version,
+    }
     return {"mean_reward": score.value, "how": score.how, **about}
 
 
@@ -182,8 +212,14 @@ def _list_runs(store: str, as_json: bool) -> None:
         return typer.echo(f"no runs below {store}; --store names another place")
     lines = []
     for row in rows:
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
-        reward = f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
+        created = (
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+            if row["created"]
+            else ""
+        )
+        reward = (
+            f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
+        )
         known = (row["run"], row["pipeline"] or "", row["phase"], str(row["iteration"] or ""))
         lines.append((*known, created, reward))
     columns = ("run", "pipeline", "state", "iteration", "created", "mean reward")
@@ -197,12 +233,22 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
     rows = []
     for name in list_runs(store):
-        row: dict[str, Any] = {"run": name, "pipeline": None, "phase": "not started here", "message": ""}
+        row: dict[str, Any] = {
+            "run": name,
+            "pipeline": None,
+            "phase": "not started here",
+            "message": "",
+        }
         row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
-            if record := read_record(name, store):  # reading all of a run that was not started here may take long
+            if record := read_record(
+                name, store
+            ):  # reading all of a run that was not started here may take long
                 latest = (run := Run(name, store, record)).latest_reward()
-                row |= {**_progress(run), **({"mean_reward": latest.value, "how": latest.how} if latest else {})}
+                row |= {
+                    **_progress(run),
+                    **({"mean_reward": latest.value, "how": latest.how} if latest else {}),
+                }
         except (UserError, Retryable) as error:  # list the others nevertheless
             row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
         rows.append(row)

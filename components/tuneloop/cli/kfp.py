@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONFIG, JSON, OUTPUT, PIPELINE, REMOTE_STORE, RUN, SCHEDULE, SETS, SUBMITTED
+from tuneloop.cli.arguments import (
+    CONFIG,
+    JSON,
+    OUTPUT,
+    PIPELINE,
+    REMOTE_STORE,
+    RUN,
+    SCHEDULE,
+    SETS,
+    SUBMITTED,
+)
 from tuneloop.cli.author import print_or_write_text
 from tuneloop.cli.inspect import print_json
 from tuneloop.cli.tables import print_table
@@ -14,9 +24,15 @@ from tuneloop.core.errors import UserError
 from tuneloop.kfp import client
 from tuneloop.kube.connection import connect_to_cluster
 
-ENDPOINT = Annotated[str | None, typer.Option(envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI.")]
+ENDPOINT = Annotated[
+    str | None,
+    typer.Option(envvar="KF_PIPELINES_ENDPOINT", help="URL of the KFP API, or of its UI."),
+]
 ROOT = Annotated[
-    str | None, typer.Option("--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's.")
+    str | None,
+    typer.Option(
+        "--pipeline-root", help="Where KFP keeps handles and previews; default: the backend's."
+    ),
 ]
 EXPERIMENT = Annotated[str, typer.Option("--experiment", help="Experiment that lists the run.")]
 
@@ -30,11 +46,16 @@ def render_pipeline(
     sets: SETS = None,
     output: OUTPUT = None,
     manifest: Annotated[
-        bool, typer.Option("--manifest", help="Kubernetes objects (Pipeline, PipelineVersion), as for GitOps.")
+        bool,
+        typer.Option(
+            "--manifest", help="Kubernetes objects (Pipeline, PipelineVersion), as for GitOps."
+        ),
     ] = False,
 ) -> None:
     """Print the compiled pipeline as YAML. It can be uploaded in the UI; equal settings give equal bytes."""
-    with client.compiled_package(build_kfp_pipeline(pipeline, config, sets)[0], manifest=manifest) as package:
+    with client.compiled_package(
+        build_kfp_pipeline(pipeline, config, sets)[0], manifest=manifest
+    ) as package:
         print_or_write_text(Path(package).read_text(), output)
 
 
@@ -48,7 +69,9 @@ def submit_run(
     sets: SETS = None,
     root: ROOT = None,
     experiment: EXPERIMENT = "tuneloop",
-    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that have run before.")] = True,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Let KFP skip tasks that have run before.")
+    ] = True,
 ) -> None:
     """Start a run, or resume the one of that name."""
     from tuneloop.runs.records import check_name
@@ -56,7 +79,13 @@ def submit_run(
     check_name(run, "--run")
     built, _ = build_kfp_pipeline(pipeline, config, sets)
     run_id = client.submit_run(
-        client.connect_to_kfp(endpoint), built, run=run, store=store, root=root, cache=cache, experiment=experiment
+        client.connect_to_kfp(endpoint),
+        built,
+        run=run,
+        store=store,
+        root=root,
+        cache=cache,
+        experiment=experiment,
     )
     typer.echo(f"{run}: submitted as {run_id}; see `tuneloop kfp status {run}`")
 
@@ -64,9 +93,14 @@ def submit_run(
 @app.command("schedule")
 def schedule_pipeline(
     pipeline: PIPELINE,
-    name: Annotated[str, typer.Option("--name", help="Of the schedule; each run adds digits of its data's digest.")],
+    name: Annotated[
+        str,
+        typer.Option("--name", help="Of the schedule; each run adds digits of its data's digest."),
+    ],
     store: REMOTE_STORE,
-    cron: Annotated[str, typer.Option("--cron", help="Five fields, as in '0 3 * * *'; KFP's seconds are 0.")],
+    cron: Annotated[
+        str, typer.Option("--cron", help="Five fields, as in '0 3 * * *'; KFP's seconds are 0.")
+    ],
     config: CONFIG = None,
     sets: SETS = None,
     endpoint: ENDPOINT = None,
@@ -97,12 +131,17 @@ def show_status(run: RUN, as_json: JSON = False, endpoint: ENDPOINT = None) -> i
     found = client.find_run(client.connect_to_kfp(endpoint), run)
     tasks = client.list_tasks(found)
     if as_json:
-        told = [{"task": t.name, "phase": t.state, "seconds": t.seconds, "message": t.error} for t in tasks]
+        told = [
+            {"task": t.name, "phase": t.state, "seconds": t.seconds, "message": t.error}
+            for t in tasks
+        ]
         print_json({"run": run, "phase": found.state, "id": found.run_id, "tasks": told})
     else:
         typer.echo(f"{run}  {found.state}  {found.run_id}")
         rows = [(task.name, task.state, f"{task.seconds:.0f}", task.error) for task in tasks]
-        print_table(("task", "state", "seconds", "message"), rows, right=("seconds",), cut="message")
+        print_table(
+            ("task", "state", "seconds", "message"), rows, right=("seconds",), cut="message"
+        )
     return 1 if found.state == "FAILED" else 0
 
 
@@ -124,26 +163,40 @@ def stop_run(run: RUN, endpoint: ENDPOINT = None) -> None:
     typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
 
 
-def build_kfp_pipeline(pipeline: str, config: Path | None, sets: list[str] | None) -> tuple[Any, Any]:
+def build_kfp_pipeline(
+    pipeline: str, config: Path | None, sets: list[str] | None
+) -> tuple[Any, Any]:
     """Build a pipeline by name; return it in the form that kfp compiles, and its settings. Raises UserError if the
     pipeline has no form for KFP, or kfp is not installed."""
     from tuneloop.config.loading import find_pipeline
 
     found = find_pipeline(pipeline)
     if not hasattr(found.module, "build_kfp"):
-        raise UserError("pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines")
+        raise UserError(
+            "pipeline", pipeline, "has no build_kfp(config): it cannot run on Kubeflow Pipelines"
+        )
     client.check_kfp_is_installed()
     settings = found.configure(config, sets or ())
     return found.module.build_kfp(settings), settings
 
 
-def connect_to_executor(namespace: str | None, context: str | None, kfp: str | None) -> tuple[Any, Any]:
+def connect_to_executor(
+    namespace: str | None, context: str | None, kfp: str | None
+) -> tuple[Any, Any]:
     """Connect to the executor of runs elsewhere: return a cluster with Argo, and a function that asks KFP."""
     if kfp is not None and (namespace or not kfp):
-        raise UserError("--kfp", kfp, "is the URL for runs on KFP, and --namespace is for runs on Argo: give only one")
+        raise UserError(
+            "--kfp",
+            kfp,
+            "is the URL for runs on KFP, and --namespace is for runs on Argo: give only one",
+        )
     from tuneloop.kfp.progress import describe_progress
 
-    ask = partial(describe_progress, client.connect_to_kfp(kfp, "--kfp", "give the API's address")) if kfp else None
+    ask = (
+        partial(describe_progress, client.connect_to_kfp(kfp, "--kfp", "give the API's address"))
+        if kfp
+        else None
+    )
     return connect_to_cluster(namespace, context) if namespace else None, ask
 
 
@@ -154,7 +207,11 @@ def list_commands() -> list[str]:
 
 def route_arguments(arguments: list[str]) -> list[str]:
     """Route ``submit … --to kfp …`` to ``kfp submit …``. Raises UserError at another target or command."""
-    words = [word for each in arguments for word in (each.split("=", 1) if each.startswith("--to=") else [each])]
+    words = [
+        word
+        for each in arguments
+        for word in (each.split("=", 1) if each.startswith("--to=") else [each])
+    ]
     if "--to" not in words:
         return arguments
     at, own = words.index("--to"), list_commands()

@@ -34,9 +34,14 @@ class Display:
     def __init__(self, run: Run, workflow: Mapping[str, Any]) -> None:
         parameters = workflow["spec"].get("arguments", {}).get("parameters", ())
         self.run = run
-        self.total = next((int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p), None)
+        self.total = next(
+            (int(p["value"]) for p in parameters if p["name"] == "iterations" and "value" in p),
+            None,
+        )
         self.scorers = {name for name, role in read_loop(workflow).items() if role == "scorer"}
-        self.servers = {each["name"] for each in workflow["spec"].get("templates", ()) if each.get("daemon")}
+        self.servers = {
+            each["name"] for each in workflow["spec"].get("templates", ()) if each.get("daemon")
+        }
         self.begun = time.time()
         self.running: dict[str, Node] = {}
         self.told: dict[str, str] = {}
@@ -84,12 +89,16 @@ class Display:
         else:
             self.running.pop(node.id, None)
         if node.phase in DONE and before not in DONE:
-            if node.phase not in BROKEN or node.parent not in self.retries:  # else the retry reports it
+            if (
+                node.phase not in BROKEN or node.parent not in self.retries
+            ):  # else the retry reports it
                 self._ended(node)
         elif node.daemoned and before != "ready":
             self.phases[node.id] = "ready"
             self.waiting.pop(node.parent, None)
-            self._print(f"{get_stage_name(node)}: ready in {format_duration(time.time() - node.started)}")
+            self._print(
+                f"{get_stage_name(node)}: ready in {format_duration(time.time() - node.started)}"
+            )
 
     def _retried(self, node: Node) -> None:
         """Show how an attempt ended, and when the next one begins, or that it was the last."""
@@ -116,13 +125,17 @@ class Display:
         if node.template in self.scorers and "mean-reward" in node.outputs:
             self.reward = f"{float(node.outputs['mean-reward']):.3f}"
         if node.phase in BROKEN:
-            self._print(f"{get_stage_name(node)}: {node.phase.lower()} after {seconds}: {node.message}")
+            self._print(
+                f"{get_stage_name(node)}: {node.phase.lower()} after {seconds}: {node.message}"
+            )
         elif node.phase == "Omitted":
             self._print(f"{get_stage_name(node)}: ended after {seconds}: {node.message}")
         elif iteration_of(node):
             self.parts.append(f"{get_stage_name(node)} {seconds}")
         else:
-            results = "  ".join(f"{k} {format_number(v)}" for k, v in node.outputs.items() if format_number(v))
+            results = "  ".join(
+                f"{k} {format_number(v)}" for k, v in node.outputs.items() if format_number(v)
+            )
             how = "stopped after " if node.daemoned else ""
             self._print(f"{get_stage_name(node)}: {how}{seconds}  {results}".rstrip())
 
@@ -160,6 +173,10 @@ class Display:
         lines = []
         for node in list(self.running.values()):
             since = format_duration(time.time() - node.started)
-            lines.append(f"  {get_stage_name(node)}  {since}  {self.told.get(node.id, '')}".rstrip())
-        lines += [f"  {get_stage_name(node)}: {node.message}" for node in list(self.waiting.values())]
+            lines.append(
+                f"  {get_stage_name(node)}  {since}  {self.told.get(node.id, '')}".rstrip()
+            )
+        lines += [
+            f"  {get_stage_name(node)}: {node.message}" for node in list(self.waiting.values())
+        ]
         return Group(self.table, Text("\n".join(lines)))

@@ -8,7 +8,10 @@ from tuneloop.workflow.loop import Graph, Loop, StageSpec
 
 
 def make_builders(
-    name: str, stages: Callable[[Any], Sequence[StageSpec]], draw: Callable[[Graph], None], loop: Loop | None = None
+    name: str,
+    stages: Callable[[Any], Sequence[StageSpec]],
+    draw: Callable[[Graph], None],
+    loop: Loop | None = None,
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Return the functions `build_argo` and `build_kfp` of a pipeline, each of which takes its configuration.
 

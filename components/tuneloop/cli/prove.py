@@ -24,7 +24,11 @@ def audit_run(
     name: RUN,
     root: Annotated[
         str | None,
-        typer.Option("--root", metavar="sha256:…", help="The root from a source that you trust; any other fails."),
+        typer.Option(
+            "--root",
+            metavar="sha256:…",
+            help="The root from a source that you trust; any other fails.",
+        ),
     ] = None,
     store: STORE = "runs",
 ) -> int:
@@ -38,25 +42,33 @@ def audit_run(
         for problem in proof.problems:
             typer.echo(f"error: {proof.key}: {problem}", err=True)
     if not (own := [proof for proof in proofs if proof.files is not None]):
-        raise UserError("run", name, "has committed nothing that could be verified; see `tuneloop status`")
+        raise UserError(
+            "run", name, "has committed nothing that could be verified; see `tuneloop status`"
+        )
     facts = {
         "artifacts": f"{sum(not proof.problems for proof in own)} of {len(own)} as committed",
         "files": f"{sum(proof.files or 0 for proof in own)} as committed, by SHA-256",
     }
     if deleted := sum(proof.deleted for proof in own):
-        facts["deleted"] = f"the files of {deleted} old checkpoints; their manifests are as committed"
+        facts["deleted"] = (
+            f"the files of {deleted} old checkpoints; their manifests are as committed"
+        )
     if outside := len(proofs) - len(own):
         facts["from outside"] = f"{outside} inputs: their manifests were read, their files were not"
     typer.echo(format_facts({**facts, "root": (found := audit.compute_root(run))}))
     if root not in (None, found):
-        raise UserError("--root", root, f"the run's root is {found}: it is another run, or was changed since")
+        raise UserError(
+            "--root", root, f"the run's root is {found}: it is another run, or was changed since"
+        )
     return 2 if any(proof.problems for proof in proofs) else 0
 
 
 def replay_run(
     name: RUN,
     iteration: Annotated[int, typer.Argument(min=0, help="0: the stages outside the loop.")],
-    stage: Annotated[str | None, typer.Option(help="One stage of it, as in policy-update; default: all.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="One stage of it, as in policy-update; default: all.")
+    ] = None,
     store: STORE = "runs",
 ) -> int:
     """Compute an iteration again on this machine, and compare. Names the first difference; then exits with 2."""
@@ -83,12 +95,19 @@ def bisect_runs(
 
 
 def probe_rewards(
-    rewards: Annotated[list[str] | None, typer.Option("--reward", help="By name or pkg.mod:attr. Repeatable.")] = None,
-    environments: Annotated[list[str] | None, typer.Option("--environment", help="The same. Repeatable.")] = None,
-    data: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="JSON Lines: a row with answer.")
+    rewards: Annotated[
+        list[str] | None, typer.Option("--reward", help="By name or pkg.mod:attr. Repeatable.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds that one call may take.")] = 5.0,
+    environments: Annotated[
+        list[str] | None, typer.Option("--environment", help="The same. Repeatable.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="JSON Lines: a row with answer."),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one call may take.")
+    ] = 5.0,
 ) -> int:
     """Try attacks on rewards and environments. Prints what a policy could gain; exit code 1 if it gains."""
     from tuneloop.local.probe import ENDINGS, count_endings, try_attacks
@@ -96,8 +115,13 @@ def probe_rewards(
     _find_modules_here()
     trials = try_attacks(rewards or (), environments or (), data, timeout_s)
     print_table(*count_endings(trials))
-    typer.echo("A number without a letter: " + "; ".join(": ".join(filter(None, one)) for one in ENDINGS.items()))
-    paid = sorted((t for t in trials if t.ending in ("n", "g")), key=lambda t: t.outcome.score or 0.0)
+    typer.echo(
+        "A number without a letter: "
+        + "; ".join(": ".join(filter(None, one)) for one in ENDINGS.items())
+    )
+    paid = sorted(
+        (t for t in trials if t.ending in ("n", "g")), key=lambda t: t.outcome.score or 0.0
+    )
     for t in {(t.target, t.category): t for t in paid}.values():
         score = "no score" if t.outcome.score is None else f"{t.outcome.score:.3g}"
         about = f"{score}, a wrong answer has {t.wrong:.3g}; {t.outcome.breakdown}"
@@ -107,7 +131,9 @@ def probe_rewards(
 
 def explain_version(
     name: RUN,
-    which: Annotated[str, typer.Argument(metavar="ITERATION|VERSION", help="3: an iteration; v4: version 4.")],
+    which: Annotated[
+        str, typer.Argument(metavar="ITERATION|VERSION", help="3: an iteration; v4: version 4.")
+    ],
     store: STORE = "runs",
 ) -> None:
     """Explain what made a version. Prompts, rollouts, rewards, seeds, code, image and server, as recorded."""
@@ -121,17 +147,26 @@ def explain_version(
 def promote_version(
     name: RUN,
     version: Annotated[str, typer.Argument(help="Version of the weights, as 4 or v4.")],
-    promoted: Annotated[str, typer.Argument(metavar="NAME", help="The name to give it, as production.")],
-    least: Annotated[list[str], typer.Option("--min", metavar="METRIC=VALUE", help="What its evaluation must reach.")],
+    promoted: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name to give it, as production.")
+    ],
+    least: Annotated[
+        list[str],
+        typer.Option("--min", metavar="METRIC=VALUE", help="What its evaluation must reach."),
+    ],
     store: STORE = "runs",
 ) -> None:
     """Name a version that passes the audit and reaches --min. Retention keeps it; the name has a history."""
     from tuneloop.runs import promotion
 
     try:
-        wanted = {metric: float(value) for metric, _, value in (each.partition("=") for each in least)}
+        wanted = {
+            metric: float(value) for metric, _, value in (each.partition("=") for each in least)
+        }
     except ValueError:
-        raise UserError("--min", ", ".join(least), "write METRIC=VALUE, as in mean_reward=0.9") from None
+        raise UserError(
+            "--min", ", ".join(least), "write METRIC=VALUE, as in mean_reward=0.9"
+        ) from None
     if not (number := version.removeprefix("v")).isdecimal():
         raise UserError("VERSION", version, "write its number, as in 4 or v4")
     told = promotion.promote_version(open_run(name, store), int(number), promoted, wanted)
@@ -139,16 +174,24 @@ def promote_version(
 
 
 def list_promotions(
-    promoted: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Default: all names.")] = None,
+    promoted: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Default: all names.")
+    ] = None,
     store: STORE = "runs",
     as_json: JSON = False,
 ) -> None:
     """List promoted versions, newest first. With user, time, the figures that decided, and references for tools."""
     from tuneloop.runs import promotion
 
-    chosen = [told for told in reversed(promotion.read_history(Store(store))[0]) if promoted in (None, told["name"])]
+    chosen = [
+        told
+        for told in reversed(promotion.read_history(Store(store))[0])
+        if promoted in (None, told["name"])
+    ]
     if promoted and not chosen:
-        raise UserError("NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that")
+        raise UserError(
+            "NAME", promoted, f"was not promoted in {store}; `tuneloop promote` does that"
+        )
     if as_json:
         return print_json({"promotions": chosen})
     if not chosen:
@@ -156,16 +199,35 @@ def list_promotions(
     rows = []
     for told in chosen:
         had = told["figures"]
-        figures = ", ".join(f"{name} {had.get(name, nan):g} (≥ {least:g})" for name, least in told["least"].items())
+        figures = ", ".join(
+            f"{name} {had.get(name, nan):g} (≥ {least:g})" for name, least in told["least"].items()
+        )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(told["time"]))
-        rows.append((told["name"], told["run"], str(told["version"]), when, told["who"], figures, told["ref"]))
-    print_table(("name", "run", "version", "when", "who", "figures", "reference"), rows, cut="reference")
+        rows.append(
+            (
+                told["name"],
+                told["run"],
+                str(told["version"]),
+                when,
+                told["who"],
+                figures,
+                told["ref"],
+            )
+        )
+    print_table(
+        ("name", "run", "version", "when", "who", "figures", "reference"), rows, cut="reference"
+    )
 
 
 def rescore_run(
     name: RUN,
-    reward: Annotated[str, typer.Option(help="Its name, as in exact or my_rewards:score; or JSON, reward → weight.")],
-    examples: Annotated[int, typer.Option(min=0, help="Completions to show, of those whose score differs most.")] = 5,
+    reward: Annotated[
+        str,
+        typer.Option(help="Its name, as in exact or my_rewards:score; or JSON, reward → weight."),
+    ],
+    examples: Annotated[
+        int, typer.Option(min=0, help="Completions to show, of those whose score differs most.")
+    ] = 5,
     store: STORE = "runs",
 ) -> None:
     """Judge a run's stored rollouts by another reward. Means, groups whose order changes, and changed completions."""
@@ -178,7 +240,14 @@ def rescore_run(
         scores = ([row[by] for row in rows if row[by] is not None] for by in ("score", "rescored"))
         means = (f"{fmean(each):.3f}" if each else "none" for each in scores)
         changed = [row for row in rows if row["change"]]
-        lines.append((str(iteration), *means, f"{len(changed)} of {len(rows)}", questions.count_reordered(rows)))
+        lines.append(
+            (
+                str(iteration),
+                *means,
+                f"{len(changed)} of {len(rows)}",
+                questions.count_reordered(rows),
+            )
+        )
         apart = heapq.nlargest(examples, [*apart, *changed], key=itemgetter("change"))
     columns = ("iteration", "mean", "rescored", "scored otherwise", "groups reordered")
     print_table(columns, lines, right=columns)
@@ -190,10 +259,18 @@ def rescore_run(
 def attest_version(
     name: RUN,
     key: Annotated[Path, typer.Option(help="Private key, PEM.")],
-    version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
-    certificate: Annotated[list[Path] | None, typer.Option(help="Certificate chain, leaf first. Repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory; default: RUN-vVERSION.")] = None,
-    builder: Annotated[str, typer.Option(help="URI that identifies the builder.")] = "https://github.com/tuneloop",
+    version: Annotated[
+        str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")
+    ] = None,
+    certificate: Annotated[
+        list[Path] | None, typer.Option(help="Certificate chain, leaf first. Repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Directory; default: RUN-vVERSION.")
+    ] = None,
+    builder: Annotated[
+        str, typer.Option(help="URI that identifies the builder.")
+    ] = "https://github.com/tuneloop",
     store: STORE = "runs",
 ) -> None:
     """Sign a version and what it was made from. Writes its files, a model card, SLSA provenance and a signature."""
@@ -206,10 +283,18 @@ def attest_version(
 
 def push_version(
     name: RUN,
-    repo: Annotated[str, typer.Argument(help="Hugging Face repository, as OWNER/NAME; created if missing.")],
-    version: Annotated[str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")] = None,
-    private: Annotated[bool | None, typer.Option("--private/--public", help="If it is new; default: as OWNER.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only its LoRA adapters, in peft's format.")] = False,
+    repo: Annotated[
+        str, typer.Argument(help="Hugging Face repository, as OWNER/NAME; created if missing.")
+    ],
+    version: Annotated[
+        str | None, typer.Argument(help="Of the weights, as 4 or v4; default: the newest.")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="If it is new; default: as OWNER.")
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only its LoRA adapters, in peft's format.")
+    ] = False,
     store: STORE = "runs",
 ) -> None:
     """Upload a version to the Hugging Face hub. It must pass the audit; a model card is made from the run."""
@@ -226,9 +311,13 @@ def _name_version(run: Any, version: str | None) -> str:
 
 
 def verify_model(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The model's files, as `attest` writes them.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The model's files, as `attest` writes them.")
+    ],
     public_key: Annotated[Path | None, typer.Option(help="The signer's key, PEM.")] = None,
-    certificate: Annotated[list[Path] | None, typer.Option(help="A trusted authority's. Repeatable.")] = None,
+    certificate: Annotated[
+        list[Path] | None, typer.Option(help="A trusted authority's. Repeatable.")
+    ] = None,
 ) -> None:
     """Verify a model's files by its signature and provenance. Needs no store; names the first file that is wrong."""
     from tuneloop.runs import signatures

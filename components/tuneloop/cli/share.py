@@ -53,20 +53,39 @@ def plan_shared(
     asked = asked or (f"shared-{given.policy}" if given else None)
     if asked and asked not in plans.PLANS:
         raise UserError("--plan", asked, f"use one of {', '.join(plans.PLANS)}")
-    measured = measured or [record.run for record in read_records(store) if record.pipeline == name][-1:]
+    measured = (
+        measured or [record.run for record in read_records(store) if record.pipeline == name][-1:]
+    )
     if not measured:
-        raise UserError("--measured", None, f"no run of {name} is recorded below {store}: name one, or run it")
-    places = (each.rstrip("/").rpartition("/") for each in measured)  # names, or URLs that end in one
+        raise UserError(
+            "--measured", None, f"no run of {name} is recorded below {store}: name one, or run it"
+        )
+    places = (
+        each.rstrip("/").rpartition("/") for each in measured
+    )  # names, or URLs that end in one
     runs = [Run.open(run, above or store) for above, _, run in places]
     if given and len(runs) > share.runs_per_claim:
-        raise UserError("--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}")
+        raise UserError(
+            "--measured", len(runs), f"runs: cluster.share.runs_per_claim is {share.runs_per_claim}"
+        )
     together = share.roles == "together"
     # Each claim has a lease; without claims there is one for the group.
     turns = plans.GROUP if together or not share.device_class else plans.APART
     rules = Rules(turns, swap=swap, handover=compute_poll_interval(share.patience) / 2)
-    workloads, accelerators = build_workloads(runs, share.runs_per_claim), count_accelerators(workflow, share)
+    workloads, accelerators = (
+        build_workloads(runs, share.runs_per_claim),
+        count_accelerators(workflow, share),
+    )
     compared = plans.compare_plans(workloads, accelerators, together, rules)
-    columns = ("plan", "runs", "accelerators", "s/step", "p95", *(f"{each} idle" for each in plans.ROLES), *TOTALS)
+    columns = (
+        "plan",
+        "runs",
+        "accelerators",
+        "s/step",
+        "p95",
+        *(f"{each} idle" for each in plans.ROLES),
+        *TOTALS,
+    )
     print_table(columns, list_plan_rows(compared), right=columns[1:])
     shared = min((compared[each] for each in plans.SHARED), key=lambda plan: plan.total)
     gain = compared[plans.SERIAL].total / shared.total - 1
@@ -83,7 +102,11 @@ def list_plan_rows(compared: Mapping[str, plans.Plan]) -> Iterator[tuple[str, ..
     """Yield the row of each plan."""
     alone = next(iter(compared.values())).throughput
     for name, plan in compared.items():
-        steps = (f"{plan.mean:.2f}", f"{plan.p95:.2f}", *(f"{plan.idle(each):.0%}" for each in plans.ROLES))
+        steps = (
+            f"{plan.mean:.2f}",
+            f"{plan.p95:.2f}",
+            *(f"{plan.idle(each):.0%}" for each in plans.ROLES),
+        )
         rate = (f"{plan.throughput * 3600:.1f}", f"{plan.throughput / alone:.2f}")
         yield name, str(plan.runs), str(plan.accelerators), *steps, f"{plan.total:.1f}", *rate
 
@@ -110,25 +133,44 @@ def describe_swap(workflow: Mapping[str, Any], runs: Sequence[Run], copies: int)
     stages = [read_stage(template) for template in workflow["spec"]["templates"]]
     server, model = next((stage for stage in stages if stage.serves), None), model_of(stages)
     if server and server.accelerators and isinstance(model, Model):
-        parts = [] if server.engine_args.get("enable_sleep_mode") else estimate_memory_parts(server, model, None)
+        parts = (
+            []
+            if server.engine_args.get("enable_sleep_mode")
+            else estimate_memory_parts(server, model, None)
+        )
         held, what = sum(count for _, count in parts), " + ".join(text for text, _ in parts) or "0"
         how = f"2 × ({what}) / {LINK / 1e9:g} GB/s + {FIXED_S:g} s = {2 * held / LINK + FIXED_S:.1f} s"
         yield f"engine.snapshot: {how}, by what was published for 8B; host memory {copies} × {format_gib(held)}"
-    loads = [load for run in runs for entry in run.with_role("sampler") if (load := entry.manifest.timings.get("load"))]
+    loads = [
+        load
+        for run in runs
+        for entry in run.with_role("sampler")
+        if (load := entry.manifest.timings.get("load"))
+    ]
     if server and loads:
         yield f"loading the server's weights, as of each new version: {statistics.median(loads):.2f} s, recorded"
 
 
 def _source(run: Run) -> str:
     """Describe where the seconds come from."""
-    stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in run.seconds_an_iteration().items())
-    held = "a pod's start to its end" if run.state else "a stage's start to its commit (its pod took longer)"
+    stages = ", ".join(
+        f"{stage} {seconds:.2f}" for stage, seconds in run.seconds_an_iteration().items()
+    )
+    held = (
+        "a pod's start to its end"
+        if run.state
+        else "a stage's start to its commit (its pod took longer)"
+    )
     return f"seconds of {run.name}: {run.iteration} iterations, {held} ({stages} worked, median); waits between: median"
 
 
 def _turns(rules: Rules, share: Share) -> str:
     """Describe the cost of handing over the lease, and where its numbers come from."""
-    of = "trainers and samplers each have a turn" if len({*rules.turns.values()}) > 1 else "one turn for all devices"
+    of = (
+        "trainers and samplers each have a turn"
+        if len({*rules.turns.values()}) > 1
+        else "one turn for all devices"
+    )
     return (
         f"{of}; one that goes to another run costs {rules.swap:g} s (--swap), and {rules.handover:g} s until who waited"
         f" sees it: half of {compute_poll_interval(share.patience):g} s, as patience {share.patience:g} s has it"

@@ -40,8 +40,14 @@ def describe_failure(run: Run, outcome: "Outcome") -> str:
     then = f"`tuneloop resume {run.name}{at}`"
     if outcome.exit_code == EXIT_USER:
         run.refresh()
-        then += ", or another run with other settings" if run.iteration else ", or run it again with other settings"
-    return format_stage_error(node, said, f"tuneloop logs {run.name} {get_stage_name(node)}{at}", then)
+        then += (
+            ", or another run with other settings"
+            if run.iteration
+            else ", or run it again with other settings"
+        )
+    return format_stage_error(
+        node, said, f"tuneloop logs {run.name} {get_stage_name(node)}{at}", then
+    )
 
 
 def find_failed_pod(nodes: Iterable[Node]) -> Node | None:
@@ -58,7 +64,11 @@ def format_stage_error(node: Node, said: str, look: str, then: str) -> str:
 
 def format_store_option(store: str) -> str:
     """Format the option that names a store; empty for the default store."""
-    return "" if normalize_url(store) == normalize_url("runs") else f" --store {store.removeprefix('file://')}"
+    return (
+        ""
+        if normalize_url(store) == normalize_url("runs")
+        else f" --store {store.removeprefix('file://')}"
+    )
 
 
 def show_weights(run: Run) -> None:

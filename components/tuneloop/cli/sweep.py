@@ -17,16 +17,24 @@ from tuneloop.kube.connection import connect_to_cluster
 
 def run_sweep(
     pipeline: PIPELINE,
-    name: Annotated[str, typer.Option("--name", help="Name of the sweep; the names of its runs begin with it.")],
-    over: Annotated[list[str], typer.Option(metavar="KEY=V1,V2", help="Values of a key to try. Repeatable.")],
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the sweep; the names of its runs begin with it.")
+    ],
+    over: Annotated[
+        list[str], typer.Option(metavar="KEY=V1,V2", help="Values of a key to try. Repeatable.")
+    ],
     store: STORE = "runs",
     config: CONFIG = None,
     sets: SETS = None,
     start: Annotated[
         int | None,
-        typer.Option("--stop-below-median", min=1, help="From this iteration on, stop runs below the others."),
+        typer.Option(
+            "--stop-below-median", min=1, help="From this iteration on, stop runs below the others."
+        ),
     ] = None,
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Submit the runs to a cluster.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Submit the runs to a cluster.")
+    ] = None,
     context: CONTEXT = None,
 ) -> int:
     """Run a pipeline with each combination of settings, and rank the runs by their reward.
@@ -41,11 +49,21 @@ def run_sweep(
     found, combinations = find_pipeline(pipeline), sweep.list_combinations(name, over)
     if start and not getattr(found.module.build_argo, "loop", None):
         raise UserError("--stop-below-median", start, f"{found.name} has no loop; leave it out")
-    given = {run: [*(sets or ()), *(f"{k}={text}" for k, text in each.items())] for run, each in combinations.items()}
+    given = {
+        run: [*(sets or ()), *(f"{k}={text}" for k, text in each.items())]
+        for run, each in combinations.items()
+    }
     settings = {run: found.configure(config, each) for run, each in given.items()}
     built = {run: found.build(each) for run, each in settings.items()}
-    given_to = {run: each["spec"]["arguments"]["parameters"] for run, each in built.items() if start}
-    most = {run: int(p["value"]) for run, each in given_to.items() for p in each if p["name"] == "iterations"}
+    given_to = {
+        run: each["spec"]["arguments"]["parameters"] for run, each in built.items() if start
+    }
+    most = {
+        run: int(p["value"])
+        for run, each in given_to.items()
+        for p in each
+        if p["name"] == "iterations"
+    }
     judged = {run: range(start or 0, most.get(run, 0)) for run in given}
     runs = [Run(run, store) for run in given]
     if cluster := connect_to_cluster(namespace, context) if namespace else None:
@@ -55,18 +73,33 @@ def run_sweep(
     for run in runs:
         state, own = sweep.find_state(run, cluster), given[run.name]
         if cluster and not state.startswith(("running", *sweep.ENDED)):
-            submit_run(pipeline, run.name, store, config, own, namespace=cluster.namespace, context=context)
+            submit_run(
+                pipeline, run.name, store, config, own, namespace=cluster.namespace, context=context
+            )
         elif not cluster and not state.startswith(sweep.STOPPED):
             execute = partial(run_pipeline, pipeline, run.name, store, config, own)
             sweep.execute_run(run, runs, execute, judged[run.name])
     running = runs if cluster else []
-    while running := [run for run in running if sweep.look_at_run(run, runs, judged[run.name], cluster)]:
+    while running := [
+        run for run in running if sweep.look_at_run(run, runs, judged[run.name], cluster)
+    ]:
         time.sleep(2.0)
     rows = []
     for run in runs:
         state, latest = sweep.find_state(run, cluster), run.latest_reward()
-        value, told = (latest.value, f"{latest.value:.3f} ({latest.how})") if latest else (-math.inf, "")
-        rows.append(((state == "succeeded", value), (run.name, *combinations[run.name].values(), told, state)))
+        value, told = (
+            (latest.value, f"{latest.value:.3f} ({latest.how})") if latest else (-math.inf, "")
+        )
+        rows.append(
+            (
+                (state == "succeeded", value),
+                (run.name, *combinations[run.name].values(), told, state),
+            )
+        )
     columns = ("run", *next(iter(combinations.values())), "reward", "state")
-    print_table(columns, [row for _, row in sorted(rows, key=lambda each: each[0], reverse=True)], cut="state")
+    print_table(
+        columns,
+        [row for _, row in sorted(rows, key=lambda each: each[0], reverse=True)],
+        cut="state",
+    )
     return int(not all(row[-1].startswith(sweep.ENDED) for _, row in rows))

@@ -10,7 +10,11 @@ LEAST = 12
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), cut: str = ""
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    cut: str = "",
 ) -> None:
     """Print a table as wide as the terminal, or in full where the output is not a terminal.
 
@@ -27,7 +31,10 @@ def print_table(
     from rich.text import Text
 
     cells = [[" ".join(map(str.strip, text.splitlines())) for text in row] for row in rows]
-    table, console = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)), Console()
+    table, console = (
+        Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)),
+        Console(),
+    )
     least = -2  # the width of the gap between two columns
     for name, *texts in zip(columns, *cells):
         width = max(map(cell_len, (name, *texts)))

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 
 def show_device_leases(
-    group: Annotated[str | None, typer.Argument(help="Only this one; default: all of the namespace.")] = None,
+    group: Annotated[
+        str | None, typer.Argument(help="Only this one; default: all of the namespace.")
+    ] = None,
     store: Annotated[
-        str | None, typer.Option(help="Store of runs of `tuneloop run`, to show their leases; requires GROUP.")
+        str | None,
+        typer.Option(help="Store of runs of `tuneloop run`, to show their leases; requires GROUP."),
     ] = None,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
@@ -45,7 +48,9 @@ def show_device_leases(
 def _told(group: str, document: "Document") -> list[str]:
     about = f"{group}: {document.policy}, turn {document.number}, patience {document.patience:g} s"
     held = [f"  holds  {_about(document.holder)}"] if document.holder else []
-    served = ", ".join(f"{who} ({number})" for who, number in sorted(document.served.items(), key=lambda i: -i[1]))
+    served = ", ".join(
+        f"{who} ({number})" for who, number in sorted(document.served.items(), key=lambda i: -i[1])
+    )
     waiting = [f"  waits  {_about(seat)}" for seat in document.order()]
     return [about, *held, *waiting, f"  last turns  {served or 'none'}"]
 

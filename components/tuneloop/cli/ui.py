@@ -16,9 +16,15 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 def serve_ui(
     store: STORE = "runs",
-    host: Annotated[str, typer.Option(help="Address to listen on. There is no authentication.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 8090,
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace of runs on a cluster.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. There is no authentication.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")
+    ] = 8090,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Namespace of runs on a cluster.")
+    ] = None,
     context: CONTEXT = None,
     kfp: KFP = None,
 ) -> None:
@@ -30,9 +36,13 @@ def serve_ui(
         from tuneloop.inference.server import bind_address, serve_until_signalled
         from tuneloop.ui.app import build_app
     except ImportError as error:
-        raise UserError("ui", error.name, "is not installed: pip install 'tuneloop[gateway]'") from None
+        raise UserError(
+            "ui", error.name, "is not installed: pip install 'tuneloop[gateway]'"
+        ) from None
     if (folder := local_path(store)) and not folder.is_dir():
-        raise UserError("--store", store, "is not a directory; correct it, or start a run there first")
+        raise UserError(
+            "--store", store, "is not a directory; correct it, or start a run there first"
+        )
     cluster, ask = connect_to_executor(namespace, context, kfp)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))
@@ -41,7 +51,10 @@ def serve_ui(
         typer.echo(f"http://{shown}:{listener.getsockname()[1]}/", err=True)
         hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
         config = uvicorn.Config(
-            build_app(store, cluster, hosts, ask), log_level="warning", access_log=False, lifespan="off"
+            build_app(store, cluster, hosts, ask),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
         )
         # For its first value pyarrow imports pandas, if installed. That takes a second, so it is done before a request.
         threading.Thread(target=pa.scalar, args=(0,), daemon=True).start()

@@ -18,7 +18,11 @@ from tuneloop.workflow.rendered_stages import read_stage
 
 
 def print_verdict(
-    run: str, workflows: Sequence[Mapping[str, Any]], seconds: float, said: Mapping[str, str], options: str = ""
+    run: str,
+    workflows: Sequence[Mapping[str, Any]],
+    seconds: float,
+    said: Mapping[str, str],
+    options: str = "",
 ) -> int:
     """Print how the newest of a run's workflows ended, and the run's results; return its exit code.
 
@@ -28,12 +32,23 @@ def print_verdict(
         said: stage → its last line; if missing, Argo's message is used.
         options: options for the commands in the text, as in `` --namespace mine``.
     """
-    last, pods = workflows[-1], [n for each in workflows for n in read_nodes(each).values() if n.type == "Pod"]
+    last, pods = (
+        workflows[-1],
+        [n for each in workflows for n in read_nodes(each).values() if n.type == "Pod"],
+    )
     code, message = argo.exit_code(last), last.get("status", {}).get("message")
     why = f": {message}" if message else ""
-    ended = f"{run_workflows.get_workflow_phase(last).lower()}{why}, exit code {code}" if code else "succeeded"
+    ended = (
+        f"{run_workflows.get_workflow_phase(last).lower()}{why}, exit code {code}"
+        if code
+        else "succeeded"
+    )
     model = next((pod.outputs["model"] for pod in reversed(pods) if "model" in pod.outputs), "")
-    stages = [read_stage(template) for each in workflows for template in effective_spec(each).get("templates", ())]
+    stages = [
+        read_stage(template)
+        for each in workflows
+        for template in effective_spec(each).get("templates", ())
+    ]
     evaluators = {stage.name for stage in stages if stage.role == "evaluator"}
     facts = format_facts({"mean reward": _reward(pods, evaluators), "model": model})
     typer.echo("\n".join(filter(None, (f"\n{run}: {ended} ({seconds:.1f} s)", facts))))
@@ -42,10 +57,14 @@ def print_verdict(
         then = "submit it again with this name: it continues where it ended"
         if code == EXIT_USER:
             then += "; with other settings, or under another name if a version was made"
-        look = f"tuneloop cluster logs {run}{f' {get_stage_name(failed)}' if failed else ''}{options}"
+        look = (
+            f"tuneloop cluster logs {run}{f' {get_stage_name(failed)}' if failed else ''}{options}"
+        )
         told = f"see `{look}`"
         if failed:
-            told = format_stage_error(failed, said.get(get_stage_name(failed)) or failed.message, look, then)
+            told = format_stage_error(
+                failed, said.get(get_stage_name(failed)) or failed.message, look, then
+            )
         typer.echo(told, err=True)
     return code
 

@@ -28,7 +28,9 @@ BARS = "▁▂▃▄▅▆▇█"
 def watch_run(
     name: RUN,
     store: STORE = "runs",
-    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")
+    ] = None,
     context: CONTEXT = None,
     kfp: KFP = None,
 ) -> int:
@@ -42,17 +44,24 @@ def watch_run(
     from tuneloop.ui.describe import describe_state
 
     cluster, ask = connect_to_executor(namespace, context, kfp)
-    run = Run(name, store) if cluster or ask else Run.open(name, store)  # elsewhere it may have committed nothing yet
+    run = (
+        Run(name, store) if cluster or ask else Run.open(name, store)
+    )  # elsewhere it may have committed nothing yet
     shown, phase, told = set[str](), "", ""
     with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
         while True:
-            over, began = phase in CODES, time.monotonic()  # once a run has ended, all its commits are visible
+            over, began = (
+                phase in CODES,
+                time.monotonic(),
+            )  # once a run has ended, all its commits are visible
             try:
                 run.refresh(whole=False)
                 stands = describe_state(run, cluster, ask)
                 phase, message = stands["phase"], stands["message"]
                 if phase == "elsewhere" and message and not run.entries:
-                    return print_diagnostic(f"error: {message}; {store} has no artifact of it, either", EXIT_USER)
+                    return print_diagnostic(
+                        f"error: {message}; {store} has no artifact of it, either", EXIT_USER
+                    )
                 if phase == "elsewhere" and (phase := find_phase(run)) == "elsewhere":
                     message = "nothing was committed for a day, and it is unknown how it ended"
                 if live:
@@ -83,7 +92,12 @@ def draw_state(stands: Mapping[str, Any]) -> "Table":
         caption.append(f"reward {rewards[-1]:.3f} {draw_sparkline(rewards)}")
     caption += [f"{text} to go" for text in [_format_left(stands)] if text]
     title = f"{stands['name']}  {stands['phase']}"
-    table = Table(title=Text(title, "bold"), caption=Text("   ".join(caption)), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=Text(title, "bold"),
+        caption=Text("   ".join(caption)),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.title_justify = table.caption_justify = "left"
     for heading in ("stage", "state", "done", "seconds", "retries", "newest"):
         table.add_column(heading, no_wrap=heading != "newest")  # it is wrapped to make room
@@ -96,7 +110,10 @@ def draw_state(stands: Mapping[str, Any]) -> "Table":
 def draw_sparkline(values: Sequence[float], width: int = 24) -> str:
     """Draw values as bars between their minimum and maximum; more than `width` values are averaged in `width` parts."""
     count = min(len(values), width)
-    parts = [mean(values[i * len(values) // count : (i + 1) * len(values) // count]) for i in range(count)]
+    parts = [
+        mean(values[i * len(values) // count : (i + 1) * len(values) // count])
+        for i in range(count)
+    ]
     least, most = min(parts), max(parts)
     return "".join(BARS[round(7 * (part - least) / (most - least or 1))] for part in parts)
 

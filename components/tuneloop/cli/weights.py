@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
     from tuneloop.weights.inspect import Listed
 
-app = typer.Typer(no_args_is_help=True, help="The checkpoints of a run, and published weight versions.")
-NAME = Annotated[str, typer.Argument(metavar="RUN|URL", help="A run's name, or the URL of a weights root (with a /).")]
-BASE = Annotated[Path | None, typer.Option(help="The model that the chain starts on, if it stores none.")]
+app = typer.Typer(
+    no_args_is_help=True, help="The checkpoints of a run, and published weight versions."
+)
+NAME = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|URL", help="A run's name, or the URL of a weights root (with a /)."
+    ),
+]
+BASE = Annotated[
+    Path | None, typer.Option(help="The model that the chain starts on, if it stores none.")
+]
 VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default: the latest.")]
 
 
@@ -67,7 +76,9 @@ def materialize_weights(
     how = f"full version {done.full}" if done.full is not None else f"from version {done.previous}"
     deltas = f" and {len(done.deltas)} deltas" if done.deltas else ""
     took = sum(done.timings.values())
-    typer.echo(f"{directory}: version {done.version}, {how}{deltas}, {done.read_bytes / 1e6:.2f} MB in {took:.2f} s")
+    typer.echo(
+        f"{directory}: version {done.version}, {how}{deltas}, {done.read_bytes / 1e6:.2f} MB in {took:.2f} s"
+    )
 
 
 @app.command("diff")
@@ -75,7 +86,9 @@ def diff_weights(
     name: NAME,
     first: Annotated[int, typer.Argument(min=0, help="A version.")],
     second: Annotated[int, typer.Argument(min=0, help="Another one.")],
-    role: Annotated[str, typer.Option(help="Only tensors of this role, as expert; no others are read.")] = "",
+    role: Annotated[
+        str, typer.Option(help="Only tensors of this role, as expert; no others are read.")
+    ] = "",
     base: BASE = None,
     store: STORE = "runs",
 ) -> None:
@@ -84,7 +97,10 @@ def diff_weights(
 
     found = diff_versions(_root(name, store), first, second, role=role, base=base)
     told = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
-    told += [(name, f"{density:.2%}") for name, density in sorted(found.changed.items(), key=lambda item: -item[1])]
+    told += [
+        (name, f"{density:.2%}")
+        for name, density in sorted(found.changed.items(), key=lambda item: -item[1])
+    ]
     rows = [(tensor, found.roles.get(tensor, ""), text) for tensor, text in told]
     print_table(("tensor", "role", "elements changed"), rows, right=("elements changed",))
     typer.echo(f"{found.same} tensors are the same")
@@ -94,7 +110,9 @@ def diff_weights(
 def delete_unused_weights(
     name: NAME,
     keep: Annotated[int, typer.Option(min=1, help="Number of newest versions to keep.")] = 1,
-    pin: Annotated[list[int] | None, typer.Option(help="A version to keep, which a replica serves.")] = None,
+    pin: Annotated[
+        list[int] | None, typer.Option(help="A version to keep, which a replica serves.")
+    ] = None,
     delete: DELETE = False,
     store: STORE = "runs",
 ) -> None:
@@ -118,7 +136,9 @@ def _root(name: str, store: str) -> str:
     if "/" in name:
         return name
     if (root := published_root(open_run(name, store))) is None:
-        raise UserError("run", name, "published no versions (engine.pull); give the URL of a weights root")
+        raise UserError(
+            "run", name, "published no versions (engine.pull); give the URL of a weights root"
+        )
     return root
 
 
@@ -183,6 +203,11 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
         at = f"version {entry.manifest.facts['version']}  {entry.key}"
         typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
         for c in wrong:
-            what = f"holds SHA-256 {c.found.sha256}, not {c.want.sha256}" if c.found else "is missing"
-            typer.echo(f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume", err=True)
+            what = (
+                f"holds SHA-256 {c.found.sha256}, not {c.want.sha256}" if c.found else "is missing"
+            )
+            typer.echo(
+                f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume",
+                err=True,
+            )
     return 2 if bad else 0

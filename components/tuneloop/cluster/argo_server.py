@@ -29,7 +29,9 @@ class Server:
         skip = os.environ.get("ARGO_INSECURE_SKIP_VERIFY", "").lower() == "true"
         token = os.environ.get("ARGO_TOKEN") or None
         self.url, self.namespace = url, namespace
-        self._service = WorkflowsService(host=url, token=token, verify_ssl=not skip, namespace=namespace)
+        self._service = WorkflowsService(
+            host=url, token=token, verify_ssl=not skip, namespace=namespace
+        )
 
     def submit(self, made: Mapping[str, Any], run: str) -> str:
         """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`. Raises UserError
@@ -39,7 +41,9 @@ class Server:
         made, at = argo.prepare_resumption(made, self.workflows(run), run)
         name = f"{run}-{at}" if at > 1 else run
         with self._faults():
-            built: Any = Workflow.from_dict({**made, "metadata": {**made["metadata"], "name": name}})
+            built: Any = Workflow.from_dict(
+                {**made, "metadata": {**made["metadata"], "name": name}}
+            )
             built.workflows_service = self._service
             built.create()
         return name
@@ -47,13 +51,21 @@ class Server:
     def workflows(self, run: str) -> list[dict[str, Any]]:
         """Return the workflows of a run, oldest first."""
         with self._faults():
-            found = self._service.list_workflows(self.namespace, label_selector=f"{RUN_LABEL}={run}")
-        items = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in found.items or ()]
+            found = self._service.list_workflows(
+                self.namespace, label_selector=f"{RUN_LABEL}={run}"
+            )
+        items = [
+            item.model_dump(mode="json", by_alias=True, exclude_none=True)
+            for item in found.items or ()
+        ]
         return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
     def wait(self, run: str) -> int:
         """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait_for_run`."""
-        while run_workflows.get_workflow_phase(newest := self.workflows(run)[-1]) not in run_workflows.DONE:
+        while (
+            run_workflows.get_workflow_phase(newest := self.workflows(run)[-1])
+            not in run_workflows.DONE
+        ):
             time.sleep(2.0)
         return argo.exit_code(newest)
 
@@ -68,7 +80,9 @@ class Server:
         except InternalServerError as error:
             raise Retryable(f"server: {self.url}: {' '.join(str(error).split())}") from error
         except HeraException as error:
-            raise UserError("server", self.url, f"refused: {' '.join(str(error).split())}") from error
+            raise UserError(
+                "server", self.url, f"refused: {' '.join(str(error).split())}"
+            ) from error
         except RequestException as error:
             remedy = f"does not answer ({type(error).__name__}); correct the address, or port-forward to it"
             raise UserError("server", self.url, remedy) from error
@@ -77,7 +91,9 @@ class Server:
 def read_server_address() -> str:
     """Read the URL of the Argo server from the environment. Raises UserError where it names none."""
     if not (host := os.environ.get("ARGO_SERVER")):
-        remedy = "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
+        remedy = (
+            "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
+        )
         raise UserError("ARGO_SERVER", host, remedy)
     if "://" in host:
         return host

@@ -26,13 +26,19 @@ def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -
     place = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
     replicas = cluster.custom.get_namespaced_custom_object_scale(*place)["spec"].get("replicas", 0)
     counts = [count_requests(worker.url) for worker in fleet.discover()]
-    clients = [pod for pod in cluster.list_pods(CLIENTS) if pod.status.phase in ("Pending", "Running")]
+    clients = [
+        pod for pod in cluster.list_pods(CLIENTS) if pod.status.phase in ("Pending", "Running")
+    ]
     last = read_iteration(run) if run else None
     wanted = rule.decide(time.time(), replicas, len(counts), sum(counts), len(clients), last)
     if wanted == replicas:
         return ""
     cluster.custom.patch_namespaced_custom_object_scale(*place, {"spec": {"replicas": wanted}})
-    idle = f", samplers idle {last.idle:.0f} s of {last.idle + last.sampling:.0f} s an iteration" if last else ""
+    idle = (
+        f", samplers idle {last.idle:.0f} s of {last.idle + last.sampling:.0f} s an iteration"
+        if last
+        else ""
+    )
     seen = f"{len(counts)} ready, {sum(counts):g} requests, {len(clients)} clients{idle}"
     return f"{fleet.name}: {replicas} → {wanted} replicas ({seen})"
 
@@ -40,20 +46,28 @@ def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -
 def count_requests(url: str) -> float:
     """Count the completions that run and wait at a server; raise as `scale_fleet`."""
     try:
-        counts = REQUESTS.findall(send_request("GET", f"{url}/metrics", timeout_s=5)[1].decode(errors="replace"))
+        counts = REQUESTS.findall(
+            send_request("GET", f"{url}/metrics", timeout_s=5)[1].decode(errors="replace")
+        )
     except Unanswered as error:
         raise Unavailable(f"{url}/metrics cannot be reached from here: {error}") from error
     if not counts:
-        raise UserError("fleet", url, "has no vllm:num_requests_running at /metrics; scale a server that has it")
+        raise UserError(
+            "fleet", url, "has no vllm:num_requests_running at /metrics; scale a server that has it"
+        )
     return sum(map(float, counts))
 
 
 def read_iteration(run: Run) -> Iteration | None:
     """Read the newest iteration of `run`; None before there are two."""
     run.refresh()
-    ends = {entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration}
+    ends = {
+        entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration
+    }
     newest = max(ends, default=0)
     if newest - 1 not in ends:
         return None
     sampling = sum(entry.seconds for entry in run.with_role("sampler") if entry.iteration == newest)
-    return Iteration(ends[newest - 1], sampling, max(0.0, ends[newest] - ends[newest - 1] - sampling))
+    return Iteration(
+        ends[newest - 1], sampling, max(0.0, ends[newest] - ends[newest - 1] - sampling)
+    )

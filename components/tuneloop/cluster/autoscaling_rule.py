@@ -41,7 +41,13 @@ class AutoscalingRule:
     _changed: float = 0.0
 
     def decide(
-        self, now: float, replicas: int, ready: int, requests: float, clients: int, last: Iteration | None = None
+        self,
+        now: float,
+        replicas: int,
+        ready: int,
+        requests: float,
+        clients: int,
+        last: Iteration | None = None,
     ) -> int:
         """Decide on replicas at `now` (Unix seconds).
 
@@ -51,7 +57,9 @@ class AutoscalingRule:
             clients: pods that may send requests; without a replica, their waiting requests are not counted.
             last: the newest iteration of the run that they sample for.
         """
-        if last and last.sampling and last.idle and last.began >= self._changed:  # all sampled by these replicas
+        if (
+            last and last.sampling and last.idle and last.began >= self._changed
+        ):  # all sampled by these replicas
             best = min(math.sqrt(self.weight * replicas * last.sampling / last.idle), self.maximum)
             if self._bound is None or abs(best - self._bound) > 0.5 + self.tolerance:
                 self._bound = max(1, round(best))
@@ -59,9 +67,13 @@ class AutoscalingRule:
         if replicas and abs(requests / (self.target * replicas) - 1) <= self.tolerance:
             wanted = replicas
         wanted = max(self.minimum, min(wanted, self._bound or self.maximum, self.maximum))
-        recent = [each for each in self._recommended or [(now, replicas)] if now - each[0] < self.window_s]
+        recent = [
+            each for each in self._recommended or [(now, replicas)] if now - each[0] < self.window_s
+        ]
         self._recommended = [*recent, (now, wanted)]
-        decided = max(wanted, min(replicas, self.maximum, max(number for _, number in self._recommended)))
+        decided = max(
+            wanted, min(replicas, self.maximum, max(number for _, number in self._recommended))
+        )
         if decided != replicas or ready != replicas:
             self._changed = now
         return decided

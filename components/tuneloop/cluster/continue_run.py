@@ -32,22 +32,31 @@ def main(argv: Sequence[str]) -> int:
     arguments = dict(item.split("=", 1) for item in given.arguments)
     if LOCAL not in os.environ:
         cluster = connect_to_cluster(given.namespace)
-        print(f"continue: {create_next_workflow(cluster, given.workflow, given.entrypoint, arguments)} goes on")
+        print(
+            f"continue: {create_next_workflow(cluster, given.workflow, given.entrypoint, arguments)} goes on"
+        )
     write_outputs({NEXT: {"entrypoint": given.entrypoint, "arguments": arguments}})
     return 0
 
 
-def create_next_workflow(cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]) -> str:
+def create_next_workflow(
+    cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]
+) -> str:
     """Create the workflow after `name`, unless it exists, and return its name. Raises UserError if the account has no
     permission, Retryable if the API server has a problem."""
     own = cluster.get(*WORKFLOWS, name)
     run = own["metadata"]["labels"][RUN_LABEL]
     return argo.create_numbered(
-        cluster, build_next_workflow(own, entrypoint, arguments), run, run_workflows.get_workflow_number(run, name) + 1
+        cluster,
+        build_next_workflow(own, entrypoint, arguments),
+        run,
+        run_workflows.get_workflow_number(run, name) + 1,
     )
 
 
-def build_next_workflow(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+def build_next_workflow(
+    workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]
+) -> dict[str, Any]:
     """Build the workflow that continues where `workflow` ends, with another entrypoint and other arguments."""
     metadata = workflow["metadata"]
     kept = {
@@ -55,7 +64,12 @@ def build_next_workflow(workflow: Mapping[str, Any], entrypoint: str, arguments:
         for kind in ("labels", "annotations")
     }
     kept["annotations"][run_workflows.CONTINUES] = metadata["name"]
-    made = {"apiVersion": workflow["apiVersion"], "kind": "Workflow", "metadata": kept, "spec": workflow["spec"]}
+    made = {
+        "apiVersion": workflow["apiVersion"],
+        "kind": "Workflow",
+        "metadata": kept,
+        "spec": workflow["spec"],
+    }
     return begin_at_template(made, entrypoint, arguments)
 
 

@@ -39,11 +39,16 @@ class Check:
     remedy: str = ""
 
 
-def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | None = None) -> list[Check]:
+def check_argo(
+    cluster: Connection, workflow: Mapping[str, Any], store: str | None = None
+) -> list[Check]:
     """Check whether a cluster has what `workflow` (of `run_workflows.prepare_workflow` or `describe_queued_stage`)
     needs of Argo Workflows. `store` is that of the run to come, as in the workflow's parameter; None: not known yet.
     Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
-    queues, references = ", ".join(list_queues(workflow)), sorted(set(preflight.list_references(workflow["spec"])))
+    queues, references = (
+        ", ".join(list_queues(workflow)),
+        sorted(set(preflight.list_references(workflow["spec"]))),
+    )
     described = {  # check → its text if nothing is refused; empty: not needed by the workflow
         "namespace": f"{cluster.namespace} of context {cluster.context}",
         "Argo Workflows": "its API is there",
@@ -60,7 +65,9 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
     checks += collect_checks("Argo's controller", check_controller(cluster))
     checks += collect_checks("workflow defaults", check_workflow_defaults(cluster))
     elsewhere = (store or "s3:").partition(":")[0] != "s3" or "claim" in dict(references)
-    checks += collect_checks("store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED))
+    checks += collect_checks(
+        "store", check_store_settings(cluster, "local", WARNING if elsewhere else REFUSED)
+    )
     own = {"images": check_argo_images, "queue": check_argo_queue, "store": check_argo_store}
     for name, find_more in {**preflight.CHECKS, **own}.items():
         if name != "store" or store:
@@ -70,16 +77,23 @@ def check_argo(cluster: Connection, workflow: Mapping[str, Any], store: str | No
 
 def describe_queued_stage() -> dict[str, Any]:
     """Describe a workflow with a stage of each role and the default settings, which needs nothing but its queue."""
-    stages = [{"name": role, "metadata": {"labels": Cluster().build_queue_labels(role)}} for role in ROLES]
+    stages = [
+        {"name": role, "metadata": {"labels": Cluster().build_queue_labels(role)}} for role in ROLES
+    ]
     parameters = [{"name": "run"}, {"name": "store"}]
     return {"metadata": {}, "spec": {"templates": stages, "arguments": {"parameters": parameters}}}
 
 
-def collect_checks(subject: str, found: Iterable[Check | UserError], otherwise: str = "") -> list[Check]:
+def collect_checks(
+    subject: str, found: Iterable[Check | UserError], otherwise: str = ""
+) -> list[Check]:
     """Collect a check's findings: problems as refusals, and objects that the account may not read; else `otherwise`."""
     with record_denied_reads() as denied:
         checks = [each if isinstance(each, Check) else _refuse(subject, each) for each in found]
-    checks += [Check(subject, NOT_CHECKED, f"not checked: no right to {each}") for each in dict.fromkeys(denied)]
+    checks += [
+        Check(subject, NOT_CHECKED, f"not checked: no right to {each}")
+        for each in dict.fromkeys(denied)
+    ]
     return checks or ([Check(subject, OK, otherwise)] if otherwise else [])
 
 
@@ -88,17 +102,28 @@ def _refuse(subject: str, problem: UserError) -> Check:
     if isinstance(problem, Problem):
         found, remedy = problem.found, problem.command
     field = "" if problem.field == subject else f"{problem.field} "
-    return Check(subject, REFUSED, f"{field}{shorten_text(repr(problem.value))}: {found or 'is refused'}", remedy)
+    return Check(
+        subject,
+        REFUSED,
+        f"{field}{shorten_text(repr(problem.value))}: {found or 'is refused'}",
+        remedy,
+    )
 
 
 def check_controller(cluster: Connection) -> Iterator[Check]:
     """Check the version of Argo's controller, in whatever namespace it is."""
     listed = cluster.custom.list_cluster_custom_object
-    found = find_object(listed, "apps", "v1", "deployments", field_selector=f"metadata.name={CONTROLLER}")
+    found = find_object(
+        listed, "apps", "v1", "deployments", field_selector=f"metadata.name={CONTROLLER}"
+    )
     if found is UNSEEN:
         return
     if not found["items"]:
-        yield Check("Argo's controller", NOT_CHECKED, f"not checked: no Deployment has the name {CONTROLLER}")
+        yield Check(
+            "Argo's controller",
+            NOT_CHECKED,
+            f"not checked: no Deployment has the name {CONTROLLER}",
+        )
     for deployment in found["items"]:
         yield check_version("Argo's controller", deployment, ARGO, WARNING, INSTALL_ARGO)
 
@@ -111,7 +136,12 @@ def check_version(
     place = f"{image} in namespace {deployment['metadata']['namespace']}"
     wanted = ".".join(map(str, least))
     if (match := re.match(r"v?(\d+)\.(\d+)", read_tag(image))) is None:
-        return Check(subject, WARNING, f"{place}: the tag is not a version; {wanted} or newer is needed", remedy)
+        return Check(
+            subject,
+            WARNING,
+            f"{place}: the tag is not a version; {wanted} or newer is needed",
+            remedy,
+        )
     if tuple(map(int, match.groups())) < least:
         return Check(subject, older, f"{place}: {wanted} or newer is needed", remedy)
     return Check(subject, OK, place)
@@ -133,7 +163,11 @@ def find_controller_settings(cluster: Connection) -> tuple[str, dict[str, Any]] 
         found = UNSEEN if everywhere is UNSEEN else next(iter(everywhere.items), ABSENT)
     if found in (ABSENT, UNSEEN):
         return ("", {}) if found is ABSENT else None
-    keys = ("config", "executor", "workflowDefaults")  # older manifests have all settings below the first
+    keys = (
+        "config",
+        "executor",
+        "workflowDefaults",
+    )  # older manifests have all settings below the first
     data = {key: yaml.safe_load(text) for key, text in (found.data or {}).items() if key in keys}
     return found.metadata.namespace, {**(data.pop("config", None) or {}), **data}
 
@@ -144,7 +178,11 @@ def check_workflow_defaults(cluster: Connection) -> Iterator[Check]:
         namespace, settings = found
         spec = (settings.get("workflowDefaults") or {}).get("spec") or {}
         retry = (spec.get("templateDefaults") or {}).get("retryStrategy")
-        said = f"templateDefaults.retryStrategy {json.dumps(retry)}" if retry else "no templateDefaults.retryStrategy"
+        said = (
+            f"templateDefaults.retryStrategy {json.dumps(retry)}"
+            if retry
+            else "no templateDefaults.retryStrategy"
+        )
         place = f"{SETTINGS} in namespace {namespace}" if namespace else f"no {SETTINGS}"
         yield Check("workflow defaults", OK, f"{said} ({place})")
 
@@ -152,7 +190,10 @@ def check_workflow_defaults(cluster: Connection) -> Iterator[Check]:
 def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Iterator[Check]:
     """Check the ConfigMap and the Secret with the settings of the store, of ``manifests/overlays/<overlay>``; no value
     is shown. `missing` is the outcome where one of them is not there."""
-    apply, prefix = f"kubectl apply -k manifests/overlays/{overlay}", f"kubectl -n {cluster.namespace}"
+    apply, prefix = (
+        f"kubectl apply -k manifests/overlays/{overlay}",
+        f"kubectl -n {cluster.namespace}",
+    )
     literals = " ".join(f"--from-literal={key}=…" for key in SECRET)
     found = {
         "ConfigMap": find_object(cluster.core.read_namespaced_config_map, STORE, cluster.namespace),
@@ -162,37 +203,65 @@ def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Ite
     commands = {"ConfigMap": f"{prefix} edit configmap {STORE}", "Secret": secret}
     for (kind, each), keys, outcome in zip(found.items(), (PLAIN, SECRET), (WARNING, missing)):
         if each is ABSENT:
-            yield Check("store", missing, f"{kind} {STORE} is missing in namespace {cluster.namespace}", apply)
+            yield Check(
+                "store",
+                missing,
+                f"{kind} {STORE} is missing in namespace {cluster.namespace}",
+                apply,
+            )
         elif each is not UNSEEN:
             lacking = [key for key in keys if key not in (each.data or {})]
-            said = f"{kind} {STORE} lacks {', '.join(lacking)}" if lacking else f"{kind} {STORE}: {', '.join(keys)}"
-            yield Check("store", outcome if lacking else OK, said, commands[kind] if lacking else "")
-    for key in sorted(set.intersection(*(set(getattr(each, "data", None) or ()) for each in found.values()))):
+            said = (
+                f"{kind} {STORE} lacks {', '.join(lacking)}"
+                if lacking
+                else f"{kind} {STORE}: {', '.join(keys)}"
+            )
+            yield Check(
+                "store", outcome if lacking else OK, said, commands[kind] if lacking else ""
+            )
+    for key in sorted(
+        set.intersection(*(set(getattr(each, "data", None) or ()) for each in found.values()))
+    ):
         patch = json.dumps([{"op": "remove", "path": f"/data/{key}"}])
         remedy = f"{prefix} patch configmap {STORE} --type=json -p '{patch}'"
-        yield Check("store", WARNING, f"{key} is in both, ConfigMap and Secret {STORE}: keep it in one", remedy)
+        yield Check(
+            "store",
+            WARNING,
+            f"{key} is in both, ConfigMap and Secret {STORE}: keep it in one",
+            remedy,
+        )
 
 
-def check_argo_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
+def check_argo_queue(
+    cluster: Connection, workflow: Mapping[str, Any]
+) -> Iterator[Check | UserError]:
     """Check the queues of a workflow: first the problems that `submit` refuses, then its warnings."""
     yield from preflight.CHECKS["queue"](cluster, workflow)
     for each in find_queue_warnings(cluster, workflow):
         yield replace(_refuse("queue", each), outcome=WARNING)
 
 
-def check_argo_images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
+def check_argo_images(
+    cluster: Connection, workflow: Mapping[str, Any]
+) -> Iterator[Check | UserError]:
     """Check the images of a workflow: those that `submit` refuses, then the others."""
     refused = {problem.value: problem for problem in preflight.CHECKS["images"](cluster, workflow)}
     yield from refused.values()
-    yield from check_images(cluster, [image for image in preflight.list_images(workflow) if image not in refused])
+    yield from check_images(
+        cluster, [image for image in preflight.list_images(workflow) if image not in refused]
+    )
 
 
-def check_argo_store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
+def check_argo_store(
+    cluster: Connection, workflow: Mapping[str, Any]
+) -> Iterator[Check | UserError]:
     """Check the store of a run: as `submit` does, with a write where this machine has its keys."""
     problems = list(preflight.CHECKS["store"](cluster, workflow))
     yield from problems
     if not problems and not preflight.has_store_keys("s3"):
-        yield Check("store", NOT_CHECKED, "not checked by a write: AWS_ACCESS_KEY_ID is not set here")
+        yield Check(
+            "store", NOT_CHECKED, "not checked by a write: AWS_ACCESS_KEY_ID is not set here"
+        )
 
 
 def check_images(cluster: Connection, images: Iterable[str]) -> Iterator[Check]:
@@ -200,9 +269,21 @@ def check_images(cluster: Connection, images: Iterable[str]) -> Iterator[Check]:
     there, whole = preflight.list_node_images(cluster)
     for image in images:
         if read_tag(image) == "latest":
-            said = f"{image}: nodes keep what they have as `latest`, and pods would run different code"
-            yield Check("images", REFUSED, said, "tuneloop doctor … --set 'cluster.images=REGISTRY/{image}:TAG'")
+            said = (
+                f"{image}: nodes keep what they have as `latest`, and pods would run different code"
+            )
+            yield Check(
+                "images",
+                REFUSED,
+                said,
+                "tuneloop doctor … --set 'cluster.images=REGISTRY/{image}:TAG'",
+            )
         elif preflight.is_on_node(image, there):
             yield Check("images", OK, f"{image}: on a node")
         elif there or whole:
-            yield Check("images", WARNING, f"{image}: not on a node: it must be pullable", f"docker push {image}")
+            yield Check(
+                "images",
+                WARNING,
+                f"{image}: not on a node: it must be pullable",
+                f"docker push {image}",
+            )

@@ -32,12 +32,19 @@ def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str
 
 def _prepare_as(live: Mapping[str, Any], workflow: Mapping[str, Any], run: str) -> dict[str, Any]:
     """Prepare `workflow` for the store and the namespace of the one that is live."""
-    store = next(str(p["value"]) for p in live["spec"]["arguments"]["parameters"] if p["name"] == "store")
-    return run_workflows.prepare_workflow(workflow, run=run, store=store, namespace=live["metadata"]["namespace"])
+    store = next(
+        str(p["value"]) for p in live["spec"]["arguments"]["parameters"] if p["name"] == "store"
+    )
+    return run_workflows.prepare_workflow(
+        workflow, run=run, store=store, namespace=live["metadata"]["namespace"]
+    )
 
 
 def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str) -> str:
-    there, here = (dump_workflow(_normal(_labelled(side))).splitlines(keepends=True) for side in (live, rendered))
+    there, here = (
+        dump_workflow(_normal(_labelled(side))).splitlines(keepends=True)
+        for side in (live, rendered)
+    )
     return "".join(difflib.unified_diff(there, here, f"live/{name}", f"rendered/{name}"))
 
 
@@ -57,5 +64,7 @@ def _normal(value: Any) -> Any:
     """Return `value` with its keys in order and without empty fields, which servers and controllers add."""
     if isinstance(value, Mapping):
         made = {key: _normal(value[key]) for key in sorted(value)}
-        return {key: item for key, item in made.items() if item != {} and (key, item) != ("name", "")}
+        return {
+            key: item for key, item in made.items() if item != {} and (key, item) != ("name", "")
+        }
     return [_normal(item) for item in value] if isinstance(value, list) else value

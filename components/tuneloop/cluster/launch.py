@@ -22,7 +22,13 @@ from tuneloop.cluster.watch import JOBSETS, RAYJOBS, follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.threads import forward_signals
-from tuneloop.kube.connection import NAMESPACE, ApiRefusal, Connection, connect_to_cluster, retry_until_available
+from tuneloop.kube.connection import (
+    NAMESPACE,
+    ApiRefusal,
+    Connection,
+    connect_to_cluster,
+    retry_until_available,
+)
 from tuneloop.training.torchrun import exit_code
 
 Object = Mapping[str, Any]
@@ -35,7 +41,13 @@ class Kind(NamedTuple):
     pods: str
 
 
-SUBMITTER_ONLY = ("runtimeEnvYAML", "entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "metadata")
+SUBMITTER_ONLY = (
+    "runtimeEnvYAML",
+    "entrypointNumCpus",
+    "entrypointNumGpus",
+    "entrypointResources",
+    "metadata",
+)
 """Fields of a RayJob that affect the submission of its program, and that only KubeRay's submitter passes on."""
 JOBSET_PODS = "jobset.sigs.k8s.io/jobset-name"
 KINDS = {
@@ -50,7 +62,9 @@ def read_success(status: Object) -> bool | None:
     """Read whether a job succeeded, of whatever kind; None while it is under way."""
     said = {item["type"] for item in status.get("conditions", ()) if item["status"] == "True"}
     said |= {status.get("terminalState"), status.get("jobStatus")}
-    if said & {"Failed", "FAILED", "STOPPED"} or status.get("jobDeploymentStatus") == "Failed":  # Ray's: not submitted
+    if (
+        said & {"Failed", "FAILED", "STOPPED"} or status.get("jobDeploymentStatus") == "Failed"
+    ):  # Ray's: not submitted
         return False
     return True if said & {"Complete", "Completed", "SUCCEEDED"} else None
 
@@ -66,7 +80,11 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     while not _create(cluster, kind, job):
         found = cluster.find(*kind.api, name)
         leaving = found is not None and "deletionTimestamp" in found["metadata"]
-        if found is not None and not leaving and read_success(found.get("status") or {}) is not False:
+        if (
+            found is not None
+            and not leaving
+            and read_success(found.get("status") or {}) is not False
+        ):
             break
         if found is not None and not leaving:
             delete_job(cluster, job, wait=True)
@@ -88,10 +106,14 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
         pods = sorted(listed, key=lambda pod: str(pod.metadata.name))
         for pod in pods:
             states = [each.state for each in pod.status.container_statuses or ()]
-            if pod.metadata.uid not in read and any(state.running or state.terminated for state in states):
+            if pod.metadata.uid not in read and any(
+                state.running or state.terminated for state in states
+            ):
                 own = str(pod.metadata.name).removeprefix(f"{name}-")  # node-0-1-x7k2p
                 arguments = (cluster, pod, own.rpartition("-")[0] or own, True, lines)
-                read[pod.metadata.uid] = threading.Thread(target=follow_pod, args=arguments, daemon=True)
+                read[pod.metadata.uid] = threading.Thread(
+                    target=follow_pod, args=arguments, daemon=True
+                )
                 read[pod.metadata.uid].start()
         if done is not None:
             for reader in read.values():
@@ -112,7 +134,9 @@ def submit_entrypoint(job: Object) -> str:
     status = job.get("status") or {}
     body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
     try:
-        code, answer = send_request("POST", f"http://{status['dashboardURL']}/api/jobs/", timeout_s=30, body=body)
+        code, answer = send_request(
+            "POST", f"http://{status['dashboardURL']}/api/jobs/", timeout_s=30, body=body
+        )
     except Unanswered as error:
         return f"it was not submitted, and the request to its head failed: {error}"
     return f"its submitter did not start, so it was submitted here: HTTP {code}, {answer.decode(errors='replace')}"
@@ -143,8 +167,17 @@ def _code(pods: Sequence[Any], status: Object) -> int:
     """Return the exit code of a failed job; Ray gives its driver's code only in a message."""
     if told := re.search(r"failed with exit code (\d+)", str(status.get("message", ""))):
         return int(told[1])
-    ended = [s.state.terminated for pod in pods for s in pod.status.container_statuses or () if s.state.terminated]
-    codes = [128 - state.exit_code if state.exit_code > 128 else state.exit_code for state in ended if state.exit_code]
+    ended = [
+        s.state.terminated
+        for pod in pods
+        for s in pod.status.container_statuses or ()
+        if s.state.terminated
+    ]
+    codes = [
+        128 - state.exit_code if state.exit_code > 128 else state.exit_code
+        for state in ended
+        if state.exit_code
+    ]
     return exit_code(codes) if codes else 1
 
 
@@ -160,7 +193,9 @@ def main(argv: Sequence[str]) -> int:
     source.add_argument("--manifest", help="the manifest itself")
     parser.add_argument("--namespace", default=NAMESPACE)
     given = parser.parse_args(argv)
-    text = given.manifest or (sys.stdin.read() if given.file == "-" else Path(given.file).read_text())
+    text = given.manifest or (
+        sys.stdin.read() if given.file == "-" else Path(given.file).read_text()
+    )
     job: dict[str, Any] = yaml.safe_load(text)
 
     def stop(number: int) -> None:

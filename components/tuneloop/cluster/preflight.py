@@ -11,7 +11,15 @@ from tuneloop.argo.claims import find_placement_errors, share_of
 from tuneloop.argo.colocation import check_colocation
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.argo.resize import read_asleep
-from tuneloop.cluster.problems import ABSENT, APPLY, INSTALL, UNSEEN, Problem, find_object, is_absent
+from tuneloop.cluster.problems import (
+    ABSENT,
+    APPLY,
+    INSTALL,
+    UNSEEN,
+    Problem,
+    find_object,
+    is_absent,
+)
 from tuneloop.cluster.queue_problems import find_queue_problems
 from tuneloop.cluster.reservations import API, KINDS, list_claims
 from tuneloop.core.errors import UserError
@@ -47,18 +55,38 @@ def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[User
 def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     if is_absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=(10, 30)):
         otherwise = " (or yours), or choose --context or --namespace"
-        yield Problem("namespace", cluster.namespace, f"does not exist in context {cluster.context}", APPLY, otherwise)
+        yield Problem(
+            "namespace",
+            cluster.namespace,
+            f"does not exist in context {cluster.context}",
+            APPLY,
+            otherwise,
+        )
 
 
 def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     group, version, plural = WORKFLOWS
-    if is_absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
+    if is_absent(
+        cluster.custom.list_namespaced_custom_object,
+        group,
+        version,
+        cluster.namespace,
+        plural,
+        limit=1,
+    ):
         told = f"has no Argo Workflows ({plural}.{group} is not defined); {INSTALL}"
         yield UserError("cluster", cluster.context, told)
     for job in filter(None, map(parse_applied_object, workflow["spec"].get("templates", ()))):
         group, _, version = job["apiVersion"].partition("/")
         plural = f"{job['kind'].lower()}s"
-        if is_absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, plural, limit=1):
+        if is_absent(
+            cluster.custom.list_namespaced_custom_object,
+            group,
+            version,
+            cluster.namespace,
+            plural,
+            limit=1,
+        ):
             remedy = f"has no {job['kind']} ({plural}.{group} is not defined), which several nodes need; {INSTALL}"
             yield UserError("nodes", cluster.context, remedy)
             return
@@ -71,12 +99,21 @@ def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
     if mounts_token(spec):
         wanted.append(("", "secrets"))
     for group, plural in wanted:
-        asked = client.V1ResourceAttributes(namespace=cluster.namespace, verb="create", group=group, resource=plural)
-        review = client.V1SelfSubjectAccessReview(spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked))
+        asked = client.V1ResourceAttributes(
+            namespace=cluster.namespace, verb="create", group=group, resource=plural
+        )
+        review = client.V1SelfSubjectAccessReview(
+            spec=client.V1SelfSubjectAccessReviewSpec(resource_attributes=asked)
+        )
         if not cluster.auth.create_self_subject_access_review(review).status.allowed:
             binding = "rolebinding tuneloop-user --role=tuneloop-user --user=ACCOUNT"
             found = f"may not create {plural} in namespace {cluster.namespace}"
-            yield Problem("cluster", cluster.context, found, f"kubectl -n {cluster.namespace} create {binding}")
+            yield Problem(
+                "cluster",
+                cluster.context,
+                found,
+                f"kubectl -n {cluster.namespace} create {binding}",
+            )
             return
 
 
@@ -126,7 +163,14 @@ def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
         return
     group, version = API
     read = cluster.custom.get_cluster_custom_object
-    if is_absent(cluster.custom.list_namespaced_custom_object, group, version, cluster.namespace, CLAIMS, limit=1):
+    if is_absent(
+        cluster.custom.list_namespaced_custom_object,
+        group,
+        version,
+        cluster.namespace,
+        CLAIMS,
+        limit=1,
+    ):
         remedy = f"cluster {cluster.context} has no {CLAIMS}.{group}/{version}: it needs Kubernetes 1.34 or newer"
         yield UserError("cluster.share.device_class", share.device_class, remedy)
     elif is_absent(read, group, version, "deviceclasses", share.device_class):
@@ -138,7 +182,9 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
     """Check policy and patience against the group's: a run with others fails at its first stage that shares devices."""
     found = filter(None, map(find_lease_sidecar, workflow["spec"].get("templates", ())))
     wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
-    places = {name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)}
+    places = {
+        name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)
+    }
     for name, flags in places.items():
         place = Lease(cluster, name)
         if (seen := find_object(cluster.get, *LEASES, place.name)) not in (ABSENT, UNSEEN):
@@ -161,7 +207,9 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
 
 def _resizes(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
     if any(map(read_asleep, workflow["spec"].get("templates", ()))):
-        known = {each.name for each in cluster.core.get_api_resources(_request_timeout=30).resources}
+        known = {
+            each.name for each in cluster.core.get_api_resources(_request_timeout=30).resources
+        }
         if "pods/resize" not in known:
             remedy = "has no pods/resize, which needs Kubernetes 1.33 or newer: leave it out"
             yield UserError("engine.asleep", cluster.context, remedy)
@@ -178,7 +226,9 @@ def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserEr
         if not is_on_node(image, there):
             otherwise = " or load it into the nodes as they take it, or set cluster.images (docs/cluster.md)"
             command = f"kind load docker-image {image}"
-            yield Problem("image", image, "is on no node, and names no registry", command, otherwise)
+            yield Problem(
+                "image", image, "is on no node, and names no registry", command, otherwise
+            )
 
 
 def list_images(workflow: Mapping[str, Any]) -> list[str]:
@@ -191,22 +241,36 @@ def list_node_images(cluster: Connection) -> tuple[set[str], bool]:
     """Return the names of images on nodes, and whether the list is complete: a kubelet reports only some of them."""
     if (nodes := find_object(cluster.core.list_node, _request_timeout=30)) is UNSEEN:
         return set(), False
-    there = {name for node in nodes.items for image in node.status.images or () for name in image.names or ()}
+    there = {
+        name
+        for node in nodes.items
+        for image in node.status.images or ()
+        for name in image.names or ()
+    }
     return there, all(len(node.status.images or ()) < LISTED for node in nodes.items)
 
 
 def is_on_node(image: str, there: set[str]) -> bool:
     """Return whether an image is among the full names in `there`."""
-    return any(f"{prefix}{image}" in there for prefix in ("", "docker.io/", "docker.io/library/", "localhost/"))
+    return any(
+        f"{prefix}{image}" in there
+        for prefix in ("", "docker.io/", "docker.io/library/", "localhost/")
+    )
 
 
 def _store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
-    parameters = {p["name"]: p.get("value", "") for p in workflow["spec"]["arguments"]["parameters"]}
+    parameters = {
+        p["name"]: p.get("value", "") for p in workflow["spec"]["arguments"]["parameters"]
+    }
     url = str(parameters["store"])
     scheme, _, path = url.rpartition("://")
     if scheme in ("", "file"):
         if not any(mount and path.startswith(mount) for mount in _shared_mounts(workflow)):
-            yield UserError("store", url, "is a path that the pods do not share; use s3://…, or mount a claim there")
+            yield UserError(
+                "store",
+                url,
+                "is a path that the pods do not share; use s3://…, or mount a claim there",
+            )
     elif scheme == "memory":
         yield UserError("store", url, "is lost when the pod ends; use s3://…")
     elif has_store_keys(scheme):
@@ -225,7 +289,9 @@ def _shared_mounts(workflow: Mapping[str, Any]) -> Iterator[str]:
     spec = workflow["spec"]
     claims = {v["name"] for v in spec.get("volumes", ()) if "persistentVolumeClaim" in v}
     for template in spec["templates"]:
-        own = claims | {v["name"] for v in template.get("volumes", ()) if "persistentVolumeClaim" in v}
+        own = claims | {
+            v["name"] for v in template.get("volumes", ()) if "persistentVolumeClaim" in v
+        }
         for mount in (template.get("container") or {}).get("volumeMounts", ()):
             if mount["name"] in own:
                 yield mount["mountPath"]

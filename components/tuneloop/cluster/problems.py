@@ -18,7 +18,9 @@ _denied: ContextVar[list[str] | None] = ContextVar("denied", default=None)
 class Problem(UserError):
     """A problem that prevents a workflow from running, and the command that fixes it."""
 
-    def __init__(self, field: str, value: object, found: str, command: str, otherwise: str = "") -> None:
+    def __init__(
+        self, field: str, value: object, found: str, command: str, otherwise: str = ""
+    ) -> None:
         super().__init__(field, value, f"{found}; {command}{otherwise}")
         self.found, self.command = found, command
 

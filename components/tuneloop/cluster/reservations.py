@@ -26,7 +26,13 @@ from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_errors
 from tuneloop.core.program import write_outputs
 from tuneloop.inference.fleet.graph import delete_graph, list_graphs, own_graph
-from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, connect_to_cluster, ignore_refusals
+from tuneloop.kube.connection import (
+    OWNER,
+    WORKFLOWS,
+    Connection,
+    connect_to_cluster,
+    ignore_refusals,
+)
 from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL, Share
 
 API = ("resource.k8s.io", "v1")
@@ -47,7 +53,9 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
     release_ended_runs(cluster)
     run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
     if run is None:
-        raise UserError("workflow", workflow, f"has no label {RUN_LABEL}: submit it by `tuneloop submit`")
+        raise UserError(
+            "workflow", workflow, f"has no label {RUN_LABEL}: submit it by `tuneloop submit`"
+        )
     while True:
         there, active = list_claims(cluster, selector), _active(cluster)
         if run not in active:
@@ -56,14 +64,23 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
         kind, wanted = _new("", share, "")["kind"], _wanted(share)
         for known, claim in standing.items():
             spec = claim["spec"].get("spec", claim["spec"])
-            asked = {k: v for k, v in spec["devices"]["requests"][0]["exactly"].items() if k != "allocationMode"}
+            asked = {
+                k: v
+                for k, v in spec["devices"]["requests"][0]["exactly"].items()
+                if k != "allocationMode"
+            }
             if (claim["kind"], asked) != (kind, wanted):
                 remedy = f"{claim['kind']} {known} of the group has {json.dumps(asked)}: ask for it, or choose a group"
                 raise UserError("cluster.share", json.dumps(wanted), remedy)
-        seats = {name: filter_active_runs(list_claim_runs(claim), active)[0] for name, claim in standing.items()}
+        seats = {
+            name: filter_active_runs(list_claim_runs(claim), active)[0]
+            for name, claim in standing.items()
+        }
         name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
         stem = f"{share.group}-{role}" if role else share.group
-        claim = standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
+        claim = (
+            standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
+        )
         if _seat(cluster, claim, list(dict.fromkeys([*list_claim_runs(claim), run])), active):
             return _name(claim)
         time.sleep(random.uniform(0.05, 0.5))  # a concurrent change: read the claims again
@@ -91,7 +108,11 @@ def end_graphs(cluster: Connection, run: str, without: str = "") -> None:
 
 def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
     """List the claims and claim templates that tuneloop made, oldest first."""
-    found = [(kind, each) for kind, plural in KINDS.items() for each in cluster.list(*API, plural, selector=selector)]
+    found = [
+        (kind, each)
+        for kind, plural in KINDS.items()
+        for each in cluster.list(*API, plural, selector=selector)
+    ]
     return [{**each, "apiVersion": "/".join(API), "kind": kind} for kind, each in found]
 
 
@@ -117,7 +138,10 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
     if stay and stay == list_claim_runs(claim) and owned == {uid for _, uid in owners}:
         return True
     annotations = {**about.get("annotations", {}), SEATS: json.dumps(stay)}
-    body = {**claim, "metadata": {**about, "annotations": annotations, "ownerReferences": references}}
+    body = {
+        **claim,
+        "metadata": {**about, "annotations": annotations, "ownerReferences": references},
+    }
     with ignore_refusals(404, 409):  # the claim was changed or deleted meanwhile
         if not stay:
             same = {"preconditions": {name: about[name] for name in ("uid", "resourceVersion")}}
@@ -132,7 +156,11 @@ def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Act
 
 def _new(name: str, share: Share, role: str) -> Object:
     """Build a claim for the devices of `share`, without reservations."""
-    labels = {"app.kubernetes.io/part-of": "tuneloop", GROUP_LABEL: share.group, **({ROLE_LABEL: role} if role else {})}
+    labels = {
+        "app.kubernetes.io/part-of": "tuneloop",
+        GROUP_LABEL: share.group,
+        **({ROLE_LABEL: role} if role else {}),
+    }
     asked: Object = {"devices": {"requests": [{"name": DEVICES, "exactly": _wanted(share)}]}}
     return {
         "apiVersion": "/".join(API),
@@ -152,7 +180,10 @@ def _active(cluster: Connection, without: str = "") -> Active:
     found: dict[str, list[Owner]] = defaultdict(list)
     for workflow in cluster.list(*WORKFLOWS, selector=run_workflows.ACTIVE):
         about = workflow["metadata"]
-        if about["name"] != without and run_workflows.get_workflow_phase(workflow) not in run_workflows.DONE:
+        if (
+            about["name"] != without
+            and run_workflows.get_workflow_phase(workflow) not in run_workflows.DONE
+        ):
             found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))
     return found
 
@@ -176,7 +207,9 @@ def find_free_name(stem: str, taken: Iterable[str]) -> str:
     return next(name for n in itertools.count(1) if (name := f"{stem}-{n}") not in there)
 
 
-def filter_active_runs(runs: Iterable[str], active: Mapping[str, Sequence[Owner]]) -> tuple[list[str], list[Owner]]:
+def filter_active_runs(
+    runs: Iterable[str], active: Mapping[str, Sequence[Owner]]
+) -> tuple[list[str], list[Owner]]:
     """Return the runs that keep their reservations, and the active workflows of these runs."""
     stay = [run for run in runs if active.get(run)]
     return stay, [owner for run in stay for owner in active[run]]
@@ -191,7 +224,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--run", help="whose graph ends")
     parser.add_argument("--share", type=Share.model_validate_json)
-    parser.add_argument("--seats", nargs="*", default=[], help="claim, claim-trainer, claim-sampler: outputs to write")
+    parser.add_argument(
+        "--seats",
+        nargs="*",
+        default=[],
+        help="claim, claim-trainer, claim-sampler: outputs to write",
+    )
     given = parser.parse_args(argv)
     if given.step == END:
         end_graphs(connect_to_cluster(given.namespace), given.run, without=given.workflow)
@@ -203,7 +241,10 @@ def main(argv: Sequence[str]) -> int:
         if given.step == GIVE:
             release_ended_runs(cluster, without=given.workflow)
         roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}
-        names = {seat: reserve_claim(cluster, given.workflow, given.share, role) for seat, role in roles.items()}
+        names = {
+            seat: reserve_claim(cluster, given.workflow, given.share, role)
+            for seat, role in roles.items()
+        }
     for seat, name in names.items():
         print(f"{seat}: {name}", flush=True)
     write_outputs(names)

@@ -22,7 +22,12 @@ ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
 
 
 def prepare_workflow(
-    workflow: Mapping[str, Any], *, run: str, store: str, namespace: str = NAMESPACE, priority: str | None = None
+    workflow: Mapping[str, Any],
+    *,
+    run: str,
+    store: str,
+    namespace: str = NAMESPACE,
+    priority: str | None = None,
 ) -> dict[str, Any]:
     """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its run. Raises UserError
     where it lacks the parameter ``run`` or ``store``, `run` is no name or too long, or `store` names no bucket."""
@@ -38,9 +43,15 @@ def prepare_workflow(
     parameters = {item["name"]: item for item in spec.get("arguments", {}).get("parameters", ())}
     for name, value in (("run", run), ("store", store)):
         if name not in parameters:
-            raise UserError(f"spec.arguments.parameters.{name}", None, "is missing; tuneloop's pipelines have it")
+            raise UserError(
+                f"spec.arguments.parameters.{name}",
+                None,
+                "is missing; tuneloop's pipelines have it",
+            )
         parameters[name]["value"] = value
-    for mutex in spec.get("synchronization", {}).get("mutexes", ()):  # the controller would write the same
+    for mutex in spec.get("synchronization", {}).get(
+        "mutexes", ()
+    ):  # the controller would write the same
         mutex["name"] = mutex["name"].replace("{{workflow.parameters.run}}", run)
     for template in spec.get("templates", ()) if priority else ():
         job = parse_applied_object(template)
@@ -57,12 +68,25 @@ def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return `workflow` as the WorkflowTemplate `name`; workflows that are submitted from it label themselves."""
     labels = workflow["metadata"].get("labels", {})
     spec = copy.deepcopy(workflow["spec"])
-    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = "{{workflow.parameters.run}}"
-    spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}}
-    metadata = {"name": name, "namespace": NAMESPACE, "labels": {k: v for k, v in labels.items() if k != RUN_LABEL}}
+    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = (
+        "{{workflow.parameters.run}}"
+    )
+    spec["workflowMetadata"] = {
+        "labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}
+    }
+    metadata = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "labels": {k: v for k, v in labels.items() if k != RUN_LABEL},
+    }
     if annotations := workflow["metadata"].get("annotations"):
         metadata["annotations"] = annotations
-    return {"apiVersion": "argoproj.io/v1alpha1", "kind": "WorkflowTemplate", "metadata": metadata, "spec": spec}
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "WorkflowTemplate",
+        "metadata": metadata,
+        "spec": spec,
+    }
 
 
 def template_name(pipeline: str) -> str:
@@ -73,7 +97,10 @@ def template_name(pipeline: str) -> str:
 def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return template → labels, for templates whose pod or job waits in a queue."""
     templates = workflow["spec"].get("templates", ())
-    labels = {t["name"]: (parse_applied_object(t) or t).get("metadata", {}).get("labels", {}) for t in templates}
+    labels = {
+        t["name"]: (parse_applied_object(t) or t).get("metadata", {}).get("labels", {})
+        for t in templates
+    }
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
 
 
@@ -89,7 +116,11 @@ def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
         raise UserError("run", run, remedy)
     # Kubernetes' times are whole seconds; workflows of the same second are ordered by their numbers.
     return sorted(
-        found, key=lambda w: (w["metadata"]["creationTimestamp"], get_workflow_number(run, w["metadata"]["name"]))
+        found,
+        key=lambda w: (
+            w["metadata"]["creationTimestamp"],
+            get_workflow_number(run, w["metadata"]["name"]),
+        ),
     )
 
 
@@ -101,7 +132,10 @@ def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
 def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str]:
     """List the runs below `store`, a normalized URL, that have workflows which a label selector selects."""
     found = cluster.list(*WORKFLOWS, selector=selector)
-    given = ((w["metadata"]["labels"][RUN_LABEL], w["spec"].get("arguments", {}).get("parameters", ())) for w in found)
+    given = (
+        (w["metadata"]["labels"][RUN_LABEL], w["spec"].get("arguments", {}).get("parameters", ()))
+        for w in found
+    )
     return {run for run, parameters in given if {"name": "store", "value": store} in parameters}
 
 

@@ -54,12 +54,18 @@ def apply_schedule(
     check_cron(cron)
     if timezone:
         check_timezone(timezone)
-    made = prepare_workflow(workflow, run=name, store=store, namespace=cluster.namespace, priority=priority)
+    made = prepare_workflow(
+        workflow, run=name, store=store, namespace=cluster.namespace, priority=priority
+    )
     check_names(made, f"{name}-{'0' * DIGITS}")
     look = build_data_check_spec(made, name)
     check_cluster(cluster, made)
     when = {"schedules": [cron], **({"timezone": timezone} if timezone else {})}
-    limits = {"concurrencyPolicy": "Forbid", "successfulJobsHistoryLimit": KEPT, "failedJobsHistoryLimit": KEPT}
+    limits = {
+        "concurrencyPolicy": "Forbid",
+        "successfulJobsHistoryLimit": KEPT,
+        "failedJobsHistoryLimit": KEPT,
+    }
     spec = {**when, **limits, "startingDeadlineSeconds": 300, "workflowSpec": look}
     spec["workflowMetadata"] = {"labels": {LABEL: name}}
     specs = {"WorkflowTemplate": template_spec(made, name), "CronWorkflow": spec}
@@ -79,7 +85,9 @@ def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def delete_schedule(cluster: Connection, name: str) -> None:
     """Delete the schedule `name`, but not its runs. Raises UserError if there is no such schedule."""
-    standing = {kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")}
+    standing = {
+        kind: _standing(cluster, kind, name) for kind in ("CronWorkflow", "WorkflowTemplate")
+    }
     if not any(standing.values()):
         raise UserError("schedule", name, f"does not exist in namespace {cluster.namespace}")
     for kind in standing:
@@ -93,19 +101,38 @@ def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
     for each in cluster.list(*CRON, selector=LABEL):
         name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
         when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
-        wrong = [condition.get("message", condition["type"]) for condition in status.get("conditions") or ()]
+        wrong = [
+            condition.get("message", condition["type"])
+            for condition in status.get("conditions") or ()
+        ]
         told = {"message": "; ".join(["suspended"] * spec.get("suspend", False) + wrong)}
         mine = [_read_look(look) for look in looks if labels_of(look)[LABEL] == name]
-        found.append({"name": name, "cron": when, "last": status.get("lastScheduledTime"), **told, "looks": mine})
+        found.append(
+            {
+                "name": name,
+                "cron": when,
+                "last": status.get("lastScheduledTime"),
+                **told,
+                "looks": mine,
+            }
+        )
     return found
 
 
 def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
     """Read when a workflow checked for new data, its phase, and what it did or why it failed."""
     pods = [node for node in read_nodes(workflow).values() if node.type == "Pod"]
-    said = [node.outputs.get(SAID) or node.message for node in pods if node.template == "start" or node.phase in BROKEN]
+    said = [
+        node.outputs.get(SAID) or node.message
+        for node in pods
+        if node.template == "start" or node.phase in BROKEN
+    ]
     phase = get_workflow_phase(workflow)
-    return {"time": workflow["metadata"]["creationTimestamp"], "phase": phase, "said": said[-1] if said else ""}
+    return {
+        "time": workflow["metadata"]["creationTimestamp"],
+        "phase": phase,
+        "said": said[-1] if said else "",
+    }
 
 
 def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
@@ -121,14 +148,23 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     """Build the spec of the workflow that checks for new data, with the settings of `workflow`."""
     spec = copy.deepcopy(workflow["spec"])
     data = next(
-        (t for t in spec["templates"] if "tuneloop.stages.data_prep" in t.get("container", {}).get("command", ())), None
+        (
+            t
+            for t in spec["templates"]
+            if "tuneloop.stages.data_prep" in t.get("container", {}).get("command", ())
+        ),
+        None,
     )
     if data is None:
-        raise UserError("pipeline", name, "has no stage data_prep, whose prompts show whether there is new data")
+        raise UserError(
+            "pipeline", name, "has no stage data_prep, whose prompts show whether there is new data"
+        )
     tasks = (task for t in spec["templates"] for task in t.get("dag", {}).get("tasks", ()))
     task = dict(next(task for task in tasks if task["template"] == data["name"]))
     given = [p for p in task["arguments"]["parameters"] if p["name"] != "prompts"]
-    task["arguments"] = {"parameters": [*given, {"name": "prompts", "value": f"file://{SCRATCH}/prompts"}]}
+    task["arguments"] = {
+        "parameters": [*given, {"name": "prompts", "value": f"file://{SCRATCH}/prompts"}]
+    }
     task.pop("depends", None)
     ref = "{{tasks.%s.outputs.parameters.prompts}}" % task["name"]
     start = {"name": "start", "template": "start", "depends": task["name"]}
@@ -143,13 +179,22 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
 def _start(data: Mapping[str, Any]) -> dict[str, Any]:
     """Build the step that starts a run: a pod like that of `data`, with the right to create workflows."""
     own = ["--name", "{{workflow.labels.%s}}" % LABEL, "--namespace", "{{workflow.namespace}}"]
-    store = ["--store", "{{workflow.parameters.store}}", "--prompts", "{{inputs.parameters.prompts}}"]
+    store = [
+        "--store",
+        "{{workflow.parameters.store}}",
+        "--prompts",
+        "{{inputs.parameters.prompts}}",
+    ]
     command = {"command": ["python", "-m", "tuneloop.cluster.schedule"], "args": [*own, *store]}
     return {
         **data,
         "name": "start",
         "inputs": {"parameters": [{"name": "prompts"}]},
-        "outputs": {"parameters": [{"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}", "default": ""}}]},
+        "outputs": {
+            "parameters": [
+                {"name": SAID, "valueFrom": {"path": f"{OUTPUTS}/{SAID}", "default": ""}}
+            ]
+        },
         "serviceAccountName": "tuneloop-continue",
         "automountServiceAccountToken": True,
         "container": {**data["container"], **command},
@@ -164,7 +209,9 @@ def _apply(cluster: Connection, kind: str, name: str, spec: Mapping[str, Any]) -
     while standing := _standing(cluster, kind, name):
         body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]
         with ignore_refusals(409):  # the controller has just written its status
-            cluster.custom.replace_namespaced_custom_object(group, version, cluster.namespace, plural, name, body)
+            cluster.custom.replace_namespaced_custom_object(
+                group, version, cluster.namespace, plural, name, body
+            )
             return
     cluster.create(group, version, plural, body)
 
@@ -174,16 +221,29 @@ def start_scheduled_run(cluster: Connection, name: str, store: str, prompts: str
     digest = split_ref(prompts)[1]
     assert digest, prompts
     run = f"{name}-{digest.partition(':')[2][:DIGITS]}"
-    mine = [w for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name) if RUN_LABEL in labels_of(w)]
+    mine = [
+        w
+        for w in cluster.list(*WORKFLOWS, selector=LABEL + "=" + name)
+        if RUN_LABEL in labels_of(w)
+    ]
     if active := [labels_of(w)[RUN_LABEL] for w in mine if get_workflow_phase(w) not in DONE]:
         return f"skipped: {active[-1]} is under way"
     same = [w for w in mine if labels_of(w)[RUN_LABEL] == run]
     if same and get_workflow_phase(same[-1]) == "Succeeded":
         return f"skipped: no new data since {run}"
     parameters = [{"name": "run", "value": run}, {"name": "store", "value": store}]
-    spec = {"workflowTemplateRef": {"name": name}, "entrypoint": "main", "arguments": {"parameters": parameters}}
+    spec = {
+        "workflowTemplateRef": {"name": name},
+        "entrypoint": "main",
+        "arguments": {"parameters": parameters},
+    }
     metadata = {"labels": {RUN_LABEL: run, LABEL: name}}
-    body = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": metadata, "spec": spec}
+    body = {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": metadata,
+        "spec": spec,
+    }
     return f"started {argo.create_workflow(cluster, body, run)}"
 
 
@@ -194,11 +254,15 @@ _ITEM = re.compile(r"(\*|\w+(?:-\w+)?)(?:/(\d+))?")
 
 def check_cron(text: str) -> None:
     """Check the time of a CronWorkflow, as the controller reports a bad one only in a status. Raises UserError."""
-    if re.fullmatch(r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text):
+    if re.fullmatch(
+        r"@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \d+[smh]", text
+    ):
         return
     fields = text.split()
     if len(fields) != 5:
-        raise UserError("--cron", text, "write five fields (minute hour day month weekday), as in '0 3 * * *'")
+        raise UserError(
+            "--cron", text, "write five fields (minute hour day month weekday), as in '0 3 * * *'"
+        )
     for field, (low, high) in zip(fields, _RANGES):
         for item in field.split(","):
             match = _ITEM.fullmatch(item)
@@ -213,7 +277,9 @@ def check_timezone(name: str) -> None:
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):  # OSError: a directory of zones, as Europe is
-        raise UserError("--timezone", name, "is not a time zone; write it as in Europe/Prague or UTC") from None
+        raise UserError(
+            "--timezone", name, "is not a time zone; write it as in Europe/Prague or UTC"
+        ) from None
 
 
 def _within(end: str, low: int, high: int) -> bool:
@@ -227,7 +293,9 @@ def main(argv: Sequence[str]) -> int:
     for flag in ("--name", "--namespace", "--store", "--prompts"):
         parser.add_argument(flag, required=True)
     given = parser.parse_args(argv)
-    said = start_scheduled_run(connect_to_cluster(given.namespace), given.name, given.store, given.prompts)
+    said = start_scheduled_run(
+        connect_to_cluster(given.namespace), given.name, given.store, given.prompts
+    )
     print(said)
     write_outputs({SAID: said})
     return 0

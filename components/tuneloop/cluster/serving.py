@@ -9,7 +9,12 @@ from tuneloop.argo.pod_fields import TOKENS
 from tuneloop.core.errors import UserError
 
 FIELDS = (
-    *("serviceAccountName", "automountServiceAccountToken", "securityContext", "terminationGracePeriodSeconds"),
+    *(
+        "serviceAccountName",
+        "automountServiceAccountToken",
+        "securityContext",
+        "terminationGracePeriodSeconds",
+    ),
     *("nodeSelector", "tolerations"),
 )
 
@@ -19,23 +24,45 @@ def render_servers(workflow: Mapping[str, Any], name: str, config: Any) -> list[
     Raises UserError if the workflow starts no server, or one that depends on its run or on a device lease."""
     serve = next((each for each in workflow["spec"]["templates"] if each["name"] == "serve"), None)
     words = serve["container"]["args"] if serve else []
-    flags = {flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value}  # else specific to a run
+    flags = {
+        flag: value for flag, value in zip(words[::2], words[1::2]) if "{{" not in value
+    }  # else specific to a run
     if not serve or "--weights" not in flags or share_of(workflow):
-        remedy = "need engine.name=vllm, engine.pull=true and engine.weights=URL, without cluster.share"
+        remedy = (
+            "need engine.name=vllm, engine.pull=true and engine.weights=URL, without cluster.share"
+        )
         raise UserError("--servers", name, remedy)
     container, own = {**serve["container"], "name": "serve"}, {"app.kubernetes.io/name": name}
     container["args"] = [word for flag in flags.items() for word in flag]
-    container["readinessProbe"] = {**container["readinessProbe"], "failureThreshold": 3}  # Argo's waits for the start
-    lists = {"env": container["env"], "volumeMounts": container["volumeMounts"], "volumes": serve["volumes"]}
-    kept = {k: [each for each in v if "{{" not in str(each) and TOKENS not in str(each)] for k, v in lists.items()}
+    container["readinessProbe"] = {
+        **container["readinessProbe"],
+        "failureThreshold": 3,
+    }  # Argo's waits for the start
+    lists = {
+        "env": container["env"],
+        "volumeMounts": container["volumeMounts"],
+        "volumes": serve["volumes"],
+    }
+    kept = {
+        k: [each for each in v if "{{" not in str(each) and TOKENS not in str(each)]
+        for k, v in lists.items()
+    }
     fields = {**workflow["spec"], **serve, **json.loads(serve.get("podSpecPatch", "{}"))}
     pod = {key: fields[key] for key in FIELDS if key in fields} | {"volumes": kept.pop("volumes")}
-    pod |= {"containers": [container | kept], "enableServiceLinks": False}  # a Service called vllm sets VLLM_PORT
+    pod |= {
+        "containers": [container | kept],
+        "enableServiceLinks": False,
+    }  # a Service called vllm sets VLLM_PORT
     about = {"name": name, "labels": {**own, "app.kubernetes.io/part-of": "tuneloop"}}
     # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's number.
-    deployment: dict[str, Any] = {"replicas": config.engine.replicas} if config.engine.replicas > 1 else {}
+    deployment: dict[str, Any] = (
+        {"replicas": config.engine.replicas} if config.engine.replicas > 1 else {}
+    )
     deployment["selector"] = {"matchLabels": own}
-    deployment["template"] = {"metadata": {"labels": {**serve["metadata"]["labels"], **own}}, "spec": pod}
+    deployment["template"] = {
+        "metadata": {"labels": {**serve["metadata"]["labels"], **own}},
+        "spec": pod,
+    }
     port = container["ports"][0]["containerPort"]
     service = {"selector": own, "ports": [{"name": "http", "port": port, "targetPort": port}]}
     return [

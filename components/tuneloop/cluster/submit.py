@@ -14,7 +14,13 @@ from typing import Any
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster.launch import KINDS
 from tuneloop.cluster.reservations import end_graphs, release_ended_runs
-from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_number, get_workflow_phase, list_workflows
+from tuneloop.cluster.run_workflows import (
+    DONE,
+    find_workflows,
+    get_workflow_number,
+    get_workflow_phase,
+    list_workflows,
+)
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import find_component
@@ -22,7 +28,14 @@ from tuneloop.core.errors import Retryable, UserError, choose_exit_code, print_d
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
-from tuneloop.kube.connection import OWNER, WORKFLOWS, Connection, ignore_refusals, retry_until_available, wait_until
+from tuneloop.kube.connection import (
+    OWNER,
+    WORKFLOWS,
+    Connection,
+    ignore_refusals,
+    retry_until_available,
+    wait_until,
+)
 from tuneloop.runs.records import find_differences
 from tuneloop.sharing.places import release_leases
 from tuneloop.workflow.manifest import effective_spec, mounts_token
@@ -58,7 +71,9 @@ def prepare_resumption(
     return run_workflows.copy_entrypoint(made, earlier[-1]), max(numbers) + 1
 
 
-def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str) -> None:
+def check_resumable(
+    made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
+) -> None:
     """Refuse a workflow that does not fit the run whose `earlier` workflows, oldest first, are given. Raises UserError
     for another pipeline or store, and for other settings, unless the run failed before its loop made a version. Then
     they may be corrected, as with `tuneloop run`: stages refuse settings that differ from their committed outputs. The
@@ -66,21 +81,32 @@ def check_resumable(made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]
     before = {k: v for each in earlier for k, v in _settings(each).items()}
     asked = {k: v for k, v in _settings(made).items() if k in before}
     differing = find_differences(asked, {k: before[k] for k in asked})
-    begun = any(get_workflow_phase(each) not in ("Failed", "Error") or _has_made_a_version(each) for each in earlier)
+    begun = any(
+        get_workflow_phase(each) not in ("Failed", "Error") or _has_made_a_version(each)
+        for each in earlier
+    )
     elsewhere = [name for name in ("pipeline", "store") if name in differing]
     if elsewhere or (differing and begun):
         what = ", ".join(elsewhere or differing[:5])
-        raise UserError("--run", run, f"exists with another {what}; submit it as it was, or choose another name")
+        raise UserError(
+            "--run", run, f"exists with another {what}; submit it as it was, or choose another name"
+        )
 
 
 def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the settings that affect a run's results: its pipeline, its parameters, and those of each stage."""
     spec = effective_spec(workflow)
-    given = {p["name"]: p["value"] for p in spec.get("arguments", {}).get("parameters", ()) if "value" in p}
+    given = {
+        p["name"]: p["value"]
+        for p in spec.get("arguments", {}).get("parameters", ())
+        if "value" in p
+    }
     if "store" in given:
         given["store"] = normalize_url(given["store"])
     pipeline = spec.get("podMetadata", {}).get("labels", {}).get("app.kubernetes.io/name")
-    templates = expand_pod({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"]["templates"]
+    templates = expand_pod({"spec": {**spec, "templates": spec.get("templates") or []}})[0]["spec"][
+        "templates"
+    ]
     stages = {t["name"]: _tracked(t) for t in templates if _is_stage(t)}
     return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
@@ -89,7 +115,11 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
     """Return the flags that a stage compares with those of its committed output; all if it is not installed here."""
     command = template["container"]["command"]
     words = [str(word) for word in template["container"].get("args", ())]
-    flags = {name.removeprefix("--"): value for name, value in itertools.pairwise(words) if name.startswith("--")}
+    flags = {
+        name.removeprefix("--"): value
+        for name, value in itertools.pairwise(words)
+        if name.startswith("--")
+    }
     component = find_component(command[-1], template["name"]) if "-m" in command else None
     if component is None:
         return flags
@@ -104,14 +134,21 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
 def _is_stage(template: Mapping[str, Any]) -> bool:
     """Return whether a template runs a stage, not a server or a step that only calls the cluster's API."""
     command = (template.get("container") or {}).get("command", ())
-    return bool(command) and not template.get("daemon") and not any("tuneloop.cluster" in word for word in command)
+    return (
+        bool(command)
+        and not template.get("daemon")
+        and not any("tuneloop.cluster" in word for word in command)
+    )
 
 
 def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
     spec = effective_spec(workflow)
     made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
     made |= {pod["name"]} if (pod := find_pod({"spec": spec})) else set()
-    return any(node.template in made and node.phase == "Succeeded" for node in read_nodes(workflow).values())
+    return any(
+        node.template in made and node.phase == "Succeeded"
+        for node in read_nodes(workflow).values()
+    )
 
 
 def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
@@ -121,7 +158,10 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
         with ignore_refusals(409):
             return _create(cluster, made, name)
         found = cluster.get(*WORKFLOWS, name)
-        own, there = ((w["metadata"].get("annotations") or {}).get(run_workflows.CONTINUES) for w in (made, found))
+        own, there = (
+            (w["metadata"].get("annotations") or {}).get(run_workflows.CONTINUES)
+            for w in (made, found)
+        )
         if own and there == own:
             _create_token(cluster, found)
             return name
@@ -157,23 +197,38 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
     stopped: set[str] = set()
 
     def ended() -> bool:
-        active = {w["metadata"]["name"] for w in find_workflows(cluster, run) if get_workflow_phase(w) not in DONE}
+        active = {
+            w["metadata"]["name"]
+            for w in find_workflows(cluster, run)
+            if get_workflow_phase(w) not in DONE
+        }
         for name in active - stopped:  # it may just be creating the workflow that continues it
             cluster.custom.patch_namespaced_custom_object(
-                *WORKFLOWS[:2], cluster.namespace, WORKFLOWS[2], name, {"spec": {"shutdown": "Stop"}}
+                *WORKFLOWS[:2],
+                cluster.namespace,
+                WORKFLOWS[2],
+                name,
+                {"spec": {"shutdown": "Stop"}},
             )
             stopped.add(name)
         return not active
 
     wait_until(ended, timeout, f"{run}: workflow did not end")
     selector, live = f"{RUN_LABEL}={run}", ("Pending", "Running")
-    how = {"label_selector": selector, "propagation_policy": "Background"}  # a Job would leave its pods
+    how = {
+        "label_selector": selector,
+        "propagation_policy": "Background",
+    }  # a Job would leave its pods
     for kind in KINDS.values():  # jobs of several pods outlive the step that started them
         with ignore_refusals(403, 404):  # not installed, or not permitted to this account
             place = (*kind.api[:2], cluster.namespace, kind.api[2])
             cluster.custom.delete_collection_namespaced_custom_object(*place, **how)
     over = f"{run}: pods did not end"
-    wait_until(lambda: all(pod.status.phase not in live for pod in cluster.list_pods(selector)), timeout, over)
+    wait_until(
+        lambda: all(pod.status.phase not in live for pod in cluster.list_pods(selector)),
+        timeout,
+        over,
+    )
     with ignore_refusals(403, 404):  # no graphs or claims, or not permitted to this account
         end_graphs(cluster, run)  # a terminated workflow runs no exit handler
     with ignore_refusals(403, 404):
@@ -193,12 +248,16 @@ def delete_forgotten_pods(cluster: Connection) -> None:
             changes = [each.last_transition_time for each in pod.status.conditions or ()]
             changed = max(filter(None, changes), default=pod.metadata.creation_timestamp)
             if time.time() - changed.timestamp() > FORGOTTEN_S:
-                workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(pod.metadata.name)
+                workflows.setdefault(pod.metadata.labels[WORKFLOW_LABEL], []).append(
+                    pod.metadata.name
+                )
         for workflow, pods in workflows.items():
             found = cluster.find(*WORKFLOWS, workflow) or {}
             ours = found.get("spec", {}).get("podGC", {}).get("deleteDelayDuration") == DELETE_DELAY
             for name in pods if ours and get_workflow_phase(found) in DONE else ():
-                with ignore_refusals(403, 404):  # not permitted to this account, or deleted meanwhile
+                with ignore_refusals(
+                    403, 404
+                ):  # not permitted to this account, or deleted meanwhile
                     cluster.core.delete_namespaced_pod(name, cluster.namespace)
     except (UserError, Retryable) as error:
         print_diagnostic(f"note: pods that Argo's controller has forgotten may stay: {error}", 0)
@@ -217,4 +276,6 @@ def exit_code(workflow: Mapping[str, Any]) -> int:
     """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage ended so; else 1."""
     if get_workflow_phase(workflow) == "Succeeded":
         return 0
-    return choose_exit_code({n.exit_code for n in read_nodes(workflow).values() if n.phase in ("Failed", "Error")})
+    return choose_exit_code(
+        {n.exit_code for n in read_nodes(workflow).values() if n.phase in ("Failed", "Error")}
+    )

@@ -35,7 +35,10 @@ def list_combinations(name: str, over: Sequence[str]) -> dict[str, dict[str, str
             raise UserError("--over", f"{key}={text}", "write KEY=V1,V2, and each key once")
         values[key] = text.split(",")
     combinations = [dict(zip(values, each)) for each in itertools.product(*values.values())]
-    return {f"{name}-{xxh32_hexdigest(repr(sorted(each.items())).encode())}": each for each in combinations}
+    return {
+        f"{name}-{xxh32_hexdigest(repr(sorted(each.items())).encode())}": each
+        for each in combinations
+    }
 
 
 def find_state(run: Run, cluster: Connection | None = None) -> str:
@@ -50,12 +53,18 @@ def find_state(run: Run, cluster: Connection | None = None) -> str:
     return f"{STOPPED}: {why.decode()}" if why else phase
 
 
-def look_at_run(run: Run, runs: Sequence[Run], judged: range, cluster: Connection | None = None) -> bool:
+def look_at_run(
+    run: Run, runs: Sequence[Run], judged: range, cluster: Connection | None = None
+) -> bool:
     """Return whether a run is running. After the iterations in `judged`, stop it if `judge_run` says so; where it is
     not on a cluster, it is this process that executes it."""
     running = retry_until_available(partial(find_state, run, cluster)) == "running"
     if running and judged and judge_run(run, runs, judged):
-        stop = partial(stop_run, cluster, run.name) if cluster else partial(os.kill, os.getpid(), signal.SIGTERM)
+        stop = (
+            partial(stop_run, cluster, run.name)
+            if cluster
+            else partial(os.kill, os.getpid(), signal.SIGTERM)
+        )
         retry_until_available(stop)
     return running
 
@@ -65,7 +74,11 @@ def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judge
     Raises KeyboardInterrupt if somebody stopped it, by Ctrl-C or SIGTERM, so that the sweep ends as well."""
     signals = list[int]()
     with forward_signals(signals.append, [signal.SIGTERM]):
-        with repeat_in_background(lambda: look_at_run(run, runs, judged), 2.0) if judged else nullcontext():
+        with (
+            repeat_in_background(lambda: look_at_run(run, runs, judged), 2.0)
+            if judged
+            else nullcontext()
+        ):
             code = execute()
     run.refresh(whole=False)
     if code == 128 + signal.SIGINT or (signals and Store(run.url).get(STOPPED) is None):
@@ -77,7 +90,9 @@ def judge_run(run: Run, runs: Sequence[Run], judged: range) -> bool:
     median stopping rule of Google Vizier (Golovin et al., KDD 2017, section 3.2): after k iterations, k in `judged`, a
     run is stopped if its best reward is below the median of the other runs' average rewards in their first k. As in
     Ray Tune, this takes three other runs, which need not have ended. Returns False for a run that is stopping."""
-    rewards = {each.name: [s.value for s in each.training_rewards() if s.entry.iteration] for each in runs}
+    rewards = {
+        each.name: [s.value for s in each.training_rewards() if s.entry.iteration] for each in runs
+    }
     k = len(own := rewards.pop(run.name))
     averages = [mean(each[:k]) for each in rewards.values() if k in judged and len(each) >= k]
     below = len(averages) >= 3 and max(own) < median(averages)

@@ -52,8 +52,13 @@ def read_status(cluster: Connection, run: str) -> Status:
     """Read the status of a run from the cluster. Raises UserError where the cluster has no such run."""
     found = find_workflows(cluster, run)
     merged = {key: node for workflow in found for key, node in read_nodes(workflow).items()}
-    asked = {each["name"]: each.get("value") for each in found[-1]["spec"].get("arguments", {}).get("parameters", ())}
-    spent = [item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()]
+    asked = {
+        each["name"]: each.get("value")
+        for each in found[-1]["spec"].get("arguments", {}).get("parameters", ())
+    }
+    spent = [
+        item for w in found for item in w.get("status", {}).get("resourcesDuration", {}).items()
+    ]
     return Status(
         run=run,
         phase=get_workflow_phase(found[-1]),
@@ -62,7 +67,9 @@ def read_status(cluster: Connection, run: str) -> Status:
         nodes=merged,
         waiting=_waiting(cluster, run, merged),
         accelerator_seconds=float(sum(seconds for name, seconds in spent if name.endswith("/gpu"))),
-        claims=_claims(cluster, run) if any(node.template == TAKE for node in merged.values()) else {},
+        claims=_claims(cluster, run)
+        if any(node.template == TAKE for node in merged.values())
+        else {},
         iterations=int(asked["iterations"]) if asked.get("iterations") else None,
     )
 
@@ -70,12 +77,21 @@ def read_status(cluster: Connection, run: str) -> Status:
 def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
     """Read the nodes of a workflow's status in the order they started."""
     made = [_node(item) for item in list_status_nodes(workflow)]
-    over, ended = get_workflow_phase(workflow) in DONE, _seconds(workflow.get("status", {}).get("finishedAt"))
+    over, ended = (
+        get_workflow_phase(workflow) in DONE,
+        _seconds(workflow.get("status", {}).get("finishedAt")),
+    )
     for node in made:
         if over and node.phase in ("Running", "Pending"):  # not updated for a stopped workflow
             node.phase, node.message = "Failed", node.message or "ended with the workflow"
-        if node.phase in DONE and node.started and not node.finished:  # Argo 3.7 may write no time for a deleted pod
-            later = (each.started for each in made if each.template == node.template and each.started > node.started)
+        if (
+            node.phase in DONE and node.started and not node.finished
+        ):  # Argo 3.7 may write no time for a deleted pod
+            later = (
+                each.started
+                for each in made
+                if each.template == node.template and each.started > node.started
+            )
             node.finished = min(later, default=ended or time.time())
     return {node.id: node for node in sorted(made, key=lambda n: (n.started, n.name))}
 
@@ -115,9 +131,16 @@ def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[s
     pending = [pod for pod in cluster.list_pods(selector) if pod.status.phase == "Pending"]
     several = any(node.phase not in DONE and find_job_stage(node, nodes) for node in nodes.values())
     jobs = cluster.list(*JOBSETS, selector=selector) if several else []
-    held = [job for job in jobs if job["spec"].get("suspend")]  # Kueue admits the whole job, which has no pods before
-    queued = _workloads(cluster) if held or any(pod.spec.scheduling_gates for pod in pending) else {}
-    told = {(pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued) for pod in pending}
+    held = [
+        job for job in jobs if job["spec"].get("suspend")
+    ]  # Kueue admits the whole job, which has no pods before
+    queued = (
+        _workloads(cluster) if held or any(pod.spec.scheduling_gates for pod in pending) else {}
+    )
+    told = {
+        (pod.metadata.annotations or {}).get(NODE_NAME, pod.metadata.name): _why(pod, queued)
+        for pod in pending
+    }
     for job in held:
         about = job["metadata"]
         pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
@@ -133,12 +156,20 @@ def _describe_ray_clusters(cluster: Connection, selector: str) -> dict[str, str]
         about, status = job["metadata"], job.get("status") or {}
         if job["spec"].get("suspend"):
             told[about["name"]] = _why_queued(about["labels"], about["name"], _workloads(cluster))
-        elif status.get("jobStatus", "") in ("", "PENDING") and status.get("jobDeploymentStatus") != "Failed":
+        elif (
+            status.get("jobStatus", "") in ("", "PENDING")
+            and status.get("jobDeploymentStatus") != "Failed"
+        ):
             name = status.get("rayClusterName", "")
             pods = cluster.list_pods(f"ray.io/cluster={name}") if name else ()
             states = [(p.metadata.labels["ray.io/node-type"], p, p.status.phase) for p in pods]
-            parts = [f"{group} {_why(p, {}) if phase == 'Pending' else phase.lower()}" for group, p, phase in states]
-            told[about["name"]] = "; ".join([f"RayCluster {name or 'is not made yet'}", *sorted(parts)])
+            parts = [
+                f"{group} {_why(p, {}) if phase == 'Pending' else phase.lower()}"
+                for group, p, phase in states
+            ]
+            told[about["name"]] = "; ".join(
+                [f"RayCluster {name or 'is not made yet'}", *sorted(parts)]
+            )
     return told
 
 
@@ -154,8 +185,13 @@ def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
     told = {}
     for claim in reservations.list_claims(cluster):
         if run in (None, *(runs := reservations.list_claim_runs(claim))):
-            given = claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
-            devices = ", ".join(sorted(item["device"] for item in given)) or "no device until a pod is scheduled"
+            given = (
+                claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
+            )
+            devices = (
+                ", ".join(sorted(item["device"] for item in given))
+                or "no device until a pod is scheduled"
+            )
             has = devices if claim["kind"] == "ResourceClaim" else "a claim for each pod"
             told[claim["metadata"]["name"]] = f"{has}; runs {', '.join(runs)}"
     return told
@@ -164,7 +200,10 @@ def _claims(cluster: Connection, run: str | None = None) -> dict[str, str]:
 def _why(pod: Any, queued: Mapping[str, str]) -> str:
     if pod.spec.scheduling_gates:
         return _why_queued(pod.metadata.labels, pod.metadata.name, queued)
-    for container in [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]:
+    for container in [
+        *(pod.status.init_container_statuses or ()),
+        *(pod.status.container_statuses or ()),
+    ]:
         held = container.state.waiting
         if held and held.reason not in ("PodInitializing", "ContainerCreating"):
             return " ".join(f"{held.reason}: {held.message or ''}".split())
@@ -192,7 +231,12 @@ def _workloads(cluster: Connection) -> dict[str, str]:
 
 
 def read_logs(
-    cluster: Connection, run: str, *, stage: str | None = None, follow: bool = False, since: str | None = None
+    cluster: Connection,
+    run: str,
+    *,
+    stage: str | None = None,
+    follow: bool = False,
+    since: str | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield (stage, line) of the logs of a run's pods that still exist; with `since`, the name of a workflow, only for
     its pods and later ones. Raises UserError if there is no such run, or no pod of `stage`."""
@@ -204,12 +248,16 @@ def read_logs(
     while True:
         over = all(get_workflow_phase(w) in DONE for w in found) or not follow
         pods = retry_until_available(lambda: cluster.list_pods(f"{RUN_LABEL}={run}"))
-        there = [pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))]
+        there = [
+            pod for pod in pods if any(s.state.running or s.state.terminated for s in _mains(pod))
+        ]
         for pod in sorted(there, key=lambda pod: pod.metadata.creation_timestamp):
             name = get_stage_name(pod)
             mine = stage in (None, name) and pod.metadata.creation_timestamp.timestamp() >= begun
             if mine and pod.metadata.uid not in read:
-                reader = threading.Thread(target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True)
+                reader = threading.Thread(
+                    target=follow_pod, args=(cluster, pod, name, follow, lines), daemon=True
+                )
                 read[pod.metadata.uid] = reader
                 reader.start()
                 if not follow:
@@ -219,11 +267,17 @@ def read_logs(
                 reader.join()
         while not lines.empty():
             name, line = lines.get()
-            if " argo=true" not in line and not re.fullmatch(r"Error: exit status \d+", line):  # Argo's executor
+            if " argo=true" not in line and not re.fullmatch(
+                r"Error: exit status \d+", line
+            ):  # Argo's executor
                 yield name, line
         if over:
             if stage and not read:
-                raise UserError("stage", stage, f"has no pod in {run}: it has not run, or its pods are deleted by now")
+                raise UserError(
+                    "stage",
+                    stage,
+                    f"has no pod in {run}: it has not run, or its pods are deleted by now",
+                )
             return
         time.sleep(1.0)
         found = retry_until_available(lambda: find_workflows(cluster, run))
@@ -239,14 +293,20 @@ def _mains(pod: Any) -> list[Any]:
     return [s for s in pod.status.container_statuses or () if s.name not in ("wait", "init")]
 
 
-def follow_pod(cluster: Connection, pod: Any, name: str, follow: bool, lines: SimpleQueue[tuple[str, str]]) -> None:
+def follow_pod(
+    cluster: Connection, pod: Any, name: str, follow: bool, lines: SimpleQueue[tuple[str, str]]
+) -> None:
     """Put (`name`, line) into `lines` for all that the pod's main container prints."""
     from urllib3.exceptions import HTTPError
 
     container = _mains(pod)[0].name
     try:
         stream = cluster.core.read_namespaced_pod_log(
-            pod.metadata.name, cluster.namespace, container=container, follow=follow, _preload_content=False
+            pod.metadata.name,
+            cluster.namespace,
+            container=container,
+            follow=follow,
+            _preload_content=False,
         )
     except (UserError, Retryable) as error:
         if getattr(error, "status", None) != 404:  # it was deleted meanwhile
@@ -259,6 +319,11 @@ def follow_pod(cluster: Connection, pod: Any, name: str, follow: bool, lines: Si
             for line in whole:
                 lines.put((name, line.decode(errors="replace")))
     except HTTPError as error:  # the run itself goes on
-        lines.put((name, f"(the log was cut off here: {type(error).__name__}; `tuneloop cluster logs` prints all)"))
+        lines.put(
+            (
+                name,
+                f"(the log was cut off here: {type(error).__name__}; `tuneloop cluster logs` prints all)",
+            )
+        )
     if rest:
         lines.put((name, rest.decode(errors="replace")))

@@ -55,10 +55,16 @@ class Pipeline:
             return convert_validation_error(error)
         *section, key = map(str, first["loc"])
         if first["type"] == "string_pattern_mismatch":
-            field = getattr(self._section(section), "model_fields", {}).get(key)  # in a list, there is none
+            field = getattr(self._section(section), "model_fields", {}).get(
+                key
+            )  # in a list, there is none
             if field is None or not field.description:
                 return convert_validation_error(error)
-            return UserError(".".join((*section, key)), first["input"], f"is not valid; expected: {field.description}")
+            return UserError(
+                ".".join((*section, key)),
+                first["input"],
+                f"is not valid; expected: {field.description}",
+            )
         known = list(self._section(section).model_fields)
         near = find_keys(self.Config, key) or difflib.get_close_matches(key, known, n=1)
         remedy = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
@@ -112,7 +118,11 @@ def find_pipeline(name: str) -> Pipeline:
     module = _load(path.resolve())
     for attribute in ("Config", "build_argo"):
         if not hasattr(module, attribute):
-            raise UserError("pipeline", name, f"has no {attribute}; a pipeline defines Config and build_argo(config)")
+            raise UserError(
+                "pipeline",
+                name,
+                f"has no {attribute}; a pipeline defines Config and build_argo(config)",
+            )
     return Pipeline(path.stem, path.resolve(), module)
 
 
@@ -130,7 +140,9 @@ def _load(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # pydantic looks its annotations up there
+    module = sys.modules[name] = importlib.util.module_from_spec(
+        spec
+    )  # pydantic looks its annotations up there
     try:
         spec.loader.exec_module(module)
     except UserError:
@@ -139,7 +151,9 @@ def _load(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         text = f"{type(error).__name__}: {error}"
-        raise UserError("pipeline", str(path), f"cannot be imported ({' '.join(text.split())})") from error
+        raise UserError(
+            "pipeline", str(path), f"cannot be imported ({' '.join(text.split())})"
+        ) from error
     return module
 
 
@@ -150,7 +164,9 @@ def read_yaml_documents(field: str, file: Path) -> list[Any]:
     except OSError as error:
         raise UserError(field, str(file), f"cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(field, str(file), f"is not YAML ({' '.join(str(error).split())})") from error
+        raise UserError(
+            field, str(file), f"is not YAML ({' '.join(str(error).split())})"
+        ) from error
 
 
 def _read(file: Path) -> dict[str, Any]:

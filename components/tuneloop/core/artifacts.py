@@ -83,10 +83,18 @@ class Manifest(BaseModel, frozen=True):
     root: str = Field(description="the data directory below the artifact's URL")
     files: dict[str, File]
     digest: str = Field("", pattern=rf"^({DIGEST}:[0-9a-f]{{64}})?$")
-    results: dict[str, Any] = Field(default_factory=dict, description="scalars that the workflow reads")
-    facts: dict[str, Any] = Field(default_factory=dict, description="what the stage says of its output")
-    notes: dict[str, Any] = Field(default_factory=dict, description="how this attempt went: another may differ")
-    timings: dict[str, float] = Field(default_factory=dict, description="seconds, and rates where the name says so")
+    results: dict[str, Any] = Field(
+        default_factory=dict, description="scalars that the workflow reads"
+    )
+    facts: dict[str, Any] = Field(
+        default_factory=dict, description="what the stage says of its output"
+    )
+    notes: dict[str, Any] = Field(
+        default_factory=dict, description="how this attempt went: another may differ"
+    )
+    timings: dict[str, float] = Field(
+        default_factory=dict, description="seconds, and rates where the name says so"
+    )
     provenance: dict[str, Any] = Field(default_factory=dict)
     place: str = Field("", description="the end of the artifact's URL, as iterations/3/reward")
 
@@ -95,7 +103,9 @@ class Manifest(BaseModel, frozen=True):
     def _inside(cls, names: Any) -> Any:
         """Refuse names that lead out of the directory that a reader gives them."""
         several = [names] if isinstance(names, str) else [*names]
-        if several and not is_contained_path("/".join(several)):  # checking them one by one takes a third of parsing
+        if several and not is_contained_path(
+            "/".join(several)
+        ):  # checking them one by one takes a third of parsing
             wrong = next(name for name in several if not is_contained_path(name))
             raise ValueError(f"{wrong!r} is not a name for a file of an artifact")
         return names
@@ -112,12 +122,16 @@ class Manifest(BaseModel, frozen=True):
 
     def compute_digest(self) -> str:
         """Compute the digest of what the manifest states; references count by their digests, not by their places."""
-        return _compute_digest(json.loads(self.model_dump_json()))  # as a reader of the JSON would have it
+        return _compute_digest(
+            json.loads(self.model_dump_json())
+        )  # as a reader of the JSON would have it
 
     @property
     def scalars(self) -> dict[str, float]:
         """The results that can be drawn."""
-        return {name: value for name, value in self.results.items() if isinstance(value, int | float)}
+        return {
+            name: value for name, value in self.results.items() if isinstance(value, int | float)
+        }
 
 
 def _compute_digest(manifest: Mapping[str, Any]) -> str:
@@ -146,7 +160,10 @@ def hash_files(directory: Path) -> dict[str, File]:
     """Compute size and digests of every file below `directory`, of several at a time."""
     paths = sorted(p for p in directory.rglob("*") if p.is_file())
     with ThreadPoolExecutor() as pool:
-        return {str(path.relative_to(directory)): file for path, file in zip(paths, pool.map(hash_file, paths))}
+        return {
+            str(path.relative_to(directory)): file
+            for path, file in zip(paths, pool.map(hash_file, paths))
+        }
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
@@ -162,10 +179,16 @@ class Artifact:
         self.url, wanted = split_ref(ref)
         manifest = find_manifest(self.url)
         if manifest is None:
-            raise UserError("artifact", self.url, f"has no {MANIFEST}; run the stage that makes it, or correct the URL")
+            raise UserError(
+                "artifact",
+                self.url,
+                f"has no {MANIFEST}; run the stage that makes it, or correct the URL",
+            )
         self.manifest = manifest
         if wanted not in (None, manifest.digest):
-            raise Corrupt("artifact", self.url, f"holds {manifest.digest}, but {wanted} was asked for")
+            raise Corrupt(
+                "artifact", self.url, f"holds {manifest.digest}, but {wanted} was asked for"
+            )
         self._proved: dict[str, object] = {}  # name → what keeps the file in the cache
 
     @property
@@ -178,7 +201,9 @@ class Artifact:
         Where the store is a folder, files are read where they lie. Others are fetched into `tuneloop.core.cache`, where
         they stay at least as long as this object does. Raises UserError: the artifact, given as `flag`, has no such
         part, and the `remedy` says what to give; Corrupt: some of it is missing, or differs from the manifest."""
-        names = [each for each in self.manifest.files if each == name or each.startswith(f"{name}/")]
+        names = [
+            each for each in self.manifest.files if each == name or each.startswith(f"{name}/")
+        ]
         if not names:
             raise UserError(flag, self.url, f"holds no {name}" + (remedy and f"; {remedy}"))
         return self._prove(names) / name
@@ -190,7 +215,9 @@ class Artifact:
 
     def _prove(self, names: Iterable[str]) -> Path:
         local = local_path(self.url)
-        directory = local / self.manifest.root if local else cache.open_directory(self.manifest.digest)
+        directory = (
+            local / self.manifest.root if local else cache.open_directory(self.manifest.digest)
+        )
         for name in names:
             if name in self._proved:
                 continue
@@ -201,10 +228,16 @@ class Artifact:
             if local:
                 proof: object = is_whole(directory / name)
             else:
-                fetch = functools.partial(Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size)
+                fetch = functools.partial(
+                    Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size
+                )
                 proof = cache.take_file(directory, name, want.size, is_whole, fetch)
             if not proof:
-                raise Corrupt("artifact", where, f"differs from its manifest (SHA-256 {want.sha256}); " + _MEND)
+                raise Corrupt(
+                    "artifact",
+                    where,
+                    f"differs from its manifest (SHA-256 {want.sha256}); " + _MEND,
+                )
             self._proved[name] = proof
         return directory
 
@@ -230,9 +263,15 @@ def parse_manifest(url: str, data: bytes, *, proved: bool = False) -> Manifest:
     try:
         manifest = Manifest.model_validate(told) if told else Manifest.model_validate_json(data)
     except ValidationError as error:
-        raise Corrupt("artifact", where, f"is not a manifest ({_describe(error)}); {_MEND}") from error
+        raise Corrupt(
+            "artifact", where, f"is not a manifest ({_describe(error)}); {_MEND}"
+        ) from error
     if told and (digest := _compute_digest(told)) != manifest.digest:
-        raise Corrupt("artifact", where, f"was changed: it states {digest}, {manifest.digest} was committed; {_MEND}")
+        raise Corrupt(
+            "artifact",
+            where,
+            f"was changed: it states {digest}, {manifest.digest} was committed; {_MEND}",
+        )
     return manifest
 
 
@@ -246,7 +285,9 @@ class Draft:
     def __init__(self, url: str, attempt: str | None = None) -> None:
         self.url = normalize_url(url)
         self.attempt = attempt or f"data-{os.urandom(6).hex()}"
-        self._store = Store(self.url)  # opened now: when another thread commits, the environment may have changed
+        self._store = Store(
+            self.url
+        )  # opened now: when another thread commits, the environment may have changed
         if self._store.root is not None:
             # Written in place: no reader looks there before the manifest exists.
             self.path = self._store.root / self.attempt
@@ -257,7 +298,9 @@ class Draft:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            mistake = UserError("store", self.url, f"{error.strerror}; choose a place that can be written")
+            mistake = UserError(
+                "store", self.url, f"{error.strerror}; choose a place that can be written"
+            )
             raise find_full_disk(error) or mistake from error
 
     def contribute(self, part: int) -> None:
@@ -285,29 +328,44 @@ class Draft:
         manifest because of another one that it does not return."""
         store = self._store
         if store.root is None:
-            listings = [json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")]
-            theirs = {name: File(**about) for listing in listings for name, about in listing.items()}
+            listings = [
+                json.loads(store.get(key) or b"{}") for key in store.keys(f"{self.attempt}/{PARTS}")
+            ]
+            theirs = {
+                name: File(**about) for listing in listings for name, about in listing.items()
+            }
             files = theirs | self._upload(store)
         else:
             files = hash_files(self.path)
             folders = [*filter(Path.is_dir, self.path.rglob("*")), self.path, self.path.parent]
-            for each in [*(self.path / name for name in files), *folders]:  # durable before the manifest is
+            for each in [
+                *(self.path / name for name in files),
+                *folders,
+            ]:  # durable before the manifest is
                 fsync_path(each)
         parts = self.url.split("/")
         place = "/".join(parts[-3 if parts[-3] == "iterations" else -1 :])
         try:
             manifest = Manifest(root=self.attempt, files=files, place=place, **about)
         except ValidationError as error:
-            raise UserError("artifact", self.url, f"cannot be committed: {_describe(error)}") from error
+            raise UserError(
+                "artifact", self.url, f"cannot be committed: {_describe(error)}"
+            ) from error
         manifest = manifest.model_copy(update={"digest": manifest.compute_digest()})
         fencing.check_lease()
         try:
-            store.create(MANIFEST, dump_checked_json(json.loads(manifest.model_dump_json()), MANIFEST))
+            store.create(
+                MANIFEST, dump_checked_json(json.loads(manifest.model_dump_json()), MANIFEST)
+            )
         except Conflict as error:
             standing = find_manifest(self.url)
             if standing is None:  # the other writer has not finished, or the store lags behind
-                raise Unavailable(f"store: {self.url}/{MANIFEST}: a write beside ours got in its way") from error
-            if standing.root != self.attempt:  # else it is ours, and only the store's answer was lost
+                raise Unavailable(
+                    f"store: {self.url}/{MANIFEST}: a write beside ours got in its way"
+                ) from error
+            if (
+                standing.root != self.attempt
+            ):  # else it is ours, and only the store's answer was lost
                 store.delete(self.attempt)
                 delete_draft(self.path)
                 return standing
@@ -348,7 +406,9 @@ def load_checked_json(
         value: dict[str, Any] = from_json(data)
         if value.pop(CHECKSUM) == _compute_checksum(value, key):
             return check_shape(value, shape or {})
-    raise Corrupt("file", f"{url}/{key}", f"was changed since it was written, or is another file; {remedy}")
+    raise Corrupt(
+        "file", f"{url}/{key}", f"was changed since it was written, or is another file; {remedy}"
+    )
 
 
 def check_shape(value: dict[str, Any], shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,15 @@ from collections.abc import Callable
 
 from pydantic import BaseModel, ValidationError
 
-from tuneloop.core.ends import AWAY, AWAY_BUDGET, FOR_NOW, MEMORY, NO_EXIT_CODE, classify_end, describe_exit
+from tuneloop.core.ends import (
+    AWAY,
+    AWAY_BUDGET,
+    FOR_NOW,
+    MEMORY,
+    NO_EXIT_CODE,
+    classify_end,
+    describe_exit,
+)
 from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
@@ -54,19 +62,25 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     if end is MEMORY:
         if not (limit := os.environ.get(MORE_MEMORY)):
             remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
-            raise UserError("memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)")
+            raise UserError(
+                "memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)"
+            )
         if number > 1:  # the attempt that ended was not the first, so it had the higher limit
             raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")
     progress = read_progress()
     same = Record(attempt=0, progress=progress)
-    with contextlib.suppress(ValidationError):  # the attempt before this one may not have come so far
+    with contextlib.suppress(
+        ValidationError
+    ):  # the attempt before this one may not have come so far
         before = Record.model_validate_json(store.get(RECORD) or b"")
         same = before if (before.attempt, before.progress) == (number - 1, progress) else same
     count = same.without_progress + end.counts
     away = same.unavailable + 1 if end is AWAY else 0
     if count > BUDGET or away > AWAY_BUDGET:
         last = f"{end.name}, {describe_exit(code, message)}"
-        raise Exhausted(f"{max(count, away)} attempts in a row ended without progress; the last one: {last}")
+        raise Exhausted(
+            f"{max(count, away)} attempts in a row ended without progress; the last one: {last}"
+        )
     record = Record(attempt=number, without_progress=count, unavailable=away, progress=progress)
     store.put(RECORD, record.model_dump_json().encode())
 

@@ -39,12 +39,18 @@ def _refusals(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        mistake = UserError(DIRECTORY, str(cache), f"{error.strerror}; name a directory that can be written")
+        mistake = UserError(
+            DIRECTORY, str(cache), f"{error.strerror}; name a directory that can be written"
+        )
         raise find_full_disk(error) or mistake from error
 
 
 def take_file(
-    directory: Path, name: str, size: int, is_whole: Callable[[Path], bool], fetch: Callable[[Path], None]
+    directory: Path,
+    name: str,
+    size: int,
+    is_whole: Callable[[Path], bool],
+    fetch: Callable[[Path], None],
 ) -> BinaryIO | None:
     """Return the file `name` of `directory`, open; no process deletes it until it is closed. Return None if even a
     newly fetched file is damaged. `size` is the expected size in bytes; `is_whole` verifies a file's bytes; `fetch`
@@ -63,8 +69,13 @@ def take_file(
                 damaged = True
             _make_directories(partial.parent)
             if own := _lock(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX):
-                with own, contextlib.suppress(FileNotFoundError):  # another process removed the empty directory
-                    if target.exists() and (not damaged or is_whole(target)):  # another has fetched it meanwhile
+                with (
+                    own,
+                    contextlib.suppress(FileNotFoundError),
+                ):  # another process removed the empty directory
+                    if target.exists() and (
+                        not damaged or is_whole(target)
+                    ):  # another has fetched it meanwhile
                         partial.unlink()
                     else:
                         os.truncate(partial, 0)  # discard what a killed process has left

@@ -32,7 +32,15 @@ from pydantic import ValidationError, create_model
 from pydantic.config import JsonDict
 
 from tuneloop.core import artifacts, program
-from tuneloop.core.artifacts import Artifact, Draft, Manifest, Role, dump_canonical_json, find_manifest, split_ref
+from tuneloop.core.artifacts import (
+    Artifact,
+    Draft,
+    Manifest,
+    Role,
+    dump_canonical_json,
+    find_manifest,
+    split_ref,
+)
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
@@ -91,7 +99,11 @@ class Component:
     @property
     def untracked(self) -> set[str]:
         """The parameters that are not compared with those of a committed output."""
-        return {name for name, field in self.Params.model_fields.items() if field.json_schema_extra == UNTRACKED}
+        return {
+            name
+            for name, field in self.Params.model_fields.items()
+            if field.json_schema_extra == UNTRACKED
+        }
 
     @property
     def module(self) -> str:
@@ -111,13 +123,19 @@ class Component:
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
         """Run the stage here, with references and parameters; return its manifest. Raises UserError, Retryable."""
-        refs = {name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None}
+        refs = {
+            name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None
+        }
         missing = [name for name, required in self.inputs.items() if required and name not in refs]
         if missing:
-            raise UserError(f"--{to_kebab_case(missing[0])}", None, "is required: the reference of an artifact")
+            raise UserError(
+                f"--{to_kebab_case(missing[0])}", None, "is required: the reference of an artifact"
+            )
         params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
         inputs = {name: Artifact(ref) for name, ref in refs.items()}
-        standing = find_manifest(split_ref(out)[0])  # once: a second look might not find what the first one found
+        standing = find_manifest(
+            split_ref(out)[0]
+        )  # once: a second look might not find what the first one found
         stage = self._open(params, inputs, out, Path(os.devnull) if standing else None)
         with handle_signals(stage):
             if standing:
@@ -141,7 +159,9 @@ class Component:
                     own.default = defaults.pop(name)
                 fields[name] = (own.annotation, own)
         assert not defaults, f"{self.name} has no parameter {sorted(defaults)}"
-        return create_model(f"{self.name}_settings", __base__=Params, __doc__=self.summary, **fields)
+        return create_model(
+            f"{self.name}_settings", __base__=Params, __doc__=self.summary, **fields
+        )
 
     def validate(self, values: Mapping[str, Any]) -> Params:
         """Return the parameters as a model. Raises UserError: an unknown name, a wrong type or an impossible value."""
@@ -150,17 +170,25 @@ class Component:
         except ValidationError as error:
             raise convert_validation_error(error, prefix=f"{self.name}.") from None
 
-    def resolve_constants(self, given: Mapping[str, Any], dynamic: Collection[str] = ()) -> dict[str, Any]:
+    def resolve_constants(
+        self, given: Mapping[str, Any], dynamic: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Return validated parameters as JSON values, without the `dynamic` ones of a graph. Raises as `validate`."""
-        needed = {name: "0" for name in dynamic if self.Params.model_fields[name].is_required()}  # stand-ins
+        needed = {
+            name: "0" for name in dynamic if self.Params.model_fields[name].is_required()
+        }  # stand-ins
         resolved = self.validate({k: v for k, v in given.items() if k not in set(dynamic)} | needed)
         return resolved.model_dump(mode="json", exclude=set(dynamic))
 
     def build_arguments(self, params: Params, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
         """Build what the function is given beside the `Stage`: its inputs, parameters, and models of options."""
-        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(params.__dict__)
+        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(
+            params.__dict__
+        )
         for name, model in self.options.items():
-            arguments[name] = model.model_construct(**{field: arguments.pop(field) for field in model.names()})
+            arguments[name] = model.model_construct(
+                **{field: arguments.pop(field) for field in model.names()}
+            )
         return arguments
 
     def main(self, argv: Sequence[str] | None = None) -> typing.NoReturn:
@@ -176,17 +204,27 @@ class Component:
             url = given.pop(self.output)
             manifest = self(out=url, **given)
             if int(os.environ.get("RANK", "0")) == 0:
-                program.write_outputs({self.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results})
+                program.write_outputs(
+                    {self.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results}
+                )
 
         return program.run_component(work)
 
-    def _open(self, params: Params, inputs: Mapping[str, Artifact], out: str, path: Path | None) -> Stage:
+    def _open(
+        self, params: Params, inputs: Mapping[str, Artifact], out: str, path: Path | None
+    ) -> Stage:
         env = os.environ
         # Ranks of one torchrun attempt must agree on a name without talking to one another.
         shared = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('TORCHELASTIC_RESTART_COUNT')}-{env.get('MASTER_PORT')}"
-        name = xxhash.xxh3_64_hexdigest(shared.encode()) if "TORCHELASTIC_RUN_ID" in env else os.urandom(8).hex()
+        name = (
+            xxhash.xxh3_64_hexdigest(shared.encode())
+            if "TORCHELASTIC_RUN_ID" in env
+            else os.urandom(8).hex()
+        )
         attempt = f"data-{name}"
-        tracked = {k: v for k, v in params.model_dump(mode="json").items() if k not in self.untracked}
+        tracked = {
+            k: v for k, v in params.model_dump(mode="json").items() if k not in self.untracked
+        }
         if self.identity:
             tracked |= self.identity(params)
         url = split_ref(out)[0]
@@ -206,8 +244,14 @@ class Component:
     def _check_standing(self, stage: Stage, standing: Manifest) -> None:
         for what, ours, theirs in (
             ("stage", self.name, standing.stage),
-            *((f"--{to_kebab_case(k)}", v, standing.params.get(k)) for k, v in stage._tracked.items()),
-            *((f"--{to_kebab_case(k)}", v, standing.inputs.get(k)) for k, v in stage._inputs.items()),
+            *(
+                (f"--{to_kebab_case(k)}", v, standing.params.get(k))
+                for k, v in stage._tracked.items()
+            ),
+            *(
+                (f"--{to_kebab_case(k)}", v, standing.inputs.get(k))
+                for k, v in stage._inputs.items()
+            ),
         ):
             if dump_canonical_json(_digest_only(ours)) != dump_canonical_json(_digest_only(theirs)):
                 remedy = f"{stage.out_url} is committed already, made from {theirs!r}; use another run name"
@@ -222,7 +266,9 @@ class Component:
         if given := list_device_ids():
             stage.log(f"devices {', '.join(given)}")
         results = dict(self.function(stage, **self.build_arguments(stage.params, inputs)) or {})
-        assert results.keys() == self.results.keys(), f"{self.name} must return {sorted(self.results)}"
+        assert results.keys() == self.results.keys(), (
+            f"{self.name} must return {sorted(self.results)}"
+        )
         draft = Draft(stage.out_url, attempt=stage.attempt)
         stage._bring(draft)
         if not stage.leader:
@@ -268,7 +314,9 @@ def component(
         identity: maps the parameters to what identifies the contents of a file that they name (it is no artifact).
         account: the ServiceAccount whose permissions its pod needs.
     """
-    return lambda function: Component(function, kind, image, accelerator, role, results or {}, after, identity, account)
+    return lambda function: Component(
+        function, kind, image, accelerator, role, results or {}, after, identity, account
+    )
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
@@ -278,7 +326,9 @@ def find_component(module: str, template: str = "", *, load: bool = False) -> Co
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     names = vars(sys.modules[module]) if module in sys.modules else {}
-    found = [each for each in names.values() if isinstance(each, Component) and each.__module__ == module]
+    found = [
+        each for each in names.values() if isinstance(each, Component) and each.__module__ == module
+    ]
     return next((each for each in found if each.template == template), found[0] if found else None)
 
 
@@ -288,18 +338,26 @@ def convert_validation_error(error: ValidationError, prefix: str = "") -> UserEr
     field = prefix + ".".join(str(part) for part in first["loc"] if part != "[key]")
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):  # a validator of ours
         if isinstance(cause, UserError):
-            return UserError(".".join(filter(None, (field, cause.field))), cause.value, cause.remedy)
+            return UserError(
+                ".".join(filter(None, (field, cause.field))), cause.value, cause.remedy
+            )
         return UserError(field, first["input"], str(cause))
     if first["type"] == "model_type":
-        return UserError(field, first["input"], "is a section: write its keys, as in section.key=value")
+        return UserError(
+            field, first["input"], "is a section: write its keys, as in section.key=value"
+        )
     if first["type"] == "extra_forbidden":
-        return UserError(field, first["input"], "unknown key; see `tuneloop schema` for the known ones")
+        return UserError(
+            field, first["input"], "unknown key; see `tuneloop schema` for the known ones"
+        )
     if first["type"] == "missing":
         return UserError(field, None, "is required")
     return UserError(field, first["input"], first["msg"])
 
 
-def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, bool], dict[str, type[Options]], type[Params]]:
+def _read_signature(
+    function: Callable[..., Any],
+) -> tuple[dict[str, bool], dict[str, type[Options]], type[Params]]:
     hints = typing.get_type_hints(function, include_extras=True)
     inputs: dict[str, bool] = {}
     options: dict[str, type[Options]] = {}
@@ -308,12 +366,17 @@ def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, bool], dict
         if isinstance(hints[name], type) and issubclass(hints[name], Options):
             options[name] = hints[name]
             known = hints[name].model_fields
-            fields |= {field: (known[field].annotation, copy.copy(known[field])) for field in hints[name].names()}
+            fields |= {
+                field: (known[field].annotation, copy.copy(known[field]))
+                for field in hints[name].names()
+            }
         elif parameter.kind is parameter.KEYWORD_ONLY:
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[name] = (hints[name], default)
         else:
-            assert hints[name] in (Input, OptionalInput), f"{function.__name__}({name}): Input, or keyword-only"
+            assert hints[name] in (Input, OptionalInput), (
+                f"{function.__name__}({name}): Input, or keyword-only"
+            )
             inputs[name] = hints[name] is Input or hints[name] == Input
     return inputs, options, create_model(f"{function.__name__}_params", __base__=Params, **fields)
 
@@ -325,4 +388,14 @@ def _digest_only(value: Any) -> Any:
     return value
 
 
-__all__ = ["UNTRACKED", "Component", "Input", "OptionalInput", "Options", "Params", "Results", "Stage", "component"]
+__all__ = [
+    "UNTRACKED",
+    "Component",
+    "Input",
+    "OptionalInput",
+    "Options",
+    "Params",
+    "Results",
+    "Stage",
+    "component",
+]

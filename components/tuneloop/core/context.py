@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from tuneloop.core.artifacts import MANIFEST, Artifact, Draft, Manifest, delete_draft, dump_canonical_json
+from tuneloop.core.artifacts import (
+    MANIFEST,
+    Artifact,
+    Draft,
+    Manifest,
+    delete_draft,
+    dump_canonical_json,
+)
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.progress import Progress
 from tuneloop.core.seeds import derive_seed
@@ -77,7 +84,9 @@ class Stage:
 
     def seed(self, purpose: str, *index: int | str) -> int:
         """Derive the seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
-        return derive_seed(getattr(self.params, "seed", 0), purpose, getattr(self.params, "iteration", 0), *index)
+        return derive_seed(
+            getattr(self.params, "seed", 0), purpose, getattr(self.params, "iteration", 0), *index
+        )
 
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``. No times in here: the file is part of the digest."""
@@ -109,7 +118,9 @@ class Stage:
             store = Store(self.out_url)
             for name in self.resume_points():
                 if not self._is_own(point := Artifact(f"{self.out_url}/resume/{name}")):
-                    store.delete(f"resume/{name}/{MANIFEST}")  # else it would block ours, or count as the newest
+                    store.delete(
+                        f"resume/{name}/{MANIFEST}"
+                    )  # else it would block ours, or count as the newest
                     store.delete(f"resume/{name}/{point.manifest.root}")
             draft.commit(stage=self.name, **self._identity(), facts={"step": step})
             for name in self.resume_points()[:-1]:
@@ -133,7 +144,11 @@ class Stage:
                     draft.path.mkdir(parents=True)
                     write(draft.path)
                 if standing.root == self.attempt:
-                    draft.commit(stage=self.name, inputs={standing.kind: f"{self.out_url}@{standing.digest}"}, **about)
+                    draft.commit(
+                        stage=self.name,
+                        inputs={standing.kind: f"{self.out_url}@{standing.digest}"},
+                        **about,
+                    )
                 else:  # that of a duplicate, which commits its own
                     delete_draft(draft.path)
             except BaseException:
@@ -144,15 +159,24 @@ class Stage:
 
     def latest_resume(self) -> Artifact | None:
         """Find the newest resume point that an earlier attempt of this very stage committed."""
-        points = (Artifact(f"{self.out_url}/resume/{name}") for name in reversed(self.resume_points()))
+        points = (
+            Artifact(f"{self.out_url}/resume/{name}") for name in reversed(self.resume_points())
+        )
         return next(filter(self._is_own, points), None)
 
     def _is_own(self, point: Artifact) -> bool:
-        return {"params": point.manifest.params, "inputs": point.manifest.inputs} == self._identity()
+        return {
+            "params": point.manifest.params,
+            "inputs": point.manifest.inputs,
+        } == self._identity()
 
     def resume_points(self) -> list[str]:
         """List the names of the resume points below the output, oldest first."""
-        return sorted(key.split("/")[1] for key in Store(self.out_url).keys("resume") if key.endswith(f"/{MANIFEST}"))
+        return sorted(
+            key.split("/")[1]
+            for key in Store(self.out_url).keys("resume")
+            if key.endswith(f"/{MANIFEST}")
+        )
 
     def _bring(self, draft: Draft) -> None:
         """Bring what every machine has written to where the leader finds it, before it commits."""
@@ -176,6 +200,8 @@ def handle_signals(stage: Stage) -> Iterator[None]:
             yield
         except BaseException:
             if stage.leader:
-                for path in stage.out.parent.glob(f"*{stage.attempt}*"):  # beside an object store's: resume points
+                for path in stage.out.parent.glob(
+                    f"*{stage.attempt}*"
+                ):  # beside an object store's: resume points
                     delete_draft(path)
             raise

@@ -13,14 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tuneloop.core import errors
-from tuneloop.core.errors import EXIT_GAVE_UP, EXIT_RETRY, EXIT_USER, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE
+from tuneloop.core.errors import (
+    EXIT_GAVE_UP,
+    EXIT_RETRY,
+    EXIT_USER,
+    FAILED_FOR_NOW,
+    INTERRUPTED,
+    UNAVAILABLE,
+)
 
 OUT_OF_MEMORY = "OOMKilled"
 """The kubelet's reason, which Argo puts into a node's message."""
 NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
 TERMINATED = 128 + signal.SIGTERM
-KILLED = tuple(128 + signal.Signals[f"SIG{name}"] for name in ("ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "SEGV"))
+KILLED = tuple(
+    128 + signal.Signals[f"SIG{name}"]
+    for name in ("ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "SEGV")
+)
 RETRIED_CODES = sorted((NO_EXIT_CODE, EXIT_RETRY, TERMINATED, *KILLED))
 """Exit codes after which a stage is started again."""
 DELETED = "pod deleted"
@@ -32,7 +42,8 @@ AWAY_BUDGET = 100
 MOST_ENGINE_ERRORS = 20
 """Attempts after which an error of the engine itself ends the run: a pod that cannot be started may never be."""
 _RETRIED_ERROR = (
-    f"lastRetry.status == 'Error' && (lastRetry.message matches '{_EVICTION}' || asInt(retries) < {MOST_ENGINE_ERRORS})"
+    f"lastRetry.status == 'Error' && "
+    f"(lastRetry.message matches '{_EVICTION}' || asInt(retries) < {MOST_ENGINE_ERRORS})"
 )
 RETRY_STAGE = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) in {RETRIED_CODES})"
 """Argo's ``retryStrategy.expression`` of a stage: the table below, for what Argo can see."""
@@ -60,16 +71,25 @@ class EndClass:
 
 
 SUCCEEDED = EndClass("succeeded", "exit code 0", "no")
-MISTAKE = EndClass("user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change")
-NOT_PROMOTED = EndClass(errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why")
-INTERRUPTION = EndClass(INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always")
+MISTAKE = EndClass(
+    "user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change"
+)
+NOT_PROMOTED = EndClass(
+    errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why"
+)
+INTERRUPTION = EndClass(
+    INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always"
+)
 AWAY = EndClass(
     UNAVAILABLE,
     f"exit code {EXIT_RETRY}, a store, a server, a device lease or another process of the stage is away",
     f"yes, {AWAY_BUDGET} times in a row without progress",
 )
 FOR_NOW = EndClass(
-    FAILED_FOR_NOW, f"exit code {EXIT_RETRY}, for another cause that may pass", "yes, within the budget", counts=True
+    FAILED_FOR_NOW,
+    f"exit code {EXIT_RETRY}, for another cause that may pass",
+    "yes, within the budget",
+    counts=True,
 )
 EVICTED = EndClass(
     "evicted or preempted",
@@ -84,7 +104,9 @@ ENGINE = EndClass(
     counts=True,
 )
 REJECTED = EndClass(
-    "rejected by the node", f"phase Failed without a container (Argo's exit code {NO_EXIT_CODE})", "yes, always"
+    "rejected by the node",
+    f"phase Failed without a container (Argo's exit code {NO_EXIT_CODE})",
+    "yes, always",
 )
 MEMORY = EndClass(
     "out of memory",
@@ -92,13 +114,29 @@ MEMORY = EndClass(
     "once, with `memory_on_retry` of its role; without that no, and the message says what to set",
 )
 KILL = EndClass(
-    "killed by a signal", f"exit code {', '.join(map(str, sorted(KILLED)))}", "yes, within the budget", counts=True
+    "killed by a signal",
+    f"exit code {', '.join(map(str, sorted(KILLED)))}",
+    "yes, within the budget",
+    counts=True,
 )
-GAVE_UP = EndClass("gave up", f"exit code {EXIT_GAVE_UP}", "no; the budget of attempts without progress is used up")
+GAVE_UP = EndClass(
+    "gave up", f"exit code {EXIT_GAVE_UP}", "no; the budget of attempts without progress is used up"
+)
 BUG = EndClass(
-    "bug", "any other exit code", "no, the log has the traceback; a server: yes, within the budget", counts=True
+    "bug",
+    "any other exit code",
+    "no, the log has the traceback; a server: yes, within the budget",
+    counts=True,
 )
-END_CLASSES: tuple[EndClass, ...] = (SUCCEEDED, MISTAKE, NOT_PROMOTED, INTERRUPTION, AWAY, FOR_NOW, EVICTED)
+END_CLASSES: tuple[EndClass, ...] = (
+    SUCCEEDED,
+    MISTAKE,
+    NOT_PROMOTED,
+    INTERRUPTION,
+    AWAY,
+    FOR_NOW,
+    EVICTED,
+)
 END_CLASSES += (ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG)
 
 
@@ -110,12 +148,21 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         return REJECTED
     if code == EXIT_RETRY:
         said = strip_exit(message)
-        return next((end for end in (INTERRUPTION, AWAY) if said.startswith(f"{end.name}:")), FOR_NOW)
+        return next(
+            (end for end in (INTERRUPTION, AWAY) if said.startswith(f"{end.name}:")), FOR_NOW
+        )
     if code != 0 and OUT_OF_MEMORY in message:
         return MEMORY
-    if code in KILLED and "exit code" not in message and message:  # such as that the node is low on memory
+    if (
+        code in KILLED and "exit code" not in message and message
+    ):  # such as that the node is low on memory
         return EVICTED
-    known = {0: SUCCEEDED, EXIT_USER: MISTAKE, errors.EXIT_NOT_PROMOTED: NOT_PROMOTED, EXIT_GAVE_UP: GAVE_UP}
+    known = {
+        0: SUCCEEDED,
+        EXIT_USER: MISTAKE,
+        errors.EXIT_NOT_PROMOTED: NOT_PROMOTED,
+        EXIT_GAVE_UP: GAVE_UP,
+    }
     known |= {TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
     return known.get(code, KILL if code in KILLED else BUG)
 
@@ -139,7 +186,9 @@ _SIGNALS: Mapping[int, str] = {
 
 def describe_exit(code: int, message: str = "") -> str:
     """Describe an exit code and its message for people: ``exit code 132 (SIGILL, illegal instruction): message``."""
-    message = re.sub(rf"^exit code {code}\b( \([^)]*\))?(: )?", "", message)  # it may name the code already
+    message = re.sub(
+        rf"^exit code {code}\b( \([^)]*\))?(: )?", "", message
+    )  # it may name the code already
     name = name_signal(code)
     return f"exit code {code}{f' ({name})' if name else ''}{f': {message}' if message else ''}"
 

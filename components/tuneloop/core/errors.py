@@ -36,7 +36,11 @@ class UserError(ValueError):
 def shorten_text(text: str, most: int = 200) -> str:
     """Return a text that is longer than `most` without its middle, and with its length."""
     tail = most // 4
-    return text if len(text) <= most else f"{text[: most - tail]}… ({len(text)} characters) …{text[-tail:]}"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[: most - tail]}… ({len(text)} characters) …{text[-tail:]}"
+    )
 
 
 class NotPromoted(UserError):
@@ -106,7 +110,9 @@ def write_termination_message(line: str, replace: bool = True) -> None:
     path = Path(os.environ.get(TERMINATION_LOG, "/dev/termination-log"))
     with suppress(OSError):  # it explains an end, and must not become another one
         if path.is_file() and (replace or not path.stat().st_size):
-            path.write_text(re.sub(r"\{(?=\{)", "{ ", line)[:2000])  # a tag would be Argo's to substitute
+            path.write_text(
+                re.sub(r"\{(?=\{)", "{ ", line)[:2000]
+            )  # a tag would be Argo's to substitute
 
 
 def report_errors(program: Callable[P, int]) -> Callable[P, int]:

@@ -55,7 +55,9 @@ def read_lease_grant() -> Grant | None:
     try:
         found = Grant.model_validate_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
-        raise Unavailable(f"turn: {path} cannot be read ({error}): who holds it has ended") from error
+        raise Unavailable(
+            f"turn: {path} cannot be read ({error}): who holds it has ended"
+        ) from error
     if found.refused:
         raise UserError("turn", found.group, found.refused)
     return found
@@ -67,7 +69,9 @@ def check_lease() -> dict[str, object]:
     if (held := read_lease_grant()) is None:
         return {}
     if (late := read_clock() - held.until) >= 0 and not is_lease_released():
-        raise Unavailable(f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed")
+        raise Unavailable(
+            f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed"
+        )
     return {"group": held.group, "number": held.number, "ticket": held.ticket}
 
 

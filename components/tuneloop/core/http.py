@@ -132,5 +132,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-os.register_at_fork(after_in_child=_event_loop.cache_clear)  # a fork has the loop, but not its thread
+os.register_at_fork(
+    after_in_child=_event_loop.cache_clear
+)  # a fork has the loop, but not its thread
 _read_certificates = functools.cache(ssl.create_default_context)

@@ -5,7 +5,9 @@ import re
 
 from tuneloop.core.errors import UserError
 
-AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")  # class names
+AWAY = re.compile(
+    "Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror"
+)  # class names
 
 
 def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
@@ -14,7 +16,9 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
         return address, revision
     name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or address.endswith("@"):
-        raise UserError(field, address, "is not an address on the hub; write hf://OWNER/NAME@REVISION")
+        raise UserError(
+            field, address, "is not an address on the hub; write hf://OWNER/NAME@REVISION"
+        )
     if own and revision not in (None, own):
         raise UserError(field, address, f"names another revision than {revision}; give one")
     return name, own or revision
@@ -22,7 +26,9 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
 
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among the causes."""
-    while error and not (isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__)):
+    while error and not (
+        isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__)
+    ):
         if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             break
         error = error.__cause__ or error.__context__

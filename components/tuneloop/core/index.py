@@ -29,12 +29,16 @@ DIGEST = "xxh3-128:"
 class Index:
     """The small files below a store's URL; `held`: key → mark and bytes, of those for which `prove` did not raise."""
 
-    def __init__(self, store: Store, prove: Callable[[str, bytes], object] = lambda key, data: None) -> None:
+    def __init__(
+        self, store: Store, prove: Callable[[str, bytes], object] = lambda key, data: None
+    ) -> None:
         self.store, self._prove = store, prove
         self.held = self._load()
         self._unsaved = 0
 
-    def read(self, wanted: Mapping[str, str], gone: Collection[str] = (), *, save: bool = False) -> dict[str, bytes]:
+    def read(
+        self, wanted: Mapping[str, str], gone: Collection[str] = (), *, save: bool = False
+    ) -> dict[str, bytes]:
         """Return the bytes of files; one that is not there, or has another digest, is left out. `wanted`: key → mark,
         which changes when the file is written again, or is ``xxh3-128:…`` of its bytes. `gone`: keys known to be no
         longer there. `save`: write the index if a file that it held has changed, however few have."""
@@ -42,7 +46,9 @@ class Index:
         changed = [self.held.pop(key) for key in (*missing, *gone) if key in self.held]
         for key, data in zip(missing, map_requests(self.store, self.store.get, missing)):
             mark = wanted[key]
-            if data is not None and (mark == DIGEST + xxhash.xxh3_128_hexdigest(data) or not mark.startswith(DIGEST)):
+            if data is not None and (
+                mark == DIGEST + xxhash.xxh3_128_hexdigest(data) or not mark.startswith(DIGEST)
+            ):
                 self._prove(key, data)
                 self.held[key] = mark, data
         self._unsaved += len(missing)
@@ -54,7 +60,9 @@ class Index:
         if (written := self.store.get(KEY)) is None:
             return {}
         if xxhash.xxh3_128_digest(written[16:]) != written[:16]:
-            print_diagnostic(f"{self.store.url}/{KEY}: is damaged; it is made again from the manifests", 0)
+            print_diagnostic(
+                f"{self.store.url}/{KEY}: is damaged; it is made again from the manifests", 0
+            )
             return {}
         plain = zstandard.ZstdDecompressor().decompress(written[16:])
         at = plain.index(b"\n") + 1
@@ -68,7 +76,9 @@ class Index:
         listed = json.dumps([(key, mark, len(data)) for key, (mark, data) in self.held.items()])
         plain = b"".join((listed.encode(), b"\n", *(data for _, data in self.held.values())))
         packed = zstandard.ZstdCompressor(level=1).compress(plain)
-        with contextlib.suppress(UserError, Retryable, OSError):  # who may not write here reads file by file
+        with contextlib.suppress(
+            UserError, Retryable, OSError
+        ):  # who may not write here reads file by file
             self.store.put(KEY, xxhash.xxh3_128_digest(packed) + packed)
         self._unsaved = 0
 

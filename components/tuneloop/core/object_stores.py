@@ -8,7 +8,13 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 
-REFUSALS = ("AccessDenied", "InvalidAccessKey", "InvalidBucketName", "NoSuchBucket", "SignatureDoesNotMatch")
+REFUSALS = (
+    "AccessDenied",
+    "InvalidAccessKey",
+    "InvalidBucketName",
+    "NoSuchBucket",
+    "SignatureDoesNotMatch",
+)
 """S3's errors that a retry does not change; obstore does not recognize them when it lists keys."""
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, for an S3 of your own AWS_ENDPOINT_URL",
@@ -19,7 +25,9 @@ KEYS = {
 METADATA = ("169.254.169.254", "metadata.google.internal")
 """The metadata service of a cloud's machine: it is asked for credentials when no others are set."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?")
+ENDPOINT = re.compile(
+    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?"
+)
 
 
 def is_plain_http() -> bool:
@@ -28,7 +36,9 @@ def is_plain_http() -> bool:
     for name, value in given.items():
         found = ENDPOINT.fullmatch(value)
         if not found or int(found["port"] or 0) >= 1 << 16:
-            raise UserError(name, value, "is not the URL of an S3; write http://HOST:PORT or https://HOST")
+            raise UserError(
+                name, value, "is not the URL of an S3; write http://HOST:PORT or https://HOST"
+            )
     return any(value.startswith("http://") for value in given.values())
 
 

@@ -12,7 +12,11 @@ from pydantic import AfterValidator
 
 from tuneloop.core.errors import UserError
 
-PACKAGES = {"engines": "inference.engines", "fleet": "inference.fleet", "backends": "training.backends"}
+PACKAGES = {
+    "engines": "inference.engines",
+    "fleet": "inference.fleet",
+    "backends": "training.backends",
+}
 """Family → its package below tuneloop, where that has another name."""
 
 
@@ -34,7 +38,9 @@ def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
     if name not in list_shipped_variants(family):
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
             return entry.load()
-        remedy = f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
+        remedy = (
+            f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
+        )
         raise UserError(family, name, remedy)
     module_ = importlib.import_module(f"{_package(family)}.{name}")
     return module_ if attribute is None else getattr(module_, attribute)
@@ -47,7 +53,11 @@ def check_variant_args(
     known = dict(list(inspect.signature(function).parameters.items())[first:])
     for each, value in given.items():
         if each not in known:
-            raise UserError(f"{prefix}{each}", value, f"unknown; {name} takes {', '.join(known) or 'no arguments'}")
+            raise UserError(
+                f"{prefix}{each}",
+                value,
+                f"unknown; {name} takes {', '.join(known) or 'no arguments'}",
+            )
     return known
 
 
@@ -55,9 +65,13 @@ def validate_variant(family: str) -> AfterValidator:
     """Return a validator that refuses unknown names; a dotted path passes, as only the stage's image need have it."""
 
     def check(name: str) -> str:
-        here = ":" in name or name in list_shipped_variants(family)  # else the metadata of all packages is searched
+        here = ":" in name or name in list_shipped_variants(
+            family
+        )  # else the metadata of all packages is searched
         if not here and name not in list_variants(family):
-            raise ValueError(f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr")
+            raise ValueError(
+                f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
+            )
         return name
 
     return AfterValidator(check)

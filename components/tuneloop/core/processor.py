@@ -24,7 +24,16 @@ Answer = Literal["good", "bad"]
 VARIABLE = "TUNELOOP_PROCESSOR_CHECK"
 LIMIT = "AVX512_CORE_FP16"
 """The highest instruction set that oneDNN may use without AMX."""
-BELOW = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+BELOW = (
+    "SSE41",
+    "AVX",
+    "AVX2",
+    "AVX2_VNNI",
+    "AVX2_VNNI_2",
+    "AVX512_CORE",
+    "AVX512_CORE_VNNI",
+    "AVX512_CORE_BF16",
+)
 """Values that limit oneDNN even more, and are kept if the user has set one."""
 ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's variable and its old name; read once, at the first primitive: after torch is imported is early enough."""
@@ -67,7 +76,10 @@ def _find_here() -> tuple[Answer, str]:
     if not advertises_amx():
         return "good", "no AMX is advertised"
     if number := try_product():
-        return "bad", f"it is advertised, but {signal.Signals(number).name} ended a bfloat16 product"
+        return (
+            "bad",
+            f"it is advertised, but {signal.Signals(number).name} ended a bfloat16 product",
+        )
     return "good", "a bfloat16 product succeeded"
 
 
@@ -87,7 +99,9 @@ def try_product() -> int:
         _multiply()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code > 0:
-        raise RuntimeError(f"a bfloat16 product failed, and not by a signal; {VARIABLE}=good or bad answers without it")
+        raise RuntimeError(
+            f"a bfloat16 product failed, and not by a signal; {VARIABLE}=good or bad answers without it"
+        )
     return -code
 
 

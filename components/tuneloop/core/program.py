@@ -60,14 +60,24 @@ def parse_arguments(
     for each, required in inputs.items():
         group.add_argument(f"--{to_kebab_case(each)}", dest=each, required=required, metavar="REF")
     text = "where the output is committed"
-    group.add_argument(f"--{to_kebab_case(output)}", dest=output, required=True, metavar="URL", help=text)
+    group.add_argument(
+        f"--{to_kebab_case(output)}", dest=output, required=True, metavar="URL", help=text
+    )
     group = parser.add_argument_group("parameters")
     for each, field in fields.items():
         default = "required" if field.is_required() else f"default: {field.default}"
         text = f"{field.description or ''} ({default})".replace("%", "%%")
-        group.add_argument(f"--{to_kebab_case(each)}", dest=each, metavar=each.upper(), type=_decoder(field), help=text)
+        group.add_argument(
+            f"--{to_kebab_case(each)}",
+            dest=each,
+            metavar=each.upper(),
+            type=_decoder(field),
+            help=text,
+        )
     given = vars(parser.parse_args(argv))
-    return {key: value for key, value in given.items() if value not in (None, "")}  # a workflow passes "" for absent
+    return {
+        key: value for key, value in given.items() if value not in (None, "")
+    }  # a workflow passes "" for absent
 
 
 def write_outputs(values: Mapping[str, Any]) -> None:
@@ -85,7 +95,11 @@ def to_kebab_case(name: str) -> str:
 
 def encode_flags(values: Mapping[str, Any]) -> list[str]:
     """Encode values as flags: ``{"a_b": 1, "c": [2]}`` → ``["--a-b", "1", "--c", "[2]"]``; None is left out."""
-    given = {to_kebab_case(name): encode_value(value) for name, value in values.items() if value is not None}
+    given = {
+        to_kebab_case(name): encode_value(value)
+        for name, value in values.items()
+        if value is not None
+    }
     return [word for name, text in given.items() for word in (f"--{name}", text)]
 
 
@@ -107,7 +121,11 @@ def _decoder(field: FieldInfo) -> Callable[[str], Any]:
         return str
     kinds = [get_origin(part) or part for part in (field.annotation, *get_args(field.annotation))]
     structured = (BaseModel, dict, list, tuple, type(None))
-    return decode if any(isinstance(kind, type) and issubclass(kind, structured) for kind in kinds) else str
+    return (
+        decode
+        if any(isinstance(kind, type) and issubclass(kind, structured) for kind in kinds)
+        else str
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -127,7 +145,9 @@ def _lost_peer(error: Exception) -> bool:
     if torch is None or "RANK" not in os.environ:
         return False
     own = (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)
-    return isinstance(error, own) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+    return isinstance(error, own) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 def _say(line: str, code: int, *, replace: bool = True) -> int:

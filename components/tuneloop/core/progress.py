@@ -12,7 +12,9 @@ class Progress:
     """Shows `done` of `total`; `begun` were done earlier and do not count in the rate. A terminal line is redrawn; else
     a line is printed every `EVERY_S` seconds at most, and at the end. ``$ARGO_PROGRESS_FILE`` gets ``done/total``."""
 
-    def __init__(self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False) -> None:
+    def __init__(
+        self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False
+    ) -> None:
         self.name, self.total, self.unit, self.quiet, self.begun = name, total, unit, quiet, begun
         self.start = self.printed = time.monotonic()
         self.file = os.environ.get("ARGO_PROGRESS_FILE")
@@ -35,6 +37,11 @@ class Progress:
         shown = "  ".join(f"{k} {v:.4g}" for k, v in facts.items())
         line = f"{self.name}: {done}/{self.total} {self.unit}  {rate:.1f} {self.unit}/s  {left:.0f} s left  {shown}"
         if self.tty:
-            print("\r\033[K" + line.rstrip(), end="\n" if finished else "", file=sys.stderr, flush=True)
+            print(
+                "\r\033[K" + line.rstrip(),
+                end="\n" if finished else "",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             print(line.rstrip(), file=sys.stderr, flush=True)

@@ -38,7 +38,11 @@ def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "host": socket.gethostname(),
         "started": start,
-        "workflow": {k.removeprefix("TUNELOOP_").lower(): v for k, v in env.items() if k.startswith("TUNELOOP_NODE")},
+        "workflow": {
+            k.removeprefix("TUNELOOP_").lower(): v
+            for k, v in env.items()
+            if k.startswith("TUNELOOP_NODE")
+        },
         **({"turn": turn} if (turn := fencing.check_lease()) else {}),
     }
 
@@ -48,8 +52,14 @@ def list_device_ids() -> list[str]:
     environment as Kubernetes' example driver does (``GPU_DEVICE_4=gpu-4``)."""
     torch = sys.modules.get("torch")
     count = torch.cuda.device_count() if torch and torch.cuda.is_available() else 0
-    ids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)] if torch else []
-    return ids + sorted(value for name, value in os.environ.items() if re.fullmatch(r"GPU_DEVICE_\d+", name))
+    ids = (
+        [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
+        if torch
+        else []
+    )
+    return ids + sorted(
+        value for name, value in os.environ.items() if re.fullmatch(r"GPU_DEVICE_\d+", name)
+    )
 
 
 @functools.cache

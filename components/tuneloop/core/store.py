@@ -27,11 +27,20 @@ import obstore
 from obstore import exceptions
 
 from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError, find_full_disk
-from tuneloop.core.object_stores import KEYS, METADATA, REFUSALS, ObjectFile, is_plain_http, shorten_error
+from tuneloop.core.object_stores import (
+    KEYS,
+    METADATA,
+    REFUSALS,
+    ObjectFile,
+    is_plain_http,
+    shorten_error,
+)
 
 RANGE, READERS = 8 << 20, 16
 """Bytes of one ranged read, and how many of these travel at a time: up to 128 MiB of memory."""
-STAGED = re.compile(r"\..+\.\d+-[0-9a-f]{8}")  # a file that is being written, or that a kill has left
+STAGED = re.compile(
+    r"\..+\.\d+-[0-9a-f]{8}"
+)  # a file that is being written, or that a kill has left
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
@@ -49,10 +58,16 @@ def normalize_url(url: str) -> str:
     if not mark or (scheme not in SCHEMES and not rest.startswith("//")):
         return "file://" + str(Path(url).expanduser().absolute())
     if scheme not in SCHEMES:
-        raise UserError("store", url, f"use one of {', '.join(s + '://' for s in SCHEMES)} or a path")
+        raise UserError(
+            "store", url, f"use one of {', '.join(s + '://' for s in SCHEMES)} or a path"
+        )
     bucket = scheme in ("s3", "gs", "az")
     if not rest.startswith("//") or not rest[2:] or (rest[2] != "/") != bucket:
-        what = f"bucket; write {scheme}://BUCKET/PREFIX" if bucket else f"directory; write {scheme}:///DIRECTORY"
+        what = (
+            f"bucket; write {scheme}://BUCKET/PREFIX"
+            if bucket
+            else f"directory; write {scheme}:///DIRECTORY"
+        )
         raise UserError("store", url, f"names no {what}")
     return f"{scheme}://{rest[2:].rstrip('/') or '/'}"
 
@@ -87,7 +102,9 @@ class Store:
             scheme = urlparse(self.url).scheme
             http = scheme == "s3" and is_plain_http()
             try:
-                self._objects = obstore.store.from_url(self.url, client_options={"allow_http": http})
+                self._objects = obstore.store.from_url(
+                    self.url, client_options={"allow_http": http}
+                )
             except exceptions.BaseError as error:  # no request was sent yet: a setting is wrong
                 remedy = f"{shorten_error(error)}; set {KEYS.get(scheme, 'another')}"
                 raise UserError("store", self.url, remedy) from error
@@ -97,10 +114,17 @@ class Store:
         with self._faults(key):
             try:
                 if self.root is not None:
-                    with open(f"{self.root}/{key}", "rb") as file:  # to build a Path takes as long as to read
+                    with open(
+                        f"{self.root}/{key}", "rb"
+                    ) as file:  # to build a Path takes as long as to read
                         return file.read()
                 return bytes(obstore.get(self._objects, key).bytes())
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError, exceptions.NotFoundError):
+            except (
+                FileNotFoundError,
+                NotADirectoryError,
+                IsADirectoryError,
+                exceptions.NotFoundError,
+            ):
                 return None
 
     def open(self, key: str) -> BinaryIO:
@@ -132,7 +156,11 @@ class Store:
                 with self._stage(key, data) as staged:
                     os.link(staged, self.root / key)  # fails where the name is taken: atomic create
                     fsync_path(self.root / key, directory=True)
-            except (FileExistsError, exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            except (
+                FileExistsError,
+                exceptions.AlreadyExistsError,
+                exceptions.PreconditionError,
+            ) as error:
                 raise Conflict(f"{self.url}/{key} exists") from error
 
     def swap(self, key: str, expected: bytes | None, data: bytes) -> None:
@@ -151,7 +179,11 @@ class Store:
                     raise Conflict(f"{self.url}/{key} was changed by another writer")
                 tag = {k: v for k in ("e_tag", "version") if (v := now.meta.get(k)) is not None}
                 obstore.put(self._objects, key, data, mode=tag, use_multipart=False)  # type: ignore[arg-type]
-            except (exceptions.NotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            except (
+                exceptions.NotFoundError,
+                exceptions.AlreadyExistsError,
+                exceptions.PreconditionError,
+            ) as error:
                 raise Conflict(f"{self.url}/{key} was changed by another writer") from error
 
     def upload(self, key: str, path: Path) -> None:
@@ -190,7 +222,12 @@ class Store:
                     path.write_bytes(obstore.get(self._objects, key).bytes())
                     return
                 with ThreadPoolExecutor(READERS) as pool:
-                    list(pool.map(lambda start: self._copy_range(key, path, start, size), range(0, size, RANGE)))
+                    list(
+                        pool.map(
+                            lambda start: self._copy_range(key, path, start, size),
+                            range(0, size, RANGE),
+                        )
+                    )
             except (FileNotFoundError, exceptions.NotFoundError) as error:
                 remedy = "is missing; restore it from a copy, or run again what writes it"
                 raise Corrupt("store", f"{self.url}/{key}", remedy) from error
@@ -208,8 +245,13 @@ class Store:
         """List `prefix`, if it is a key, and all keys below it, sorted."""
         with self._faults(prefix):
             if self.root is None:
-                found = [str(meta["path"]) for meta in obstore.list(self._objects, prefix or None).collect()]
-                own = [prefix] if prefix and self._is_object(prefix) else []  # a listing leaves it out
+                found = [
+                    str(meta["path"])
+                    for meta in obstore.list(self._objects, prefix or None).collect()
+                ]
+                own = (
+                    [prefix] if prefix and self._is_object(prefix) else []
+                )  # a listing leaves it out
                 return sorted({*found, *own})
             base = self.root / prefix
             files = [base] if base.is_file() else [p for p in base.rglob("*") if p.is_file()]
@@ -219,20 +261,32 @@ class Store:
         """List the names of the folders directly below `folder`, sorted: first parts of keys that have several."""
         with self._faults(folder):
             if self.root is None:
-                found = obstore.list_with_delimiter(self._objects, folder or None)["common_prefixes"]
+                found = obstore.list_with_delimiter(self._objects, folder or None)[
+                    "common_prefixes"
+                ]
                 return sorted(str(prefix).rpartition("/")[2] for prefix in found)
             there = os.path.isdir(place := f"{self.root}/{folder}")
-            return sorted(entry.name for entry in os.scandir(place) if entry.is_dir()) if there else []
+            return (
+                sorted(entry.name for entry in os.scandir(place) if entry.is_dir()) if there else []
+            )
 
     def find_marks(self, folder: str, depth: int, names: Collection[str]) -> dict[str, str]:
         """Find the keys of some names `depth` folders below `folder`: key → a mark that changes with every write."""
         with self._faults(folder):
             if self.root is None:
-                flat = None if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
+                flat = (
+                    None if depth else obstore.list_with_delimiter(self._objects, folder)["objects"]
+                )
                 found = obstore.list(self._objects, folder).collect() if flat is None else flat
-                marks = {str(m["path"]): f"{m['e_tag']} {m['size']} {m['last_modified']}" for m in found}
+                marks = {
+                    str(m["path"]): f"{m['e_tag']} {m['size']} {m['last_modified']}" for m in found
+                }
                 parts = {key: key.removeprefix(f"{folder}/").split("/") for key in marks}
-                return {key: marks[key] for key in parts if len(parts[key]) == depth + 1 and parts[key][-1] in names}
+                return {
+                    key: marks[key]
+                    for key in parts
+                    if len(parts[key]) == depth + 1 and parts[key][-1] in names
+                }
             places = [folder]
             for _ in range(depth):
                 places = [f"{place}/{name}" for place in places for name in self.parts(place)]
@@ -248,13 +302,21 @@ class Store:
         with self._faults(""):
             if self.root is None:
                 found = obstore.list(self._objects).collect()
-                return {str(meta["path"]): (meta["size"], meta["last_modified"].timestamp()) for meta in found}
+                return {
+                    str(meta["path"]): (meta["size"], meta["last_modified"].timestamp())
+                    for meta in found
+                }
             files = {}
             for path in self.root.rglob("*"):
-                with contextlib.suppress(FileNotFoundError):  # somebody replaced or deleted it just now
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # somebody replaced or deleted it just now
                     if path.is_file():
                         files[path] = path.stat()
-            return {str(path.relative_to(self.root)): (s.st_size, s.st_mtime) for path, s in files.items()}
+            return {
+                str(path.relative_to(self.root)): (s.st_size, s.st_mtime)
+                for path, s in files.items()
+            }
 
     def delete(self, prefix: str) -> None:
         """Remove `prefix` and every key below it; nothing happens where there is none."""
@@ -291,8 +353,12 @@ class Store:
         target = self.root / key
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:  # a file where a directory should be, and no lost race for the key
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from error
+        except (
+            FileExistsError
+        ) as error:  # a file where a directory should be, and no lost race for the key
+            raise NotADirectoryError(
+                errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)
+            ) from error
         staged = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
         try:
             with staged.open("xb") as out:
@@ -316,7 +382,11 @@ class Store:
         """Turn errors of the file system or the service into one line with the right exit code."""
         try:
             yield
-        except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        except (
+            PermissionError,
+            exceptions.PermissionDeniedError,
+            exceptions.UnauthenticatedError,
+        ) as error:
             remedy = f"not permitted ({shorten_error(error)}); grant access"
             raise UserError("store", f"{self.url}/{key}", remedy) from error
         except FileExistsError:
@@ -328,14 +398,22 @@ class Store:
             if full := find_full_disk(error):
                 raise Unavailable(f"store: {self.url}: {full}") from error
             if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
-                raise UserError("store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place") from error
+                raise UserError(
+                    "store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place"
+                ) from error
             raise
-        except (exceptions.NotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError):
+        except (
+            exceptions.NotFoundError,
+            exceptions.AlreadyExistsError,
+            exceptions.PreconditionError,
+        ):
             raise
         except exceptions.BaseError as error:
             text = shorten_error(error)
             if any(code in text for code in REFUSALS):
-                raise UserError("store", self.url, f"{text}; check the bucket and the AWS_* variables") from error
+                raise UserError(
+                    "store", self.url, f"{text}; check the bucket and the AWS_* variables"
+                ) from error
             if any(host in text for host in METADATA):
                 remedy = f"no keys; set {KEYS[urlparse(self.url).scheme]}"
                 raise NoKeys(UserError("store", self.url, remedy)) from error

@@ -35,7 +35,9 @@ def repeat_in_background(work: Callable[[], object], pause_s: float) -> Iterator
         thread.join()
 
 
-def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: int = 1) -> Iterator[Made]:
+def map_ahead(
+    function: Callable[[Item], Made], items: Iterable[Item], threads: int = 1
+) -> Iterator[Made]:
     """Yield `function` of each item, in order; `threads` threads work ahead, and at most as many results wait."""
     waiting = deque[Future[Made]]()
     with ThreadPoolExecutor(threads) as pool:
@@ -51,7 +53,9 @@ def map_ahead(function: Callable[[Item], Made], items: Iterable[Item], threads: 
 
 
 @contextmanager
-def forward_signals(handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)) -> Iterator[None]:
+def forward_signals(
+    handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)
+) -> Iterator[None]:
     """Call `handler` with the number of each of these signals that arrives in the block. A handler of the caller's
     hears them, too, as it may have more stages to run. Only the main thread hears signals; on another, do nothing."""
     previous: dict[int, Any] = {}

@@ -57,10 +57,17 @@ class Splits:
         return cls(train=stream, eval=stream, sft=stream)
 
     @classmethod
-    def of_tables(cls, places: Mapping[str, str | None], read: Callable[[str, str], Iterator[Example]]) -> "Splits":
+    def of_tables(
+        cls, places: Mapping[str, str | None], read: Callable[[str, str], Iterator[Example]]
+    ) -> "Splits":
         """Read each split from a table of its own where it has a place; `eval` and `sft` else share that of `train`."""
         own = {split: read(split, place) for split, place in places.items() if place}
-        return cls(own["train"], own.get("eval", own["train"]), own.get("sft", own["train"]), own.get("preference"))
+        return cls(
+            own["train"],
+            own.get("eval", own["train"]),
+            own.get("sft", own["train"]),
+            own.get("preference"),
+        )
 
 
 class Columns(BaseModel, frozen=True, extra="forbid"):
@@ -82,16 +89,25 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
     metadata: tuple[str, ...] = ()
     answer_regex: str | None = None
 
-    def examples(self, rows: Sequence[Mapping[str, Any]], where: str, seed: int | None) -> Iterator[Example]:
+    def examples(
+        self, rows: Sequence[Mapping[str, Any]], where: str, seed: int | None
+    ) -> Iterator[Example]:
         """Make examples of `rows`, in an order that `seed` decides (None: as they are). Raises UserError: no rows, a
         column that is missing, or a value that is not a prompt or answer."""
         if not len(rows):
             raise UserError("data", where, "is empty; point it at a table with at least one row")
-        own = [(role, getattr(self, role)) for role in ("prompt", "input", "answer", "completion", "rejected")]
+        own = [
+            (role, getattr(self, role))
+            for role in ("prompt", "input", "answer", "completion", "rejected")
+        ]
         for role, column in [*own, *(("metadata", column) for column in self.metadata)]:
             if column is not None and column not in rows[0]:
                 known = ", ".join(rows[0])
-                raise UserError(f"source_args.columns.{role}", column, f"no such column in {where}; it has: {known}")
+                raise UserError(
+                    f"source_args.columns.{role}",
+                    column,
+                    f"no such column in {where}; it has: {known}",
+                )
         order = array("q", range(len(rows)))
         if seed is not None:
             random.Random(seed).shuffle(order)
@@ -100,7 +116,9 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
     def _example(self, row: Mapping[str, Any], where: str) -> Example:
         prompt = row.get(self.prompt)
         if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
-            raise UserError(where, prompt, f"column {self.prompt!r} must hold text or chat messages")
+            raise UserError(
+                where, prompt, f"column {self.prompt!r} must hold text or chat messages"
+            )
         if self.input and row.get(self.input):
             prompt = f"{prompt}\n\n{row[self.input]}"
         answer = None
@@ -115,16 +133,22 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
                     remedy = f"source_args.columns.answer_regex {self.answer_regex!r} finds no group in it"
                     raise UserError(where, answer, remedy)
                 answer = found.group(1)
-        completion, rejected = (_text(row, column, where) for column in (self.completion, self.rejected))
+        completion, rejected = (
+            _text(row, column, where) for column in (self.completion, self.rejected)
+        )
         metadata = {column: row.get(column) for column in self.metadata}
         if answer is None:
-            return Example(prompt, None, demonstration=completion, rejected=rejected, metadata=metadata)
+            return Example(
+                prompt, None, demonstration=completion, rejected=rejected, metadata=metadata
+            )
         return Example(prompt, answer, completion, rejected=rejected, metadata=metadata)
 
 
 def _is_chat(value: Any) -> bool:
     messages = value if isinstance(value, list) else []
-    return bool(messages) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    return bool(messages) and all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    )
 
 
 def _text(row: Mapping[str, Any], column: str | None, where: str) -> str | None:
@@ -134,5 +158,7 @@ def _text(row: Mapping[str, Any], column: str | None, where: str) -> str | None:
     if _is_chat(value) and len(value) == 1 and value[0]["role"] == "assistant":
         value = value[0]["content"]
     if not isinstance(value, str):
-        raise UserError(where, value, f"column {column!r} must hold text, or one message of the assistant's")
+        raise UserError(
+            where, value, f"column {column!r} must hold text, or one message of the assistant's"
+        )
     return value

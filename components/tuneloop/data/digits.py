@@ -26,12 +26,20 @@ def load_splits(
     """Make distinct numbers of `digits` digits, leading zeros included, in random order: ``10**digits`` in all."""
     numbers = random.Random(seed).sample(range(10**digits), min(n, 10**digits))
     stream = (_example(f"{number:0{digits}d}") for number in numbers)
-    return replace(Splits.of(stream), sft=_demonstrations(stream, derive_seed(seed, "wrong"), sft_wrong_share))
+    return replace(
+        Splits.of(stream), sft=_demonstrations(stream, derive_seed(seed, "wrong"), sft_wrong_share)
+    )
 
 
 def _example(text: str) -> Example:
     wrong = text if text != text[::-1] else text[1:]
-    return Example(f"reverse {text} =", text[::-1], f" {text[::-1]}", rejected=f" {wrong}", metadata={"digits": text})
+    return Example(
+        f"reverse {text} =",
+        text[::-1],
+        f" {text[::-1]}",
+        rejected=f" {wrong}",
+        metadata={"digits": text},
+    )
 
 
 def _demonstrations(stream: Iterator[Example], seed: int, wrong_share: float) -> Iterator[Example]:

@@ -11,7 +11,11 @@ WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def load_splits(
-    n: int, seed: int, *, steps: Annotated[int, Field(ge=1, le=8)] = 2, tests: Annotated[int, Field(ge=1)] = 3
+    n: int,
+    seed: int,
+    *,
+    steps: Annotated[int, Field(ge=1, le=8)] = 2,
+    tests: Annotated[int, Field(ge=1)] = 3,
 ) -> Splits:
     """Make tasks in random order, four times the `n` that are wanted, since small ones repeat, and `data_prep` drops
     repeats. A function has `steps` operations, each on the result of the one before; `tests` calls test a program."""
@@ -27,4 +31,8 @@ def _example(rng: random.Random, steps: int, tests: int) -> Example:
     calls = [f"f({x})" for x in rng.sample(range(-20, 20), min(tests, 40))]
     known = {"f": eval(f"lambda x: {value}", {})}
     cases = [{"call": call, "returns": eval(call, known)} for call in calls]
-    return Example(f"Write f(x), step by step: {said}.\n", f"def f(x): return {value}", metadata={"tests": cases})
+    return Example(
+        f"Write f(x), step by step: {said}.\n",
+        f"def f(x): return {value}",
+        metadata={"tests": cases},
+    )

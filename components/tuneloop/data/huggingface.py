@@ -42,10 +42,18 @@ def load_splits(
     own = {"sft": sft_columns or columns, "preference": preference_columns or columns}
 
     def stream(part: str, split: str) -> Iterator[Example]:
-        rows, order = load_split(path, name, revision, split), derive_seed(seed, split) if shuffle else None
+        rows, order = (
+            load_split(path, name, revision, split),
+            derive_seed(seed, split) if shuffle else None,
+        )
         return own.get(part, columns).examples(rows, f"{path}[{split}]", order)
 
-    places = {"train": train_split, "eval": eval_split, "sft": sft_split, "preference": preference_split}
+    places = {
+        "train": train_split,
+        "eval": eval_split,
+        "sft": sft_split,
+        "preference": preference_split,
+    }
     return Splits.of_tables(places, stream)
 
 
@@ -64,18 +72,24 @@ def load_split(path: str, name: str | None, revision: str | None, split: str) ->
     """Load one split as a ``datasets.Dataset``. Raises as `load_splits`."""
     path, revision = split_hub_address("source_args.path", path, revision)
     try:
-        if not any((Path(path) / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")):
+        if not any(
+            (Path(path) / marker).exists() for marker in ("dataset_info.json", "dataset_dict.json")
+        ):
             return datasets.load_dataset(path, name, revision=revision, split=split)
         saved = datasets.load_from_disk(path)
     except (FileNotFoundError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).split("\n")[0]
         if isinstance(error.__cause__, ConnectionError) or "reach" in reason:
             raise Retryable(f"data: {path}: the hub does not answer ({reason})") from error
-        raise UserError("source_args.path", path, f"cannot be loaded ({reason}); check name and split") from error
+        raise UserError(
+            "source_args.path", path, f"cannot be loaded ({reason}); check name and split"
+        ) from error
     except (ConnectionError, TimeoutError) as error:
         raise Retryable(f"data: {path}: the hub does not answer ({str(error)[:200]})") from error
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:
-        raise UserError("source_args.train_split", split, f"no such split in {path}; it has: {', '.join(saved)}")
+        raise UserError(
+            "source_args.train_split", split, f"no such split in {path}; it has: {', '.join(saved)}"
+        )
     return saved[split]

@@ -47,7 +47,9 @@ def load_splits(
         order = derive_seed(seed, name) if shuffle else None
         return own.get(name, columns).examples(read_rows(name, file), file, order)
 
-    return Splits.of_tables({"train": train, "eval": eval, "sft": sft, "preference": preference}, stream)
+    return Splits.of_tables(
+        {"train": train, "eval": eval, "sft": sft, "preference": preference}, stream
+    )
 
 
 def digest_source(arguments: Mapping[str, Any]) -> str | None:
@@ -113,9 +115,13 @@ def index_json_lines(file: BinaryIO, field: str, path: str) -> Places[Row]:
             row = json.loads(line.decode())
         except UnicodeDecodeError as error:
             where = starts[place] + error.start
-            raise UserError(field, path, f"is not UTF-8 ({error.reason} at byte {where})") from error
+            raise UserError(
+                field, path, f"is not UTF-8 ({error.reason} at byte {where})"
+            ) from error
         except ValueError as error:
-            raise UserError(field, f"{path}:{number(place)}", f"is not JSON ({error}); one object a line") from error
+            raise UserError(
+                field, f"{path}:{number(place)}", f"is not JSON ({error}); one object a line"
+            ) from error
         if not isinstance(row, dict):
             raise UserError(field, f"{path}:{number(place)}", "must be a JSON object")
         return row
@@ -138,7 +144,12 @@ def read_parquet(file: BinaryIO) -> Places[Row]:
                 out.write_batch(batch)
         unpacked.flush()
         mapped = pa.ipc.open_file(pa.memory_map(unpacked.name))  # stays when the name goes
-    ends = array("q", itertools.accumulate(mapped.get_batch(k).num_rows for k in range(mapped.num_record_batches)))
+    ends = array(
+        "q",
+        itertools.accumulate(
+            mapped.get_batch(k).num_rows for k in range(mapped.num_record_batches)
+        ),
+    )
 
     def read(place: int) -> Row:
         k = bisect.bisect_right(ends, place)

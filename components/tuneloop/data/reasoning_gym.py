@@ -15,10 +15,16 @@ def load_splits(n: int, seed: int, *, task: str, config: dict[str, Any] | None =
     """Generate questions of one task as they are asked for: four times the `n` that are wanted, since small tasks
     repeat themselves. Raises UserError: no such task, settings that it refuses, or a task without gold answers."""
     if task not in DATASETS:
-        close = [name for name in sorted(DATASETS) if task.split("_")[0] in name] or sorted(DATASETS)
-        raise UserError("source_args.task", task, f"not a task of reasoning_gym; known: {', '.join(close)}")
+        close = [name for name in sorted(DATASETS) if task.split("_")[0] in name] or sorted(
+            DATASETS
+        )
+        raise UserError(
+            "source_args.task", task, f"not a task of reasoning_gym; known: {', '.join(close)}"
+        )
     try:
-        questions = reasoning_gym.create_dataset(task, seed=seed % 2**31, size=4 * n + 64, **(config or {}))
+        questions = reasoning_gym.create_dataset(
+            task, seed=seed % 2**31, size=4 * n + 64, **(config or {})
+        )
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError("source_args.config", config, f"{task} refuses it ({error})") from error
     return Splits.of(_stream(questions, task, config or {}))
@@ -29,7 +35,11 @@ def _stream(questions: Any, task: str, config: dict[str, Any]) -> Iterator[Examp
         entry = questions[index]
         answer = entry["answer"]
         if answer is None:
-            raise UserError("source_args.task", task, "has no gold answers to check its verifier with; choose another")
+            raise UserError(
+                "source_args.task",
+                task,
+                "has no gold answers to check its verifier with; choose another",
+            )
         # fractions become text; the gold check sees whether it matters
         entry = json.loads(json.dumps(entry, default=str))
         about = {"task": task, "config": config, "entry": entry}

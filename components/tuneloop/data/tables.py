@@ -24,7 +24,17 @@ ROWS = 1024
 """Rows in a table, which is a row group of Parquet: this many are in memory at once."""
 WINDOW = 64
 """Tables in one Ray Data job."""
-TEXTS = ("id", "prompt", "answer", "reward", "metadata", "solution", "completion", "chosen", "rejected")
+TEXTS = (
+    "id",
+    "prompt",
+    "answer",
+    "reward",
+    "metadata",
+    "solution",
+    "completion",
+    "chosen",
+    "rejected",
+)
 SCHEMA = pa.schema([*((name, pa.string()) for name in TEXTS), ("chat", pa.bool_())])
 EXAMINED = pa.schema([*SCHEMA, ("trouble", pa.string()), ("host", pa.string())])
 
@@ -37,7 +47,10 @@ def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
 
 
 def examine_answers(
-    table: pa.Table, rewards: Mapping[str, float], timeout_s: float, progress: Callable[[int], None] | None = None
+    table: pa.Table,
+    rewards: Mapping[str, float],
+    timeout_s: float,
+    progress: Callable[[int], None] | None = None,
 ) -> pa.Table:
     """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold answer according
     to `rewards` (which may be empty); null if nothing is. `progress`: see `score_all`."""
@@ -46,11 +59,17 @@ def examine_answers(
     if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
         text = json.dumps(rewards, sort_keys=True)
         best = compute_full_marks(parse_spec(text))
-        golden = [{**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked]
-        for i, outcome in zip(asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)):
+        golden = [
+            {**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked
+        ]
+        for i, outcome in zip(
+            asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
+        ):
             if outcome.score is None or not math.isclose(outcome.score, best):
                 row, got = rows[i], outcome.score if outcome.outcome == "score" else outcome.outcome
-                found[i] = f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
+                found[i] = (
+                    f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
+                )
     hosts = [socket.gethostname()] * len(rows)
     added = {"trouble": pa.array(found, pa.string()), "host": pa.array(hosts, pa.string())}
     return pa.table({**{name: table[name] for name in SCHEMA.names}, **added}, schema=EXAMINED)
@@ -64,15 +83,21 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         import ray
         import ray.data
     except ImportError as error:
-        raise UserError("data_prep.preparation", "ray", f"needs {error.name}; pip install 'tuneloop[ray]'") from error
+        raise UserError(
+            "data_prep.preparation", "ray", f"needs {error.name}; pip install 'tuneloop[ray]'"
+        ) from error
     address = os.environ.get("RAY_ADDRESS", "local")
     heard = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        ray.init(address, log_to_driver=False, include_dashboard=False if address == "local" else None)
+        ray.init(
+            address, log_to_driver=False, include_dashboard=False if address == "local" else None
+        )
     except ConnectionError as error:
         raise Retryable(f"data_prep: Ray at {address} does not answer ({error})") from error
     except Exception as error:
-        if type(error) is not Exception:  # which is what Ray raises where its own processes are not up after 30 s
+        if (
+            type(error) is not Exception
+        ):  # which is what Ray raises where its own processes are not up after 30 s
             raise
         raise Retryable(f"data_prep: Ray did not start ({error})") from error
     with suppress(ValueError):  # not the main thread: Ray changed no handlers
@@ -86,8 +111,12 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
     def mapped(given: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
         given = iter(given)
         while window := list(itertools.islice(given, WINDOW)):
-            data = ray.data.from_arrow(window).map_batches(function, batch_size=None, batch_format="pyarrow")
-            yield from data.iter_batches(batch_size=ROWS, batch_format="pyarrow")  # as they came, whatever its blocks
+            data = ray.data.from_arrow(window).map_batches(
+                function, batch_size=None, batch_format="pyarrow"
+            )
+            yield from data.iter_batches(
+                batch_size=ROWS, batch_format="pyarrow"
+            )  # as they came, whatever its blocks
 
     try:
         yield mapped

@@ -45,7 +45,9 @@ class Call:
 
 def tool_calls(said: str) -> list[Call]:
     """List the calls in a turn: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as Hermes and Qwen write."""
-    parts = [part.partition("<tool_call>") for part in said.split("</tool_call>")[:-1]]  # in linear time
+    parts = [
+        part.partition("<tool_call>") for part in said.split("</tool_call>")[:-1]
+    ]  # in linear time
     return [_parse(text) for _, begun, text in parts if begun]
 
 
@@ -57,4 +59,8 @@ def _parse(text: str) -> Call:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Call(problem="has no name")
     arguments = call.get("arguments", {})
-    return Call(call["name"], arguments) if isinstance(arguments, dict) else Call(problem="has non-object arguments")
+    return (
+        Call(call["name"], arguments)
+        if isinstance(arguments, dict)
+        else Call(problem="has non-object arguments")
+    )

@@ -57,7 +57,10 @@ def _answer(call: Call) -> str:
         return f"error: {error}"
     try:
         return str(value) if value.denominator == 1 else f"{float(value):.12g}"
-    except (OverflowError, ValueError):  # beyond a float, or beyond the digits that Python writes out
+    except (
+        OverflowError,
+        ValueError,
+    ):  # beyond a float, or beyond the digits that Python writes out
         return "error: the value is too large"
 
 

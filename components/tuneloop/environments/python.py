@@ -38,7 +38,11 @@ class Python:
         calls, self.left = tool_calls(said), self.limits.seconds
         replies = [self._answer(call) for call in calls]
         escape = next((reply.escape for reply in replies if reply.escape), "")
-        return Reply("\n".join(reply.text for reply in replies), done=not calls or bool(escape), escape=escape)
+        return Reply(
+            "\n".join(reply.text for reply in replies),
+            done=not calls or bool(escape),
+            escape=escape,
+        )
 
     def _answer(self, call: Call) -> Reply:
         if call.problem:
@@ -56,6 +60,12 @@ class Python:
         if ending.kind == "escape":
             return Reply(escape=ending.door)
         said = ending.stdout[: self.limits.output].rstrip("\n")
-        trouble = {"done": "", "error": ending.error or "it failed", "output": "more output than is kept"}
-        problem = trouble.get(ending.kind, f"it used up its {'memory' if ending.kind == 'memory' else 'time'}")
+        trouble = {
+            "done": "",
+            "error": ending.error or "it failed",
+            "output": "more output than is kept",
+        }
+        problem = trouble.get(
+            ending.kind, f"it used up its {'memory' if ending.kind == 'memory' else 'time'}"
+        )
         return Reply("\n".join(filter(None, (said, problem and f"error: {problem}"))))

@@ -27,7 +27,9 @@ def canary_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
     >>> canary_ids(512, 4) == canary_ids(512, 4)
     True
     """
-    return [derive_seed(0, "canary", vocab_size, position) % vocab_size for position in range(length)]
+    return [
+        derive_seed(0, "canary", vocab_size, position) % vocab_size for position in range(length)
+    ]
 
 
 def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
@@ -37,7 +39,9 @@ def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
     import torch
 
     device = next(model.parameters()).device
-    if device.type == "cpu":  # also where a GPU trains: what is written is computed anew, in its own dtype
+    if (
+        device.type == "cpu"
+    ):  # also where a GPU trains: what is written is computed anew, in its own dtype
         check_processor()
     training = model.training
     model.eval()
@@ -51,7 +55,9 @@ def canary_logprobs(model: Any, ids: list[int]) -> list[float]:
     return [float(value) for value in chosen[:, 0].cpu()]
 
 
-def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: Sequence[float]) -> dict[str, float]:
+def tell_versions_apart(
+    answers: Sequence[float], now: Sequence[float], before: Sequence[float]
+) -> dict[str, float]:
     """Measure which of two versions an engine's log-probabilities (`answers`) belong to: the one that is claimed, or
     the one before, for which the trainer computed `now` and `before`.
 
@@ -65,7 +71,9 @@ def tell_versions_apart(answers: Sequence[float], now: Sequence[float], before: 
     if not (length := math.hypot(*step)):
         return {"separation": 0.0, "log_likelihood_ratio": 0.0}
     moved = [a - b for a, b in zip(answers, before, strict=True)]
-    position = sum(m * s for m, s in zip(moved, step)) / length**2  # 0: the version before, 1: the one that is claimed
+    position = (
+        sum(m * s for m, s in zip(moved, step)) / length**2
+    )  # 0: the version before, 1: the one that is claimed
     across = math.hypot(*(m - position * s for m, s in zip(moved, step)))
     separation = length / max(across / math.sqrt(len(step) - 1), RESOLUTION)
     return {"separation": separation, "log_likelihood_ratio": (position - 0.5) * separation**2}

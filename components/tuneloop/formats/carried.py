@@ -38,7 +38,12 @@ def read_carried(policy: Artifact) -> tuple[dict[str, Begun], dict[str, Any]]:
         own = {**row, "reward": row["reward_spec"]}
         versions = row["policy_versions"]
         said = Completion(
-            row["completion_ids"], row["logprobs"], row["finish_reason"], versions[0], versions[-1], versions
+            row["completion_ids"],
+            row["logprobs"],
+            row["finish_reason"],
+            versions[0],
+            versions[-1],
+            versions,
         )
         groups.setdefault(row["group"], Begun(own, row["prompt_ids"], [])).completions.append(said)
     return groups, json.loads(table.schema.metadata[ABOUT.encode()])

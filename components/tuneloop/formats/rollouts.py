@@ -28,11 +28,16 @@ SCHEMA = pa.schema(
         "logprobs": pa.list_(pa.float32()),
         "loss_mask": pa.list_(pa.bool_()),
         "policy_versions": pa.list_(pa.int32()),
-        **dict.fromkeys(("finish_reason", "prompt", "completion", "answer", "reward_spec", "metadata"), pa.string()),
+        **dict.fromkeys(
+            ("finish_reason", "prompt", "completion", "answer", "reward_spec", "metadata"),
+            pa.string(),
+        ),
     }
 )
 TEXTS = ("id", "prompt", "completion", "answer")
-SAMPLES = pa.schema({**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()})
+SAMPLES = pa.schema(
+    {**dict.fromkeys(TEXTS, pa.string()), "score": pa.float32(), "outcome": pa.string()}
+)
 """Columns of ``samples.parquet``, which has the completions that an evaluation scored."""
 
 
@@ -65,18 +70,24 @@ def make_rows(
     ]
 
 
-def open_rows(artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str) -> pq.ParquetFile:
+def open_rows(
+    artifact: Artifact, file: str, columns: Iterable[str], flag: str, maker: str
+) -> pq.ParquetFile:
     """Open a Parquet file of input `flag`, made by `maker`. Raises UserError: no file, no such column, no rows."""
     table = pq.ParquetFile(artifact.part(file, flag, f"give it what {maker} made"))
     for column in columns:
         if column not in table.schema_arrow.names:
-            raise UserError(flag, column, f"is not a column of {artifact.url}/{file}; run {maker} again")
+            raise UserError(
+                flag, column, f"is not a column of {artifact.url}/{file}; run {maker} again"
+            )
     if not table.metadata.num_rows:
         raise UserError(flag, f"{artifact.url}/{file}", f"has no rows; run {maker} with more data")
     return table
 
 
-def read_rows(file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str] = ()) -> list[dict[str, Any]]:
+def read_rows(
+    file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Read the rows at `places` of a Parquet file, all columns or these; at most a row group is in memory."""
     sizes = [file.metadata.row_group(k).num_rows for k in range(file.metadata.num_row_groups)]
     ends, groups = [*itertools.accumulate(sizes)], dict[int, list[int]]()
@@ -85,11 +96,15 @@ def read_rows(file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str
     by_place: dict[int, dict[str, Any]] = {}
     for k, wanted in groups.items():
         part = file.read_row_group(k, columns=[*columns] or None)
-        by_place |= zip(wanted, part.take([place - ends[k] + sizes[k] for place in wanted]).to_pylist())
+        by_place |= zip(
+            wanted, part.take([place - ends[k] + sizes[k] for place in wanted]).to_pylist()
+        )
     return [by_place[place] for place in places]
 
 
-def write_rollouts(path: Path, rows: Iterable[Mapping[str, Any]], about: Mapping[str, str] | None = None) -> None:
+def write_rollouts(
+    path: Path, rows: Iterable[Mapping[str, Any]], about: Mapping[str, str] | None = None
+) -> None:
     """Write rollouts to a Parquet file, with metadata `about`; a row group's rows are in memory at once."""
     rows = iter(rows)
     with pq.ParquetWriter(path, SCHEMA.with_metadata(about)) as out:
@@ -154,7 +169,10 @@ def build_reward_inputs(tokenizer: Any, row: Mapping[str, Any], said: Completion
         return {"completion": decode_ids(tokenizer, said.ids), "metadata": row["metadata"]}
     about = {**said.about, "transcript": decode_ids(tokenizer, said.ids)}
     metadata = {**json.loads(row["metadata"] or "{}"), "environment": about}
-    return {"completion": decode_ids(tokenizer, said.last), "metadata": json.dumps(metadata, sort_keys=True)}
+    return {
+        "completion": decode_ids(tokenizer, said.last),
+        "metadata": json.dumps(metadata, sort_keys=True),
+    }
 
 
 def get_versions(said: Completion) -> list[int]:

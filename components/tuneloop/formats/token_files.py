@@ -12,7 +12,9 @@ import pyarrow as pa
 
 ROWS = 32
 """Documents in a record batch."""
-SCHEMA = pa.schema({"id": pa.string(), "input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.bool_())})
+SCHEMA = pa.schema(
+    {"id": pa.string(), "input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.bool_())}
+)
 
 T = TypeVar("T")
 
@@ -55,7 +57,10 @@ class Corpus(Places["Document"]):
         self.tokens = sum(map(len, ids))
         most: dict[str, tuple[int, int]] = {}
         for k, (begins, values_) in enumerate(zip(starts, ids)):
-            for what, values in (("length", np.diff(begins)), ("id", np.maximum.reduceat(values_, begins[:-1]))):
+            for what, values in (
+                ("length", np.diff(begins)),
+                ("id", np.maximum.reduceat(values_, begins[:-1])),
+            ):
                 row = int(values.argmax())
                 if what not in most or values[row] > most[what][0]:
                     most[what] = values[row], k * rows + row
@@ -102,4 +107,6 @@ class Document:
 
 def build_document(prompt: Sequence[int], completion: Sequence[int]) -> Document:
     """Build a document whose completion is the target."""
-    return Document(array("i", [*prompt, *completion]), array("b", [0] * len(prompt) + [1] * len(completion)))
+    return Document(
+        array("i", [*prompt, *completion]), array("b", [0] * len(prompt) + [1] * len(completion))
+    )

@@ -24,15 +24,23 @@ def load_tokenizer(model: Path) -> Any:
     """Load the tokenizer of a Hugging Face model directory. Raises UserError: it cannot be loaded, or has no EOS."""
     from transformers import AutoTokenizer
 
-    if not any((model / name).is_file() for name in FILES):  # transformers would make an empty one up
-        raise UserError("policy", str(model), f"has no tokenizer; add its files to it ({', '.join(FILES)})")
+    if not any(
+        (model / name).is_file() for name in FILES
+    ):  # transformers would make an empty one up
+        raise UserError(
+            "policy", str(model), f"has no tokenizer; add its files to it ({', '.join(FILES)})"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0][:200]
-        raise UserError("policy", str(model), f"its tokenizer cannot be loaded: {reason}") from error
+        raise UserError(
+            "policy", str(model), f"its tokenizer cannot be loaded: {reason}"
+        ) from error
     if tokenizer.eos_token_id is None:
-        raise UserError("policy", str(model), "its tokenizer has no eos_token; set one in tokenizer_config.json")
+        raise UserError(
+            "policy", str(model), "its tokenizer has no eos_token; set one in tokenizer_config.json"
+        )
     return tokenizer
 
 
@@ -82,7 +90,9 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
             remedy = "the chat template rewrites what was said before it; give each turn as a demonstration of its own"
             raise UserError(f"message {number}", turn["content"][:60], remedy)
         said = whole[len(before) :]
-        end = said.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in said else len(said)
+        end = (
+            said.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in said else len(said)
+        )
         targets += [False] * (len(before) - len(ids)) + [True] * end + [False] * (len(said) - end)
         ids = whole
     if not ids:
@@ -91,7 +101,12 @@ def encode_conversation(tokenizer: Any, messages: str) -> tuple[list[int], list[
 
 
 def encode_reply(
-    tokenizer: Any, text: str, chat: bool, role: str, stops: Sequence[int], keep_reasoning: bool = False
+    tokenizer: Any,
+    text: str,
+    chat: bool,
+    role: str,
+    stops: Sequence[int],
+    keep_reasoning: bool = False,
 ) -> list[int]:
     """Encode what lies between two turns of the policy: after the token that ended one, up to the start of the next.
 
@@ -102,20 +117,29 @@ def encode_reply(
     removes the reasoning from them."""
     if not chat:
         return encode_text(tokenizer, text)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}]
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\na\n</think>\n\nb"},
+    ]
     try:
         before = _apply_template(tokenizer, turns)
         turns.append({"role": role, "content": text})
         after = _apply_template(tokenizer, turns, add_generation_prompt=True)
     except Exception as error:  # jinja's, and whatever a template raises
-        raise UserError("chat template", role, f"cannot render a reply of this role ({error})") from error
+        raise UserError(
+            "chat template", role, f"cannot render a reply of this role ({error})"
+        ) from error
     if not (ends := [place + 1 for place, token in enumerate(before) if token in stops]):
-        raise UserError("chat template", list(stops), "ends no turn of the assistant with one of these ids")
+        raise UserError(
+            "chat template", list(stops), "ends no turn of the assistant with one of these ids"
+        )
     if keep_reasoning:
         end = [place + 1 for place, token in enumerate(after) if token in stops][len(ends) - 1]
     elif after[: (end := ends[-1])] != before[:end]:
         remedy = "strips reasoning from earlier turns, or else rewrites them, so the policy would not see what it said;"
-        raise UserError("chat template", role, f"{remedy} --keep-reasoning true goes on with what was sampled")
+        raise UserError(
+            "chat template", role, f"{remedy} --keep-reasoning true goes on with what was sampled"
+        )
     return after[end:]
 
 
@@ -134,7 +158,11 @@ def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
 
 def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
     if not tokenizer.chat_template:
-        raise UserError("policy", "tokenizer", "has no chat template, but the prompts are chats; use plain prompts")
+        raise UserError(
+            "policy",
+            "tokenizer",
+            "has no chat template, but the prompts are chats; use plain prompts",
+        )
     try:
         return _apply_template(tokenizer, json.loads(prompt), add_generation_prompt=True)
     except (json.JSONDecodeError, TypeError, KeyError) as error:
@@ -145,7 +173,10 @@ def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
 def _control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
     """Return a pattern that finds the control tokens of a tokenizer of `size` tokens in folded text."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(re.escape(_fold(name)) for name in {*added, *tokenizer.all_special_tokens}) or "(?!)")
+    return re.compile(
+        "|".join(re.escape(_fold(name)) for name in {*added, *tokenizer.all_special_tokens})
+        or "(?!)"
+    )
 
 
 def _fold(text: str) -> str:
@@ -156,7 +187,9 @@ def _fold(text: str) -> str:
 def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> list[int]:
     """Render and encode messages; strings that spell a control token are replaced meanwhile, and encoded as text."""
     controls, found = _control_tokens(tokenizer, len(tokenizer)), list[str]()
-    mark = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]  # nobody can write it into the messages
+    mark = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[
+        :16
+    ]  # nobody can write it into the messages
 
     def hide(value: Any) -> Any:
         if isinstance(value, dict):
@@ -171,9 +204,13 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) 
     hidden = hide(messages)
     if not found:
         return list(tokenizer.apply_chat_template(messages, return_dict=False, **how))
-    pieces = re.split(f"@{mark}:([0-9]+)@", tokenizer.apply_chat_template(hidden, tokenize=False, **how))
+    pieces = re.split(
+        f"@{mark}:([0-9]+)@", tokenizer.apply_chat_template(hidden, tokenize=False, **how)
+    )
     ids = [
-        encode_text(tokenizer, found[int(piece)]) if i % 2 else tokenizer.encode(piece, add_special_tokens=False)
+        encode_text(tokenizer, found[int(piece)])
+        if i % 2
+        else tokenizer.encode(piece, add_special_tokens=False)
         for i, piece in enumerate(pieces)
     ]
     return [token for part in ids for token in part]

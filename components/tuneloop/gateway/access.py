@@ -42,12 +42,16 @@ def translate_refusals(namespace: str) -> Iterator[None]:
                 f"the gateway may ask for no token (ClusterRoleBinding tuneloop-gateway): {read_api_message(error)}"
             ) from error
         if error.status in (401, 403):
-            raise Refused(403, f"namespace {namespace!r} is not served here: {read_api_message(error)}") from error
+            raise Refused(
+                403, f"namespace {namespace!r} is not served here: {read_api_message(error)}"
+            ) from error
         if error.status in (400, 404, 422):
             raise Refused(422, read_api_message(error)) from error
         raise Retryable(f"the API server: {read_api_message(error)}") from error
     except HTTPError as error:
-        raise Retryable(f"the API server does not answer ({type(error).__name__}); try again") from error
+        raise Retryable(
+            f"the API server does not answer ({type(error).__name__}); try again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,21 @@ class TokenReviews:
     def __init__(self, api: Any, audience: str) -> None:
         from kubernetes import client
 
-        self.authentication, self.authorization = client.AuthenticationV1Api(api), client.AuthorizationV1Api(api)
+        self.authentication, self.authorization = (
+            client.AuthenticationV1Api(api),
+            client.AuthorizationV1Api(api),
+        )
         self.audience = audience
         self._allowed: dict[tuple[Caller, str], tuple[float, bool]] = {}
         self._callers: dict[bytes, tuple[float, Caller | None]] = {}
-        self._refused: dict[bytes, tuple[float, Caller | None]] = {}  # separate, so that a flood evicts no caller
+        self._refused: dict[
+            bytes, tuple[float, Caller | None]
+        ] = {}  # separate, so that a flood evicts no caller
         self._waiting = 0  # tokens of strangers
-        self._lanes = anyio.CapacityLimiter(4), anyio.CapacityLimiter(4)  # a flood of tokens delays only new callers
+        self._lanes = (
+            anyio.CapacityLimiter(4),
+            anyio.CapacityLimiter(4),
+        )  # a flood of tokens delays only new callers
 
     async def caller(self, token: str) -> Caller | None:
         """Return the owner of a token; None if it is not valid."""
@@ -83,13 +95,20 @@ class TokenReviews:
         stranger = key not in self._callers
         if stranger and self._waiting >= WAITING:
             await anyio.sleep(REFUSAL_S)
-            raise Refused(503, f"already {WAITING} tokens wait for the API server's answer; try again")
+            raise Refused(
+                503, f"already {WAITING} tokens wait for the API server's answer; try again"
+            )
         self._waiting += stranger
         try:
-            caller = await anyio.to_thread.run_sync(self._review, token, limiter=self._lanes[not stranger])
+            caller = await anyio.to_thread.run_sync(
+                self._review, token, limiter=self._lanes[not stranger]
+            )
         finally:
             self._waiting -= stranger
-        for answers in (self._callers, self._refused):  # a revoked token counts as unknown from now on
+        for answers in (
+            self._callers,
+            self._refused,
+        ):  # a revoked token counts as unknown from now on
             answers.pop(key, None)
         answers = self._callers if caller else self._refused
         answers[key] = now, caller
@@ -103,15 +122,21 @@ class TokenReviews:
         if (known := self._allowed.get(key)) and now - known[0] < REMEMBERED:
             return known[1]
         answer = self._ask(caller, namespace)
-        self._allowed = {k: v for k, v in self._allowed.items() if now - v[0] < REMEMBERED} | {key: (now, answer)}
+        self._allowed = {k: v for k, v in self._allowed.items() if now - v[0] < REMEMBERED} | {
+            key: (now, answer)
+        }
         return answer
 
     def _review(self, token: str) -> Caller | None:
         spec = {"token": token, **({"audiences": [self.audience]} if self.audience else {})}
         with translate_refusals(""):
-            status = self.authentication.create_token_review({"spec": spec}, _request_timeout=30).status
+            status = self.authentication.create_token_review(
+                {"spec": spec}, _request_timeout=30
+            ).status
         # An API server without audiences leaves them out: the token may then be meant for another service.
-        if not status.authenticated or (self.audience and self.audience not in (status.audiences or ())):
+        if not status.authenticated or (
+            self.audience and self.audience not in (status.audiences or ())
+        ):
             return None
         user = status.user
         account = user.username.removeprefix("system:serviceaccount:")
@@ -120,13 +145,27 @@ class TokenReviews:
         return Caller(user.username, tuple(user.groups or ()), extra, namespace)
 
     def _ask(self, caller: Caller, namespace: str) -> bool:
-        attributes = {"group": "argoproj.io", "resource": "workflows", "verb": "create", "namespace": namespace}
+        attributes = {
+            "group": "argoproj.io",
+            "resource": "workflows",
+            "verb": "create",
+            "namespace": namespace,
+        }
         extra = {name: list(values) for name, values in caller.extra}
-        spec = {"resourceAttributes": attributes, "user": caller.user, "groups": list(caller.groups), "extra": extra}
+        spec = {
+            "resourceAttributes": attributes,
+            "user": caller.user,
+            "groups": list(caller.groups),
+            "extra": extra,
+        }
         try:
             with translate_refusals(namespace):
                 ask = self.authorization.create_namespaced_local_subject_access_review
-                answer = ask(namespace, {"metadata": {"namespace": namespace}, "spec": spec}, _request_timeout=30)
+                answer = ask(
+                    namespace,
+                    {"metadata": {"namespace": namespace}, "spec": spec},
+                    _request_timeout=30,
+                )
         except Refused:  # no such namespace, or the gateway has no permission in it
             return False
         return bool(answer.status.allowed)
@@ -140,10 +179,14 @@ class TokenFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             create_token_file(path, PREFIX)
             if path.stat().st_mode & 0o077:
-                raise UserError("--token-file", str(path), "others can read it: chmod 600, or choose another")
+                raise UserError(
+                    "--token-file", str(path), "others can read it: chmod 600, or choose another"
+                )
             self.token = path.read_text().strip()
         except OSError as error:
-            raise UserError("--token-file", str(path), f"cannot be used ({error.strerror})") from error
+            raise UserError(
+                "--token-file", str(path), f"cannot be used ({error.strerror})"
+            ) from error
         if not self.token:
             raise UserError("--token-file", str(path), "is empty; remove it, and another is made")
 

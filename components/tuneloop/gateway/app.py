@@ -22,7 +22,15 @@ from tuneloop.gateway.access import Access, Caller, token_of
 from tuneloop.gateway.jobs import Jobs
 from tuneloop.gateway.processes import Processes
 from tuneloop.gateway.sampler import SamplerUse
-from tuneloop.gateway.sessions import ALIVE, LABEL, Meter, Session, Wanted, check_quota, read_settings
+from tuneloop.gateway.sessions import (
+    ALIVE,
+    LABEL,
+    Meter,
+    Session,
+    Wanted,
+    check_quota,
+    read_settings,
+)
 from tuneloop.gateway.worker import HEADER, SESSION, TOKENS, VERSION
 from tuneloop.inference.refusals import Refused, create_app
 
@@ -33,7 +41,14 @@ PATIENCE = 90.0
 LOOK = 0.5
 """Seconds between two looks at a session that is waited for."""
 PROXIED = (
-    *("create_model", "load_weights", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler"),
+    *(
+        "create_model",
+        "load_weights",
+        "forward_backward",
+        "optim_step",
+        "save_weights",
+        "save_weights_for_sampler",
+    ),
     *("asample", "create_sampling_session", "retrieve_future", "get_info", "session_heartbeat"),
 )
 ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
@@ -46,43 +61,65 @@ BODY_S = 60.0
 """Seconds within which a body must arrive."""
 TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+'
 NAMES = re.compile(
-    rb'"(?:%b)"\s*+:\s*+(%b")|%b(?:"|\\?\Z)|[\[\]{}]' % ("|".join(ABOUT).encode(), TEXT, TEXT), re.DOTALL
+    rb'"(?:%b)"\s*+:\s*+(%b")|%b(?:"|\\?\Z)|[\[\]{}]' % ("|".join(ABOUT).encode(), TEXT, TEXT),
+    re.DOTALL,
 )
 """Finds a name of `ABOUT` in JSON: the name with its value, other strings, brackets. The pattern never backtracks."""
 LOOKED_AT = 2**22
 """The maximum number of matches, which takes seconds. A batch of Tinker's client has at most one in eight bytes."""
 CLIENT_CONFIG = dict.fromkeys(
     (
-        *("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side"),
+        *(
+            "pjwt_auth_enabled",
+            "proto_compress_fwdbwd",
+            "sample_use_retrieve_futures",
+            "custom_loss_server_side",
+        ),
         "sample_join_sampling_session",
     ),
     False,
 )
 """Features that Tinker's client must not use, as they are not served."""
-ANSWERS: dict[str, Any] = {"get_server_capabilities": {"supported_models": []}, "telemetry": {"status": "accepted"}}
+ANSWERS: dict[str, Any] = {
+    "get_server_capabilities": {"supported_models": []},
+    "telemetry": {"status": "accepted"},
+}
 """A base model is a checkpoint's reference, so there is no list; telemetry is dropped."""
 
 
 class Gateway:
     """The sessions of callers: checks who may use which, and forwards requests to their workers."""
 
-    def __init__(self, backend: Jobs | Processes, access: Access, store: str, config: Path | None = None) -> None:
-        self.backend, self.access, self.store, self.config = backend, access, store.rstrip("/"), config
+    def __init__(
+        self, backend: Jobs | Processes, access: Access, store: str, config: Path | None = None
+    ) -> None:
+        self.backend, self.access, self.store, self.config = (
+            backend,
+            access,
+            store.rstrip("/"),
+            config,
+        )
         self.settings = read_settings(config)  # an error in it shows at the start
         limits = httpx2.Limits(max_connections=None)
-        self.http = httpx2.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False)  # no proxy: workers are local
+        self.http = httpx2.AsyncClient(
+            timeout=PATIENCE, limits=limits, trust_env=False
+        )  # no proxy: workers are local
         self.held = 0
         self.bytes, self.tokens = Meter(), Meter()  # by caller, and by session
         self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
         sampler = self.settings.sampler
-        self.sampler = sampler and SamplerUse(backend.scale_sampler, self.settings.namespaces, sampler.idle)
+        self.sampler = sampler and SamplerUse(
+            backend.scale_sampler, self.settings.namespaces, sampler.idle
+        )
         self._creating = threading.Lock()
         self._found: dict[str, Session] = {}
 
     async def caller(self, headers: Any) -> Caller:
         """Return the sender of a request. Raises Refused (401)."""
         if (caller := await self.access.caller(token_of(headers))) is None:
-            raise Refused(401, "the token is not valid here; get one whose audience is this gateway")
+            raise Refused(
+                401, "the token is not valid here; get one whose audience is this gateway"
+            )
         return caller
 
     def create(self, caller: Caller, wanted: Wanted, key: str) -> tuple[Session, bool]:
@@ -92,20 +129,29 @@ class Gateway:
         if not wanted.namespace:
             raise Refused(422, "namespace: is required, as your token belongs to none")
         if not self.access.allowed(caller, wanted.namespace):
-            raise Refused(403, f"namespace {wanted.namespace!r}: you may not create workflows there")
+            raise Refused(
+                403, f"namespace {wanted.namespace!r}: you may not create workflows there"
+            )
         name = wanted.name(caller.user, key)
         with self._creating:
             if standing := self.backend.get(wanted.namespace, name):
                 if standing.wanted != wanted:
-                    raise Refused(409, f"key {key!r} has created {standing.id} with another body; use another key")
+                    raise Refused(
+                        409,
+                        f"key {key!r} has created {standing.id} with another body; use another key",
+                    )
                 return standing, False
             self.settings = read_settings(self.config)
             quota = self.settings.quota(wanted.namespace)
             quota.check(wanted, self.backend.sessions(wanted.namespace))
             store = quota.store or self.store
-            self.backend.create(name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}")
+            self.backend.create(
+                name, wanted, caller.user, f"{store}/sessions/{wanted.namespace}/{name}"
+            )
         session = self.backend.get(wanted.namespace, name)
-        self._found.pop(session.id if session else name, None)  # an ended session may have had this key
+        self._found.pop(
+            session.id if session else name, None
+        )  # an ended session may have had this key
         if session is None:
             raise Refused(503, f"{name} was ended while it was created; create it again")
         return session, True
@@ -115,7 +161,9 @@ class Gateway:
         namespace = namespace or caller.namespace
         if not namespace or not self.access.allowed(caller, namespace):
             raise Refused(403, f"namespace {namespace!r}: you may not create workflows there")
-        return [session for session in self.backend.sessions(namespace) if session.phase != "ending"]
+        return [
+            session for session in self.backend.sessions(namespace) if session.phase != "ending"
+        ]
 
     def get(self, caller: Caller, id: str) -> Session:
         """Return a session that the caller may use. Raises Refused (404) if it is unknown or another caller's."""
@@ -125,7 +173,9 @@ class Gateway:
 
     def end(self, caller: Caller, id: str) -> None:
         """End a session; nothing happens if it is gone already. Raises Refused (404) if it is another caller's."""
-        self.backend.end(*self._place(caller, id))  # it stays in `_found`: results are fetched until it is gone
+        self.backend.end(
+            *self._place(caller, id)
+        )  # it stays in `_found`: results are fetched until it is gone
 
     def _place(self, caller: Caller, id: str) -> tuple[str, str]:
         """Return namespace and name of a session, which need not exist, in a namespace that the caller may use."""
@@ -151,7 +201,9 @@ class Gateway:
                 raise Refused(503, f"session {id} is {session.phase}: {session.reason}; try again")
             await asyncio.sleep(LOOK)
 
-    async def forward(self, caller: Caller, named: str, method: str, path: str, headers: Any, body: bytes) -> Any:
+    async def forward(
+        self, caller: Caller, named: str, method: str, path: str, headers: Any, body: bytes
+    ) -> Any:
         """Forward a request to its session's worker. Raises Refused as `reach`, and: 429, no tokens; 503, no answer."""
         id = named.partition(":")[0]
         session, namespace = await self.reach(caller, id), id.partition(".")[0]
@@ -163,16 +215,24 @@ class Gateway:
             await asyncio.to_thread(self.sampler.start, namespace)
         elif self.sampler and ":sample:" in named:
             self.sampler.renew(namespace)
-        kept = {TOKENS: f"{most - used + own}", **{n: headers[n] for n in ("content-type", "accept") if n in headers}}
+        kept = {
+            TOKENS: f"{most - used + own}",
+            **{n: headers[n] for n in ("content-type", "accept") if n in headers},
+        }
         try:
             answer = await self.http.request(
-                method, f"http://{session.address}{path}", content=body, headers={**kept, HEADER: session.key}
+                method,
+                f"http://{session.address}{path}",
+                content=body,
+                headers={**kept, HEADER: session.key},
             )
         except httpx2.HTTPError as error:
             self._found.pop(id, None)  # the next attempt reads its state again
             why = f"its worker does not answer ({type(error).__name__})"
             raise Refused(503, f"session {id}: {why}; try again") from error
-        if answer.status_code == 401 or answer.headers.get(SESSION) != id:  # another process has its address now
+        if (
+            answer.status_code == 401 or answer.headers.get(SESSION) != id
+        ):  # another process has its address now
             self._found.pop(id, None)
             raise Refused(503, f"session {id}: its worker has moved; try again")
         self.tokens[id] = int(answer.headers.get(TOKENS, 0))
@@ -200,14 +260,22 @@ def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
                     async for part in request.stream():  # its Content-Length cannot be trusted
                         sent += part
                         gateway.held += len(part)
-                        check_quota(f"{user!r}", "bytes_per_day", gateway.bytes.count(user), len(part), most)
+                        check_quota(
+                            f"{user!r}", "bytes_per_day", gateway.bytes.count(user), len(part), most
+                        )
                         gateway.bytes.count(user, len(part))
                         if len(sent) > limit:
-                            raise Refused(413, f"the body has more than {limit} bytes; send less at a time")
+                            raise Refused(
+                                413, f"the body has more than {limit} bytes; send less at a time"
+                            )
                         if gateway.held > HELD:
-                            raise Refused(503, "other requests use all memory for bodies; try again")
+                            raise Refused(
+                                503, "other requests use all memory for bodies; try again"
+                            )
             except TimeoutError:
-                raise Refused(408, f"the body did not arrive in {BODY_S:g} s; send less at a time") from None
+                raise Refused(
+                    408, f"the body did not arrive in {BODY_S:g} s; send less at a time"
+                ) from None
             yield bytes(sent)
         finally:
             gateway.held -= len(sent)
@@ -260,9 +328,18 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
         fields = _object(body)
         if not isinstance(metadata := fields.get("user_metadata") or {}, dict):
             raise UserError("user_metadata", metadata, "names and values")
-        wanted = {name: metadata[name] for name in ("accelerators", "turns", "policy", "patience") if name in metadata}
-        names = {"namespace": fields.get("project_id") or "", "display_name": fields.get("display_name") or ""}
-        session, _ = gateway.create(caller, Wanted.model_validate({**names, **wanted}), _key(request))
+        wanted = {
+            name: metadata[name]
+            for name in ("accelerators", "turns", "policy", "patience")
+            if name in metadata
+        }
+        names = {
+            "namespace": fields.get("project_id") or "",
+            "display_name": fields.get("display_name") or "",
+        }
+        session, _ = gateway.create(
+            caller, Wanted.model_validate({**names, **wanted}), _key(request)
+        )
         return {"type": "create_session", "session_id": session.id}
 
     @app.post("/api/v1/client/config")
@@ -284,9 +361,13 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
         return await passed(request, caller, named, body)
 
     async def passed(request: Request, caller: Caller, named: str, body: bytes) -> Response:
-        answer = await gateway.forward(caller, named, request.method, request.url.path, request.headers, body)
+        answer = await gateway.forward(
+            caller, named, request.method, request.url.path, request.headers, body
+        )
         headers = {name: answer.headers[name] for name in (VERSION,) if name in answer.headers}
-        return Response(answer.content, answer.status_code, headers, answer.headers.get("content-type"))
+        return Response(
+            answer.content, answer.status_code, headers, answer.headers.get("content-type")
+        )
 
     for name in PROXIED:
         app.post(f"/api/v1/{name}", name=name)(proxied)
@@ -295,7 +376,9 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
 def _key(request: Request) -> str:
     """Read the caller's idempotency key; without one, every request creates another session."""
     headers = request.headers
-    return headers.get("idempotency-key") or headers.get("x-idempotency-key") or secrets.token_hex(16)
+    return (
+        headers.get("idempotency-key") or headers.get("x-idempotency-key") or secrets.token_hex(16)
+    )
 
 
 def _find_name(request: Request, body: bytes) -> str:

@@ -18,7 +18,9 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 LABEL = "tuneloop.dev/session"
-WANTED, CREATOR, ARTIFACTS = ("tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts"))
+WANTED, CREATOR, ARTIFACTS = (
+    "tuneloop.dev/" + name for name in ("session-wanted", "session-creator", "artifacts")
+)
 PORT = 8000
 TIMEOUT = {"_request_timeout": 30}
 """Timeout of a request to the API server, in seconds."""
@@ -37,12 +39,16 @@ class Jobs:
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         """Begin a session."""
         with translate_refusals(wanted.namespace):
-            self.batch.create_namespaced_job(wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT)
+            self.batch.create_namespaced_job(
+                wanted.namespace, self._job(name, wanted, creator, artifacts), **TIMEOUT
+            )
 
     def get(self, namespace: str, name: str) -> Session | None:
         """Return a session, or None, also where it is ending."""
         sessions = self._list(namespace, f"{LABEL}={name}")
-        return next((each for each in sessions if each.name == name and each.phase != "ending"), None)
+        return next(
+            (each for each in sessions if each.name == name and each.phase != "ending"), None
+        )
 
     def sessions(self, namespace: str) -> list[Session]:
         """Return the sessions of a namespace, oldest first, and those that are ending."""
@@ -50,11 +56,15 @@ class Jobs:
 
     def end(self, namespace: str, name: str) -> None:
         """End a session, if it exists, after its accepted requests, within its grace period; its artifacts are kept."""
-        if self.get(namespace, name) is None:  # the gateway may delete any Job, but must only delete sessions
+        if (
+            self.get(namespace, name) is None
+        ):  # the gateway may delete any Job, but must only delete sessions
             return
         try:
             with translate_refusals(namespace):
-                self.batch.delete_namespaced_job(name, namespace, propagation_policy="Foreground", **TIMEOUT)
+                self.batch.delete_namespaced_job(
+                    name, namespace, propagation_policy="Foreground", **TIMEOUT
+                )
         except Refused as refused:
             if self.get(namespace, name) is not None:
                 raise refused
@@ -64,26 +74,51 @@ class Jobs:
         if self.sampler:
             with translate_refusals(namespace):
                 wanted = {"spec": {"replicas": replicas}}
-                self.apps.patch_namespaced_deployment_scale(self.sampler.deployment, namespace, wanted, **TIMEOUT)
+                self.apps.patch_namespaced_deployment_scale(
+                    self.sampler.deployment, namespace, wanted, **TIMEOUT
+                )
 
     def drain(self) -> None:
         """Do nothing: Jobs continue without this process. (Other backends end their sessions here.)"""
 
     def _list(self, namespace: str, selector: str) -> list[Session]:
         with translate_refusals(namespace):
-            jobs = self.batch.list_namespaced_job(namespace, label_selector=selector, **TIMEOUT).items
-            pods = self.core.list_namespaced_pod(namespace, label_selector=selector, **TIMEOUT).items
+            jobs = self.batch.list_namespaced_job(
+                namespace, label_selector=selector, **TIMEOUT
+            ).items
+            pods = self.core.list_namespaced_pod(
+                namespace, label_selector=selector, **TIMEOUT
+            ).items
         pod_of = {pod.metadata.labels[LABEL]: pod for pod in pods}
         sessions = [_session(job, pod_of.get(job.metadata.name)) for job in jobs]
         return sorted(sessions, key=lambda session: (session.created, session.name))
 
     def _job(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> dict[str, Any]:
         pod = read_settings(self.config).worker
-        labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": "session", LABEL: name}
+        labels = {
+            "app.kubernetes.io/part-of": "tuneloop",
+            "app.kubernetes.io/component": "session",
+            LABEL: name,
+        }
         queue = {QUEUE_LABEL: pod.queue} if pod.queue and wanted.accelerators else {}
         devices = {pod.accelerator: str(wanted.accelerators)} if wanted.accelerators else {}
-        command = ["python", "-m", "tuneloop.gateway.worker", "--session", f"{wanted.namespace}.{name}"]
-        command += ["--artifacts", artifacts, "--host", "$(POD_IP)", "--port", str(PORT), "--idle", str(pod.idle)]
+        command = [
+            "python",
+            "-m",
+            "tuneloop.gateway.worker",
+            "--session",
+            f"{wanted.namespace}.{name}",
+        ]
+        command += [
+            "--artifacts",
+            artifacts,
+            "--host",
+            "$(POD_IP)",
+            "--port",
+            str(PORT),
+            "--idle",
+            str(pod.idle),
+        ]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # each namespace has its own groups
         job: dict[str, Any] = yaml.safe_load(JOB.read_text())
@@ -93,14 +128,25 @@ class Jobs:
         spec = job["spec"]["template"]["spec"]
         spec["terminationGracePeriodSeconds"] = pod.grace
         (container,) = spec["containers"]
-        requests, limits = {"cpu": pod.cpu, "memory": pod.request or pod.memory}, {"memory": pod.memory, **devices}
-        container |= {"image": pod.image, "command": command, "resources": {"requests": requests, "limits": limits}}
+        requests, limits = (
+            {"cpu": pod.cpu, "memory": pod.request or pod.memory},
+            {"memory": pod.memory, **devices},
+        )
+        container |= {
+            "image": pod.image,
+            "command": command,
+            "resources": {"requests": requests, "limits": limits},
+        }
         variables = {KEY: secrets.token_urlsafe(32), "TUNELOOP_IMAGE": pod.image}
         if self.sampler:
             command += ["--sampler", f"http://{self.sampler.deployment}:{PORT}"]
             variables[VARIABLE] = "/sampler/token"
-            container["volumeMounts"].append({"name": "sampler-token", "mountPath": "/sampler", "readOnly": True})
-            spec["volumes"].append({"name": "sampler-token", "secret": {"secretName": self.sampler.deployment}})
+            container["volumeMounts"].append(
+                {"name": "sampler-token", "mountPath": "/sampler", "readOnly": True}
+            )
+            spec["volumes"].append(
+                {"name": "sampler-token", "secret": {"secretName": self.sampler.deployment}}
+            )
         container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
         return job
 
@@ -140,6 +186,14 @@ def _phase(job: Any, pod: Any) -> tuple[Phase, str]:
     conditions = pod.status.conditions or ()
     if any(each.type == "Ready" and each.status == "True" for each in conditions):
         return "running", ""
-    unscheduled = [each.message for each in conditions if each.type == "PodScheduled" and each.status == "False"]
-    waiting = [each.state.waiting for each in pod.status.container_statuses or () if each.state and each.state.waiting]
+    unscheduled = [
+        each.message
+        for each in conditions
+        if each.type == "PodScheduled" and each.status == "False"
+    ]
+    waiting = [
+        each.state.waiting
+        for each in pod.status.container_statuses or ()
+        if each.state and each.state.waiting
+    ]
     return "starting", "; ".join([*map(str, unscheduled), *(f"{each.reason}" for each in waiting)])

@@ -66,7 +66,9 @@ class Ledger:
             if (now := time.monotonic()) - self._swept >= SWEEP:
                 self._swept = now
                 for each in self._streams.values():
-                    each.entries = {place: kept for place, kept in each.entries.items() if kept.until > now}
+                    each.entries = {
+                        place: kept for place, kept in each.entries.items() if kept.until > now
+                    }
             if (known := self._streams.get(stream)) is None:
                 raise Refused(404, f"{stream} is not known here")
             if number is None:
@@ -77,11 +79,21 @@ class Ledger:
             if standing is not None and standing.fingerprint != entry.fingerprint:
                 raise Refused(409, f"{stream}:{number} was another request; use a free number")
             if standing is None and self._closed and number > known.last:
-                raise Refused(503, f"{stream}: its session is ending; continue from the checkpoints that it saves")
+                raise Refused(
+                    503,
+                    f"{stream}: its session is ending; continue from the checkpoints that it saves",
+                )
             if standing is None and len(known.entries) >= 2 * KEPT and number != known.following:
-                raise Refused(503, f"{stream}: {len(known.entries)} requests or results are waiting; try again later")
+                raise Refused(
+                    503,
+                    f"{stream}: {len(known.entries)} requests or results are waiting; try again later",
+                )
             if standing is None:
-                known.entries[number], entry.number, known.last = entry, number, max(known.last, number)
+                known.entries[number], entry.number, known.last = (
+                    entry,
+                    number,
+                    max(known.last, number),
+                )
                 self._advance(known, entry)
             return f"{stream}:{number}"
 
@@ -104,10 +116,20 @@ class Ledger:
     def count_open(self) -> tuple[int, int, int]:
         """Count requests: not done; not done because an earlier one is missing; done, but the result not fetched."""
         with self._changed:
-            pairs = [(stream, entry) for stream in self._streams.values() for entry in stream.entries.values()]
-        waiting = [(stream.following, entry.number) for stream, entry in pairs if not entry.future.done()]
+            pairs = [
+                (stream, entry)
+                for stream in self._streams.values()
+                for entry in stream.entries.values()
+            ]
+        waiting = [
+            (stream.following, entry.number) for stream, entry in pairs if not entry.future.done()
+        ]
         behind = sum(following is not None and number > following for following, number in waiting)
-        return len(waiting) - behind, behind, sum(not entry.fetched for _, entry in pairs) - len(waiting)
+        return (
+            len(waiting) - behind,
+            behind,
+            sum(not entry.fetched for _, entry in pairs) - len(waiting),
+        )
 
     def take(self, timeout: float | None = None) -> list[Entry]:
         """Take the next request, and those that can be executed together with it; none after `timeout` seconds."""
@@ -142,7 +164,10 @@ class Ledger:
             while (following := stream.entries.get(stream.following)) is not None:
                 self._ready.append(following)
                 stream.following += 1
-        while len(stream.entries) > KEPT and stream.entries[first := min(stream.entries)].future.done():
+        while (
+            len(stream.entries) > KEPT
+            and stream.entries[first := min(stream.entries)].future.done()
+        ):
             del stream.entries[first]
         self._changed.notify_all()
 

@@ -36,9 +36,17 @@ class LoraConfig(Body):
         if not self.rank:
             return None
         if self.train_unembed:
-            raise UserError("lora_config.train_unembed", True, "the output layer gets no adapter here; set it False")
+            raise UserError(
+                "lora_config.train_unembed",
+                True,
+                "the output layer gets no adapter here; set it False",
+            )
         if not (self.train_mlp and self.train_attn):
-            raise UserError("lora_config", "train_mlp, train_attn", "both always get adapters here; leave them True")
+            raise UserError(
+                "lora_config",
+                "train_mlp, train_attn",
+                "both always get adapters here; leave them True",
+            )
         return Lora(r=self.rank, lora_alpha=ALPHA)
 
 
@@ -91,7 +99,9 @@ class Prompt(Body):
     def read_tokens(self) -> list[int]:
         """Return the token ids. Raises UserError for anything else."""
         if any(chunk.type != "encoded_text" for chunk in self.chunks):
-            raise UserError("prompt", [chunk.type for chunk in self.chunks], "only token ids are known here")
+            raise UserError(
+                "prompt", [chunk.type for chunk in self.chunks], "only token ids are known here"
+            )
         return [token for chunk in self.chunks for token in chunk.tokens]
 
 
@@ -124,7 +134,9 @@ class Array(Body):
         try:
             return np.array(self.data, self.dtype)
         except (ValueError, OverflowError) as error:
-            raise UserError(f"loss_fn_inputs.{name}", self.dtype, f"do not fit ({error})") from error
+            raise UserError(
+                f"loss_fn_inputs.{name}", self.dtype, f"do not fit ({error})"
+            ) from error
 
 
 class JsonDatum(Body):
@@ -149,11 +161,16 @@ class JsonForwardBackward(Body):
     def read(self) -> wire.ForwardBackward:
         given = self.forward_backward_input
         data = [
-            wire.Datum(each.model_input.read_tokens(), {k: v.read(k) for k, v in each.loss_fn_inputs.items()})
+            wire.Datum(
+                each.model_input.read_tokens(),
+                {k: v.read(k) for k, v in each.loss_fn_inputs.items()},
+            )
             for each in given.data
         ]
         config = given.loss_fn_config or {}
-        return wire.ForwardBackward(self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only)
+        return wire.ForwardBackward(
+            self.model_id, self.seq_id, data, given.loss_fn, config, self.forward_only
+        )
 
 
 @dataclass(frozen=True)
@@ -164,8 +181,15 @@ class Losses:
     metrics: dict[str, float]
 
     def json(self) -> dict[str, Any]:
-        outputs = [{"logprobs": {"data": p.tolist(), "dtype": "float32", "shape": [len(p)]}} for p in self.logprobs]
-        return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": self.metrics}
+        outputs = [
+            {"logprobs": {"data": p.tolist(), "dtype": "float32", "shape": [len(p)]}}
+            for p in self.logprobs
+        ]
+        return {
+            "loss_fn_output_type": "ArrayRecord",
+            "loss_fn_outputs": outputs,
+            "metrics": self.metrics,
+        }
 
     def proto(self) -> bytes:
         return wire.write_forward_backward(self.logprobs, self.metrics)
@@ -181,7 +205,11 @@ class Samples:
 
     def json(self) -> dict[str, Any]:
         prompt = None if self.prompt_logprobs is None else [None, *self.prompt_logprobs]
-        return {"sequences": self.sequences, "prompt_logprobs": prompt, "weight_version": self.version}
+        return {
+            "sequences": self.sequences,
+            "prompt_logprobs": prompt,
+            "weight_version": self.version,
+        }
 
     def proto(self) -> bytes:
         return wire.write_samples(self.sequences, self.prompt_logprobs)

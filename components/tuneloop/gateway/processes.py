@@ -51,32 +51,64 @@ class Processes:
         self.sampler: Process | None = None
         if settings.sampler:
             create_token_file(self.token)
-            self.address = socket.socket()  # bound while this process lives, so that no other process gets the port
+            self.address = (
+                socket.socket()
+            )  # bound while this process lives, so that no other process gets the port
             self.address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.address.bind(("127.0.0.1", 0))
             self.port = self.address.getsockname()[1]
-            self.starter = ProcessServer([sys.executable, "-S", "-E", spawn.__file__], os.environ, ready=True)
+            self.starter = ProcessServer(
+                [sys.executable, "-S", "-E", spawn.__file__], os.environ, ready=True
+            )
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         if self.closing:
             raise Refused(503, "the gateway is ending; try again")
         if (before := self.children.get(name)) and before.ending and before.process.poll() is None:
-            raise Refused(503, f"{name} is ending after its accepted requests; try again, or use another key")
-        key, created = secrets.token_urlsafe(32), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            raise Refused(
+                503, f"{name} is ending after its accepted requests; try again, or use another key"
+            )
+        key, created = (
+            secrets.token_urlsafe(32),
+            datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
         session = Session(name, wanted, creator, created, "starting", artifacts, key)
         log = self.logs / f"{name}.log"
         with socket.socket() as listener, log.open("wb") as out:
             listener.bind(("127.0.0.1", 0))
             listener.listen(128)
             command = [sys.executable, "-m", "tuneloop.gateway.worker", "--session", session.id]
-            command += ["--artifacts", artifacts, "--device", self.device, "--fd", str(listener.fileno())]
-            command += ["--parent", str(os.getpid())]  # the parent may be killed before the worker can look it up
-            command += ["--idle", str(self.settings.worker.idle), "--grace", str(self.settings.worker.grace)]
-            command += wanted.flags(artifacts.rpartition("/sessions/")[0])  # the place that `tuneloop run` uses, too
-            command += ["--sampler", f"http://127.0.0.1:{self.port}"] if self.settings.sampler else []
+            command += [
+                "--artifacts",
+                artifacts,
+                "--device",
+                self.device,
+                "--fd",
+                str(listener.fileno()),
+            ]
+            command += [
+                "--parent",
+                str(os.getpid()),
+            ]  # the parent may be killed before the worker can look it up
+            command += [
+                "--idle",
+                str(self.settings.worker.idle),
+                "--grace",
+                str(self.settings.worker.grace),
+            ]
+            command += wanted.flags(
+                artifacts.rpartition("/sessions/")[0]
+            )  # the place that `tuneloop run` uses, too
+            command += (
+                ["--sampler", f"http://127.0.0.1:{self.port}"] if self.settings.sampler else []
+            )
             process = subprocess.Popen(
                 command,
-                env={**os.environ, KEY: key, **({VARIABLE: str(self.token)} if self.settings.sampler else {})},
+                env={
+                    **os.environ,
+                    KEY: key,
+                    **({VARIABLE: str(self.token)} if self.settings.sampler else {}),
+                },
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -94,9 +126,15 @@ class Processes:
 
     def sessions(self, namespace: str) -> list[Session]:
         for name, child in list(self.children.items()):
-            if time.monotonic() - child.ended > KEPT or (child.ending and child.process.poll() is not None):
+            if time.monotonic() - child.ended > KEPT or (
+                child.ending and child.process.poll() is not None
+            ):
                 self.children.pop(name, None)
-        children = [child for child in list(self.children.values()) if child.session.wanted.namespace == namespace]
+        children = [
+            child
+            for child in list(self.children.values())
+            if child.session.wanted.namespace == namespace
+        ]
         return sorted(map(self._look, children), key=lambda session: session.created)
 
     def end(self, namespace: str, name: str) -> None:
@@ -113,7 +151,14 @@ class Processes:
         if self.sampler and runs and not replicas:
             end_process(self.sampler, GRACE)
         elif replicas and not runs and self.settings.sampler and not self.closing:
-            command = [sys.executable, "-m", "tuneloop.inference.server", "--port", str(self.port), "--engine-args"]
+            command = [
+                sys.executable,
+                "-m",
+                "tuneloop.inference.server",
+                "--port",
+                str(self.port),
+                "--engine-args",
+            ]
             command.append(json.dumps(self.settings.sampler.engine_args))
             env, log = base_environment({VARIABLE: str(self.token)}), self.logs / "sampler.log"
             self.sampler = self.starter.start(command, env, self.logs, log, log)
@@ -140,12 +185,23 @@ class Processes:
         if code is None:
             ready = child.session.phase == "running"
             with contextlib.suppress(Unanswered):
-                ready = ready or send_request("GET", f"http://{child.session.address}/health", timeout_s=0.2)[0] == 200
+                ready = (
+                    ready
+                    or send_request("GET", f"http://{child.session.address}/health", timeout_s=0.2)[
+                        0
+                    ]
+                    == 200
+                )
             child.session = replace(child.session, phase="running" if ready else "starting")
             return child.session
         child.ended = min(child.ended, time.monotonic())
         words = child.log.read_text(errors="replace").strip().split("\n")[-1][-300:]
-        return replace(child.session, phase="failed" if code else "ended", address=None, reason=f"exit {code}: {words}")
+        return replace(
+            child.session,
+            phase="failed" if code else "ended",
+            address=None,
+            reason=f"exit {code}: {words}",
+        )
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

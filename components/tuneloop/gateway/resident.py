@@ -73,7 +73,13 @@ class Resident:
     that was last opened or saved. Raises UserError if `policy` is no checkpoint, or lacks that state."""
 
     def __init__(
-        self, policy: Artifact, ranks: "Ranks", lora: Lora | None = None, *, seed: int = 0, optimizer: bool = False
+        self,
+        policy: Artifact,
+        ranks: "Ranks",
+        lora: Lora | None = None,
+        *,
+        seed: int = 0,
+        optimizer: bool = False,
     ) -> None:
         self.ranks, self.seed, self.gradients, self.spoiled = ranks, seed, False, False
         checkpoint.model_dir(policy)
@@ -98,8 +104,14 @@ class Resident:
         with self.trainer.frozen() if forward_only else nullcontext():
             for micro in self.trainer.plan([len(d.ids) for d in documents], MICRO_BATCH):
                 logprobs, _ = self.trainer.logprobs([documents[i] for i in micro])
-                columns = {each: np.concatenate([data[i].inputs[each] for i in micro]) for each in INPUTS[name]}
-                inputs = {k: torch.from_numpy(v.astype("f4")).to(logprobs.device) for k, v in columns.items()}
+                columns = {
+                    each: np.concatenate([data[i].inputs[each] for i in micro])
+                    for each in INPUTS[name]
+                }
+                inputs = {
+                    k: torch.from_numpy(v.astype("f4")).to(logprobs.device)
+                    for k, v in columns.items()
+                }
                 loss = compute_loss(name, logprobs, inputs, options).sum()
                 if not forward_only:
                     self.spoiled = self.gradients = True  # spoiled until the gradient is complete
@@ -114,7 +126,9 @@ class Resident:
         """Take one step with the gradients since the last one. Raises UserError if there are none, or they are not
         finite or incomplete, and drops them. Any other error drops `trainer`, as its weights may be half updated."""
         if not self.gradients:
-            raise UserError("optim_step", self.version, "there is no gradient; call forward_backward first")
+            raise UserError(
+                "optim_step", self.version, "there is no gradient; call forward_backward first"
+            )
         trainer, step = self.trainer, self.trainer.step
         if self.spoiled:
             trainer.optimizer.zero_grad()
@@ -123,7 +137,9 @@ class Resident:
             raise UserError("optim_step", self.version, remedy)
         trainer.optimization = _optimization(adam)
         for group in trainer.optimizer.param_groups:
-            group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
+            group.update(
+                betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+            )
         self.gradients = False
         try:
             norm, _ = trainer.update()
@@ -139,14 +155,21 @@ class Resident:
 
     def snapshot(self) -> Snapshot:
         """Copy the current weights to the host's memory."""
-        state = {name: value.detach().to("cpu", copy=True) for name, value in self.trainer.whole_state().items()}
+        state = {
+            name: value.detach().to("cpu", copy=True)
+            for name, value in self.trainer.whole_state().items()
+        }
         return Snapshot(self.trainer.base, self.version, state)
 
     def save(self, url: str, *, with_state: bool = True, **facts: Any) -> Artifact:
         """Commit a checkpoint from which `load` continues bit for bit; without its state, the weights to sample from.
         Raises UserError if no step has used the gradients, which the state does not include, or if `url` is taken."""
         if self.gradients and with_state:
-            raise UserError("save_state", self.version, "has gradients that no step has used; call optim_step first")
+            raise UserError(
+                "save_state",
+                self.version,
+                "has gradients that no step has used; call optim_step first",
+            )
         began, clock, base = time.time(), time.perf_counter(), self.trainer.base
         draft = Draft(url)
         stage = Stage(STAGE, Params(), draft.path, draft.url, draft.attempt)
@@ -162,7 +185,12 @@ class Resident:
             raise
         stage.timings["total"] = time.perf_counter() - clock
         provenance = collect_provenance(began, self.ranks.world)
-        record = {"facts": stage.facts, "notes": stage.notes, "timings": stage.timings, "provenance": provenance}
+        record = {
+            "facts": stage.facts,
+            "notes": stage.notes,
+            "timings": stage.timings,
+            "provenance": provenance,
+        }
         manifest = draft.commit(stage=STAGE, inputs={"policy": base.ref}, **record)
         if manifest.root != draft.attempt:
             raise UserError("save_state", url, "is taken; choose another name")
@@ -175,7 +203,11 @@ class Resident:
         lacks optimizer state, or has other adapters. After any other error `trainer` may be lost."""
         checkpoint.model_dir(policy)
         if optimizer and _adapters(policy) != self.lora:
-            raise UserError("load_state", policy.url, "was trained with other adapters; create a model from it instead")
+            raise UserError(
+                "load_state",
+                policy.url,
+                "was trained with other adapters; create a model from it instead",
+            )
         self._open(policy, optimizer)
 
     def _open(self, policy: Artifact, optimizer: bool) -> None:
@@ -183,14 +215,21 @@ class Resident:
 
         from tuneloop.training.fsdp.trainer import Trainer
 
-        state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy) if optimizer else None
+        state, written = (
+            checkpoint.trainer_state(policy),
+            checkpoint.find_state(policy) if optimizer else None,
+        )
         if optimizer and written is None:
-            raise UserError("load_state", policy.url, "has no optimizer state; load its weights alone")
+            raise UserError(
+                "load_state", policy.url, "has no optimizer state; load its weights alone"
+            )
         base = checkpoint.lora_base(policy) if optimizer and self.lora else policy
         directory = checkpoint.model_dir(base)
         saved = written.part("trainer") if written else None
         version = int(policy.manifest.facts["version"])
-        self.__dict__.pop("trainer", None)  # two may not fit into memory; the checkpoint was checked before
+        self.__dict__.pop(
+            "trainer", None
+        )  # two may not fit into memory; the checkpoint was checked before
         torch.manual_seed(self.seed)
         trainer = Trainer(directory, self.ranks, _optimization(AdamParams()), lora=self.lora)
         trainer.base = base
@@ -208,13 +247,17 @@ class Sampler:
         self.engine = Transformers()
         self._ready: Snapshot | None = None
 
-    def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def sample(
+        self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling
+    ) -> list[list[Completion]]:
         """Sample each request's completions. Raises UserError if a prompt is empty, too long, or of unknown ids."""
         import torch
 
         self._change(snapshot)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(False)  # a trainer enables them; CUDA has none for sums over the vocabulary
+        torch.use_deterministic_algorithms(
+            False
+        )  # a trainer enables them; CUDA has none for sums over the vocabulary
         try:
             return self.engine.generate(requests, sampling, lambda _: None)
         finally:
@@ -255,7 +298,11 @@ def check_options(name: str, config: Mapping[str, float]) -> dict[str, float]:
         raise UserError("loss_fn", name, f"unknown; known: {', '.join(INPUTS)}")
     known = THRESHOLDS.get(name, {})
     for option in config.keys() - known.keys():
-        raise UserError(f"loss_fn_config.{option}", config[option], f"{name} has {', '.join(known) or 'no options'}")
+        raise UserError(
+            f"loss_fn_config.{option}",
+            config[option],
+            f"{name} has {', '.join(known) or 'no options'}",
+        )
     return {**known, **config}
 
 
@@ -281,20 +328,34 @@ def _document(datum: Datum, needed: Sequence[str], policy: "Policy") -> Document
     """Return `datum` for the trainer: a token without effect is appended, so that each position predicts one."""
     length = len(datum.tokens)
     if not 0 < length <= policy.context:
-        raise UserError("model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context")
+        raise UserError(
+            "model_input", f"{length} tokens", f"must be 1 to {policy.context}, the model's context"
+        )
     for name in ("target_tokens", *needed):
         if name not in datum.inputs:
-            raise UserError(f"loss_fn_inputs.{name}", None, f"is required, one for each of {length} tokens")
+            raise UserError(
+                f"loss_fn_inputs.{name}", None, f"is required, one for each of {length} tokens"
+            )
     for name, values in datum.inputs.items():
         if name not in ("target_tokens", *needed):
-            raise UserError(f"loss_fn_inputs.{name}", list(values.shape), "this loss does not use it; leave it out")
+            raise UserError(
+                f"loss_fn_inputs.{name}",
+                list(values.shape),
+                "this loss does not use it; leave it out",
+            )
         if values.shape != (length,):
-            raise UserError(f"loss_fn_inputs.{name}", list(values.shape), f"must be [{length}], one for each token")
+            raise UserError(
+                f"loss_fn_inputs.{name}",
+                list(values.shape),
+                f"must be [{length}], one for each token",
+            )
     targets = datum.inputs["target_tokens"].tolist()
     for name, ids in (("model_input", datum.tokens), ("loss_fn_inputs.target_tokens", targets)):
         for token in (min(ids), max(ids)):
             if not 0 <= token < policy.vocab_size:
-                raise UserError(name, token, f"is not a token of this model, which has {policy.vocab_size}")
+                raise UserError(
+                    name, token, f"is not a token of this model, which has {policy.vocab_size}"
+                )
     return Document([*datum.tokens, 0], [False] + [True] * length, [0, *map(int, targets)])
 
 
@@ -305,4 +366,6 @@ def _adapters(policy: Artifact) -> Lora | None:
 
 def _optimization(adam: AdamParams) -> Optimization:
     about = {"weight_decay": adam.weight_decay, "adam_beta1": adam.beta1, "adam_beta2": adam.beta2}
-    return Optimization(adam.learning_rate, "constant", 0, 0, max_grad_norm=adam.grad_clip_norm, **about)
+    return Optimization(
+        adam.learning_rate, "constant", 0, 0, max_grad_norm=adam.grad_clip_norm, **about
+    )

@@ -39,8 +39,12 @@ class SharedSampler:
         self._client = Client(url, START_S, patience_s=START_S)
         self._client.check, self._client.keep_s = check, KEEP_S
 
-    def sample(self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        return self._ask(snapshot, lambda: self._client.generate(requests, sampling, lambda _: None))
+    def sample(
+        self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling
+    ) -> list[list[Completion]]:
+        return self._ask(
+            snapshot, lambda: self._client.generate(requests, sampling, lambda _: None)
+        )
 
     def score(self, snapshot: Snapshot, ids: Sequence[int]) -> list[float]:
         return self._ask(snapshot, lambda: self._client.score(ids))
@@ -58,7 +62,9 @@ class SharedSampler:
             prove(self._client)
             return request()
         except UserError as error:
-            raise Refused(400, f"the sampler that sessions share cannot sample {snapshot.base.url}: {error}") from error
+            raise Refused(
+                400, f"the sampler that sessions share cannot sample {snapshot.base.url}: {error}"
+            ) from error
 
 
 @dataclass
@@ -76,9 +82,13 @@ class SamplerUse:
     """Tracks when namespaces last used their samplers, and calls `scale` with a namespace and the number of replicas: 1
     when its sampler is used, 0 after `idle_s` seconds."""
 
-    def __init__(self, scale: Callable[[str, int], None], namespaces: Iterable[str], idle_s: float) -> None:
+    def __init__(
+        self, scale: Callable[[str, int], None], namespaces: Iterable[str], idle_s: float
+    ) -> None:
         self._scale, self._idle_s = scale, idle_s
-        self._uses = {namespace: _Use() for namespace in namespaces}  # an earlier gateway process may have started them
+        self._uses = {
+            namespace: _Use() for namespace in namespaces
+        }  # an earlier gateway process may have started them
         threading.Thread(target=self._watch, name="sampler", daemon=True).start()
 
     def start(self, namespace: str) -> None:

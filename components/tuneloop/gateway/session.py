@@ -49,7 +49,9 @@ class Session:
     that calls `do`. Its checkpoints are below the URL `artifacts`, those of the namespace's other sessions beside it;
     `ranks` opens the device when it is first needed. `sampler`: URL of the server to sample from, else empty."""
 
-    def __init__(self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = "") -> None:
+    def __init__(
+        self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = ""
+    ) -> None:
         self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
         self.models: dict[str, Resident] = {}
         self.names: dict[str, str] = {}
@@ -60,7 +62,9 @@ class Session:
         self._ranks = functools.cache(ranks)
         self.shared = bool(sampler)
         self._saving = threading.Event()
-        self._sampler = functools.cache(lambda: SharedSampler(sampler, self._check_saving) if sampler else Sampler())
+        self._sampler = functools.cache(
+            lambda: SharedSampler(sampler, self._check_saving) if sampler else Sampler()
+        )
 
     def create_model(self, request: messages.CreateModel) -> str:
         """Queue a request for a new model, its number 0."""
@@ -69,7 +73,9 @@ class Session:
 
         def work() -> dict[str, Any]:
             policy = self._artifact(request.base_model)
-            self.models[model] = Resident(policy, self._ranks(), lora, seed=request.lora_config.seed or 0)
+            self.models[model] = Resident(
+                policy, self._ranks(), lora, seed=request.lora_config.seed or 0
+            )
             self.names[model] = request.base_model
             return {"model_id": model, "type": "create_model"}
 
@@ -102,7 +108,9 @@ class Session:
         def work() -> messages.Losses:
             model = self._model(request.model_id)
             self._use_tokens(sum(len(datum.tokens) for datum in request.data))
-            found = model.forward_backward(request.data, request.loss_fn, request.config, request.forward_only)
+            found = model.forward_backward(
+                request.data, request.loss_fn, request.config, request.forward_only
+            )
             return messages.Losses(*found)
 
         return self._submit(request.model_id, request.seq_id, body, work)
@@ -127,7 +135,9 @@ class Session:
     def save_weights(self, request: messages.SaveWeights, kind: str = "weights") -> str:
         """Queue a request for a checkpoint below ``<artifacts>/train-<n>/<kind>``."""
         if request.path is None or not NAME.fullmatch(request.path):
-            raise UserError("path", request.path, "a name of letters, digits, dots, dashes and underscores")
+            raise UserError(
+                "path", request.path, "a name of letters, digits, dots, dashes and underscores"
+            )
         if request.overwrite:
             raise UserError("overwrite", True, "a checkpoint is written once; choose another name")
         path = f"{SCHEME}{request.model_id}/{kind}/{request.path}"
@@ -148,7 +158,9 @@ class Session:
         if request.path is not None:
             return self.save_weights(request, "sampler_weights")
         if request.kind != "snapshot":
-            raise UserError("kind", request.kind, "only snapshots are known here; their weights never change")
+            raise UserError(
+                "kind", request.kind, "only snapshots are known here; their weights never change"
+            )
         number = request.sampling_session_seq_id
 
         def work() -> dict[str, Any]:
@@ -156,13 +168,19 @@ class Session:
             model, name = self._model(request.model_id), request.model_id.rpartition(":")[2]
             if self.shared:  # the shared sampler reads weights from the store
                 url = f"{self.artifacts}/train-{name}/{UNNAMED}/{os.urandom(8).hex()}"
-                self.samplers[sampling] = Snapshot(model.save(url, with_state=False, session=self.id), model.version)
+                self.samplers[sampling] = Snapshot(
+                    model.save(url, with_state=False, session=self.id), model.version
+                )
             else:
                 self.samplers[sampling] = model.snapshot()
             self._unnamed.append(sampling)
             self._drop_snapshots(SNAPSHOTS)
             self.ledger.open(sampling)
-            return {"sampling_session_id": sampling, "path": None, "type": "save_weights_for_sampler"}
+            return {
+                "sampling_session_id": sampling,
+                "path": None,
+                "type": "save_weights_for_sampler",
+            }
 
         return self._submit(request.model_id, request.seq_id, request, work)
 
@@ -186,12 +204,23 @@ class Session:
         params = request.sampling_params
         if params.top_k != -1 or params.top_p != 1:
             value = {"top_k": params.top_k, "top_p": params.top_p}
-            raise UserError("sampling_params", value, "top_k and top_p are not supported here: set top_k -1, top_p 1")
+            raise UserError(
+                "sampling_params",
+                value,
+                "top_k and top_p are not supported here: set top_k -1, top_p 1",
+            )
         if isinstance(params.stop, str) or any(isinstance(stop, str) for stop in params.stop or ()):
-            raise UserError("sampling_params.stop", params.stop, "must be token ids; text is not supported here")
+            raise UserError(
+                "sampling_params.stop", params.stop, "must be token ids; text is not supported here"
+            )
         if not (ids := request.prompt.read_tokens()):
             raise UserError("prompt", [], "is empty")
-        alike = (request.sampling_session_id, params.max_tokens, params.temperature, dump_canonical_json(params.stop))
+        alike = (
+            request.sampling_session_id,
+            params.max_tokens,
+            params.temperature,
+            dump_canonical_json(params.stop),
+        )
         batch = None if request.prompt_logprobs or params.max_tokens is None else alike
         entry = Entry(_fingerprint(request), self._sample, (request, ids), batch)
         return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
@@ -205,7 +234,11 @@ class Session:
         rank = resident.lora.r if resident.lora else None
         return {
             "type": "get_info",
-            "model_data": {"arch": facts.get("architecture"), "model_name": name, "tokenizer_id": tokenizer},
+            "model_data": {
+                "arch": facts.get("architecture"),
+                "model_name": name,
+                "tokenizer_id": tokenizer,
+            },
             "model_id": model,
             "model_name": name,
             "weight_version": resident.version,
@@ -216,15 +249,23 @@ class Session:
     def sampler(self, sampling: str) -> dict[str, Any]:
         """Return the description of a sampling session."""
         snapshot = self._snapshot(sampling)
-        return {"sampler_id": sampling, "base_model": snapshot.base.ref, "weight_version": snapshot.version}
+        return {
+            "sampler_id": sampling,
+            "base_model": snapshot.base.ref,
+            "weight_version": snapshot.version,
+        }
 
     def do(self, entries: Sequence[Entry]) -> None:
         """Execute the requests that `Ledger.take` returned. A failure of one does not affect the others."""
         try:
             results = entries[0].work(list(entries))
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would keep tensors as long as the result
-            if len(entries) == 1 or isinstance(error, Retryable):  # each one alone would wait as long
+            traceback.clear_frames(
+                error.__traceback__
+            )  # they would keep tensors as long as the result
+            if len(entries) == 1 or isinstance(
+                error, Retryable
+            ):  # each one alone would wait as long
                 for entry in entries:
                     self.ledger.finish(entry, error=error)
                 return
@@ -292,7 +333,9 @@ class Session:
         while self._asleep:
             self._asleep.pop().trainer.wake()
 
-    def _submit(self, stream: str, number: int | None, request: Any, work: Callable[[], Any]) -> str:
+    def _submit(
+        self, stream: str, number: int | None, request: Any, work: Callable[[], Any]
+    ) -> str:
         return self.ledger.submit(stream, number, Entry(_fingerprint(request), lambda _: [work()]))
 
     def _sample(self, entries: list[Entry]) -> list[messages.Samples]:
@@ -303,12 +346,24 @@ class Session:
         for _, ids in wanted:
             if len(ids) >= context or not 0 <= min(ids) <= max(ids) < vocabulary:
                 span = f"{len(ids)} tokens, {min(ids)} to {max(ids)}"
-                raise UserError("prompt", span, f"the model has {vocabulary} tokens and a context of {context}")
+                raise UserError(
+                    "prompt", span, f"the model has {vocabulary} tokens and a context of {context}"
+                )
         length = min([params.max_tokens or context, *(context - len(ids) for _, ids in wanted)])
         if len(wanted) > 1 and length < (params.max_tokens or 0):
-            raise UserError("prompt", length, "one of several prompts does not fit; they are executed one by one")
-        sampling = Sampling(params.temperature, length, stops if params.stop is None else tuple(map(int, params.stop)))
-        requests = [Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries]
+            raise UserError(
+                "prompt",
+                length,
+                "one of several prompts does not fit; they are executed one by one",
+            )
+        sampling = Sampling(
+            params.temperature,
+            length,
+            stops if params.stop is None else tuple(map(int, params.stop)),
+        )
+        requests = [
+            Request(str(e.number), e.request[1], _seeds(e.request[0], e.number)) for e in entries
+        ]
         at_most = length * sum(asked.num_samples for asked, _ in wanted)
         self._use_tokens(sum(len(ids) for _, ids in wanted) + at_most)
         used = 0
@@ -317,12 +372,22 @@ class Session:
             used = sum(len(each.ids) for group in groups for each in group)
         finally:
             self.meter.count("", used - at_most)
-        scored = [self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted]
-        made = ([{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g] for g in groups)
-        return [messages.Samples(sequences, prompt, snapshot.version) for sequences, prompt in zip(made, scored)]
+        scored = [
+            self._sampler().score(snapshot, ids) if a.prompt_logprobs else None for a, ids in wanted
+        ]
+        made = (
+            [{"tokens": c.ids, "logprobs": c.logprobs, "stop_reason": c.finish_reason} for c in g]
+            for g in groups
+        )
+        return [
+            messages.Samples(sequences, prompt, snapshot.version)
+            for sequences, prompt in zip(made, scored)
+        ]
 
     def _use_tokens(self, more: int) -> None:
-        check_quota(f"session {self.id!r}", "tokens_per_day", self.meter.count(""), more, self.token_limit)
+        check_quota(
+            f"session {self.id!r}", "tokens_per_day", self.meter.count(""), more, self.token_limit
+        )
         self.meter.count("", more)
 
     def _model(self, model: str) -> Resident:
@@ -355,7 +420,11 @@ class Session:
         path = posixpath.normpath(unquote(urlparse(normalize_url(named)).path))
         theirs = re.search(r"/sessions/([^/]+)/session-[0-9a-f]+(/|@|$)", path)
         if theirs and theirs[1] != self.id.partition(".")[0]:
-            raise UserError("path", named, "belongs to a session of another namespace; have it copied by its owner")
+            raise UserError(
+                "path",
+                named,
+                "belongs to a session of another namespace; have it copied by its owner",
+            )
         return Artifact(named)
 
     def _url(self, path: str) -> str:
@@ -363,9 +432,17 @@ class Session:
         model, _, rest = path.removeprefix(SCHEME).partition("/")
         session, _, kind = model.partition(":")
         namespace, _, name = session.partition(".")
-        known = re.fullmatch(rf"(weights|sampler_weights)/{NAME.pattern}", rest) and re.fullmatch(r"train:\d+", kind)
-        if not known or not re.fullmatch(r"[a-z0-9-]+", name) or namespace != self.id.partition(".")[0]:
-            raise UserError("path", path, "no checkpoint of this namespace: tinker://<model>/weights/<name>")
+        known = re.fullmatch(rf"(weights|sampler_weights)/{NAME.pattern}", rest) and re.fullmatch(
+            r"train:\d+", kind
+        )
+        if (
+            not known
+            or not re.fullmatch(r"[a-z0-9-]+", name)
+            or namespace != self.id.partition(".")[0]
+        ):
+            raise UserError(
+                "path", path, "no checkpoint of this namespace: tinker://<model>/weights/<name>"
+            )
         return f"{self.artifacts.rpartition('/')[0]}/{name}/{kind.replace(':', '-')}/{rest}"
 
 
@@ -382,10 +459,16 @@ def _read_limits(directory: Path) -> tuple[int, int, tuple[int, ...]]:
 def _seeds(request: messages.Sample, number: int) -> list[int]:
     """Derive a seed for each completion, from the given seed, or else from the request."""
     given = request.sampling_params.seed
-    stream: tuple[int | str, ...] = () if given is not None else (request.sampling_session_id, number)
+    stream: tuple[int | str, ...] = (
+        () if given is not None else (request.sampling_session_id, number)
+    )
     return [derive_seed(given or 0, "sample", *stream, i) for i in range(request.num_samples)]
 
 
 def _fingerprint(request: Any) -> str:
-    body = request if isinstance(request, bytes) else dump_canonical_json(request.model_dump(mode="json")).encode()
+    body = (
+        request
+        if isinstance(request, bytes)
+        else dump_canonical_json(request.model_dump(mode="json")).encode()
+    )
     return hashlib.sha256(body).hexdigest()

@@ -28,7 +28,11 @@ class Wanted(BaseModel, frozen=True, extra="forbid"):
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
     accelerators: int = Field(0, ge=0, le=1024)
     display_name: str = Field("", max_length=200)
-    turns: str = Field("", pattern=rf"^({LABEL})?$", description="a group that shares devices in turns; empty: none")
+    turns: str = Field(
+        "",
+        pattern=rf"^({LABEL})?$",
+        description="a group that shares devices in turns; empty: none",
+    )
     policy: Literal["fifo", "lrs"] = Field("fifo", description="of the group's turns")
     patience: float = Field(30.0, ge=1, le=86400, description="the group's patience, in seconds")
 
@@ -66,7 +70,10 @@ class Session:
 
     def public(self) -> dict[str, Any]:
         """Return the fields that users see."""
-        fields = {name: getattr(self, name) for name in ("id", "phase", "reason", "creator", "created", "artifacts")}
+        fields = {
+            name: getattr(self, name)
+            for name in ("id", "phase", "reason", "creator", "created", "artifacts")
+        }
         return {**fields, **self.wanted.model_dump()}
 
 
@@ -75,14 +82,21 @@ class Quota(BaseModel, frozen=True, extra="forbid"):
 
     sessions: int = Field(4, ge=0)
     accelerators: int = Field(0, ge=0)
-    bytes_per_day: int = Field(10**11, ge=0, description="bytes of bodies, for each caller of the namespace")
-    tokens_per_day: int = Field(10**9, ge=0, description="tokens that its sessions train on, read and sample")
+    bytes_per_day: int = Field(
+        10**11, ge=0, description="bytes of bodies, for each caller of the namespace"
+    )
+    tokens_per_day: int = Field(
+        10**9, ge=0, description="tokens that its sessions train on, read and sample"
+    )
     store: str = Field("", description="URL that artifacts lie below; empty: --store")
 
     def check(self, wanted: Wanted, others: list[Session]) -> None:
         """Refuse another session that exceeds the quota, as `check_quota` does."""
         alive = [session for session in others if session.phase in (*ALIVE, "ending")]
-        have, who = sum(session.wanted.accelerators for session in alive), f"namespace {wanted.namespace!r}"
+        have, who = (
+            sum(session.wanted.accelerators for session in alive),
+            f"namespace {wanted.namespace!r}",
+        )
         check_quota(who, "sessions", len(alive), 1, self.sessions)
         check_quota(who, "accelerators", have, wanted.accelerators, self.accelerators)
 
@@ -116,19 +130,33 @@ class WorkerPod(BaseModel, frozen=True, extra="forbid"):
     image: str = "tuneloop/rollout:dev"
     cpu: str = "500m"
     memory: str = "4Gi"
-    request: str = Field("", description="memory request, less than `memory`, the limit; empty: the same")
+    request: str = Field(
+        "", description="memory request, less than `memory`, the limit; empty: the same"
+    )
     accelerator: str = Field("nvidia.com/gpu", description="the resource name of accelerators")
-    queue: str = Field("tuneloop", description="Kueue LocalQueue of sessions with accelerators; empty: not queued")
-    idle: int = Field(3600, ge=1, description="seconds without a request after which a session ends itself")
-    grace: int = Field(120, ge=20, description="seconds for its accepted requests when its pod is told to end")
+    queue: str = Field(
+        "tuneloop", description="Kueue LocalQueue of sessions with accelerators; empty: not queued"
+    )
+    idle: int = Field(
+        3600, ge=1, description="seconds without a request after which a session ends itself"
+    )
+    grace: int = Field(
+        120, ge=20, description="seconds for its accepted requests when its pod is told to end"
+    )
 
 
 class SamplerServer(BaseModel, frozen=True, extra="forbid"):
     """The vLLM server from which all sessions of a namespace sample: a Deployment of manifests/components/sampler."""
 
-    deployment: str = Field("tuneloop-sampler", description="in the session's namespace, with a Service of its name")
-    idle: int = Field(600, ge=60, description="seconds without a request until it is scaled to zero")
-    engine_args: dict[str, Any] = Field({}, description="vLLM's options, with --local; else the Deployment has them")
+    deployment: str = Field(
+        "tuneloop-sampler", description="in the session's namespace, with a Service of its name"
+    )
+    idle: int = Field(
+        600, ge=60, description="seconds without a request until it is scaled to zero"
+    )
+    engine_args: dict[str, Any] = Field(
+        {}, description="vLLM's options, with --local; else the Deployment has them"
+    )
 
 
 class Settings(BaseModel, frozen=True, extra="forbid"):
@@ -138,7 +166,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     namespaces: dict[str, Quota] = {}
     worker: WorkerPod = WorkerPod()
     sampler: SamplerServer | None = Field(
-        None, description="read when the gateway starts; none: each session samples in its own process"
+        None,
+        description="read when the gateway starts; none: each session samples in its own process",
     )
 
     def quota(self, namespace: str) -> Quota:
@@ -148,7 +177,9 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 def read_settings(path: Path | None) -> Settings:
     """Read settings from a YAML file, or return the defaults. Raises UserError if it is unreadable or invalid."""
     try:
-        return Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
+        return (
+            Settings.model_validate(yaml.safe_load(path.read_text()) or {}) if path else Settings()
+        )
     except ValidationError as error:
         raise convert_validation_error(error, prefix=f"{path}: ") from None
     except (OSError, yaml.YAMLError) as error:

@@ -52,22 +52,37 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
             raise UserError(f"loss_fn_config.{name}", value.text, "only numbers are known here")
         config[name] = value.number
     data = [
-        Datum(_tokens(datum.model_input), {name: _dense(name, tensor) for name, tensor in datum.loss_fn_inputs.items()})
+        Datum(
+            _tokens(datum.model_input),
+            {name: _dense(name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
+        )
         for datum in sent.data
     ]
-    return ForwardBackward(sent.model_id, sent.seq_id or None, data, sent.loss_fn, config, sent.forward_only)
+    return ForwardBackward(
+        sent.model_id, sent.seq_id or None, data, sent.loss_fn, config, sent.forward_only
+    )
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
     """Encode a ``ForwardBackwardOutput``: float32 ``[positions]`` of each datum."""
     offsets = np.cumsum([0, *(part.nbytes for part in logprobs)], dtype="<i8")
-    message = _messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    tensor = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs)).fields["logprobs"]
-    tensor.data, tensor.offsets, tensor.dtype = b"".join(map(np.ndarray.tobytes, logprobs)), offsets.tobytes(), FLOAT32
+    message = _messages()["ForwardBackwardOutput"](
+        loss_fn_output_type="ArrayRecord", metrics=dict(metrics)
+    )
+    tensor = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs)).fields[
+        "logprobs"
+    ]
+    tensor.data, tensor.offsets, tensor.dtype = (
+        b"".join(map(np.ndarray.tobytes, logprobs)),
+        offsets.tobytes(),
+        FLOAT32,
+    )
     return bytes(message.SerializeToString())
 
 
-def write_samples(sequences: Sequence[Mapping[str, Any]], prompt_logprobs: Sequence[float] | None) -> bytes:
+def write_samples(
+    sequences: Sequence[Mapping[str, Any]], prompt_logprobs: Sequence[float] | None
+) -> bytes:
     """Encode a ``SampleResponse`` from its JSON form."""
     message = _messages()["SampleResponse"]()
     for sequence in sequences:
@@ -87,14 +102,20 @@ def _parse(body: bytes, kind: str = "ForwardBackwardRequest") -> Any:
     try:
         return _messages()[kind].FromString(body)
     except DecodeError as error:
-        raise UserError("body", f"{len(body)} bytes", f"is not a ForwardBackwardRequest ({error})") from error
+        raise UserError(
+            "body", f"{len(body)} bytes", f"is not a ForwardBackwardRequest ({error})"
+        ) from error
 
 
 def _tokens(chunks: Sequence[Any]) -> list[int]:
     if not all(chunk.HasField("encoded_text") for chunk in chunks):
         raise UserError("model_input", "image or sound", "only token ids are known here")
     try:
-        return [int(token) for chunk in chunks for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")]
+        return [
+            int(token)
+            for chunk in chunks
+            for token in np.frombuffer(chunk.encoded_text.tokens, "<i4")
+        ]
     except ValueError as error:
         raise UserError("model_input", "tokens", f"are not int32 ({error})") from error
 
@@ -104,7 +125,9 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
         raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is neither float32 nor int64")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
-        raise UserError(f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here")
+        raise UserError(
+            f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here"
+        )
     try:
         return np.frombuffer(tensor.dense, dtype).reshape(shape or -1)
     except ValueError as error:
@@ -118,4 +141,6 @@ def _messages() -> dict[str, Any]:
     from google.protobuf import descriptor_pb2, message_factory, text_format
 
     file = text_format.Parse(SCHEMA.read_text(), descriptor_pb2.FileDescriptorProto())
-    return {name.rpartition(".")[2]: kind for name, kind in message_factory.GetMessages([file]).items()}
+    return {
+        name.rpartition(".")[2]: kind for name, kind in message_factory.GetMessages([file]).items()
+    }

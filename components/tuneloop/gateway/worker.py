@@ -88,7 +88,9 @@ class Worker:
             "forward_backward": self.forward_backward,
             "optim_step": self._queued(messages.OptimStep, session.optim_step),
             "save_weights": self._queued(messages.SaveWeights, session.save_weights),
-            "save_weights_for_sampler": self._queued(messages.SaveWeights, session.save_weights_for_sampler),
+            "save_weights_for_sampler": self._queued(
+                messages.SaveWeights, session.save_weights_for_sampler
+            ),
             "asample": self._queued(messages.Sample, session.sample),
             "create_sampling_session": self.create_sampling,
             "retrieve_future": self.retrieve,
@@ -124,25 +126,38 @@ class Worker:
 
     def create_sampling(self, body: messages.CreateSampling) -> dict[str, str]:
         """Open a sampling session of a checkpoint, which is looked up first."""
-        return {"type": "create_sampling_session", "sampling_session_id": self.session.create_sampling(body)}
+        return {
+            "type": "create_sampling_session",
+            "sampling_session_id": self.session.create_sampling(body),
+        }
 
-    async def retrieve(self, request: Request, request_id: Annotated[str, Body(embed=True)] = "") -> Response:
+    async def retrieve(
+        self, request: Request, request_id: Annotated[str, Body(embed=True)] = ""
+    ) -> Response:
         """Answer with the result, or with 408 if there is none yet."""
         try:
             future: Future[Any] = self.session.ledger.future(request_id)
         except Refused as gone:
             raise Refused(410, str(gone)) from gone
         settled = asyncio.wrap_future(future)
-        settled.add_done_callback(lambda done: done.exception())  # else asyncio warns that it was never retrieved
+        settled.add_done_callback(
+            lambda done: done.exception()
+        )  # else asyncio warns that it was never retrieved
         await asyncio.wait([settled], timeout=POLL)
         if not future.done():
-            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
+            return JSONResponse(
+                {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
+            )
         self.session.ledger.future(request_id)  # the result is fetched now
         if error := future.exception():
             mine = not isinstance(error, UserError | Refused)
             if mine:
                 log.error("%s failed", request_id, exc_info=error)
-            message = (f"{type(error).__name__}: {error}" if mine else str(error)).encode(errors="replace").decode()
+            message = (
+                (f"{type(error).__name__}: {error}" if mine else str(error))
+                .encode(errors="replace")
+                .decode()
+            )
             return JSONResponse({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
@@ -156,7 +171,9 @@ class Worker:
         ledger, begun, usable_s = self.session.ledger, time.monotonic(), grace_s - MARGIN_S
         half, deadline = begun + usable_s / 2, begun + usable_s
         ledger.close()
-        log.info("is ending: accepts no new requests, and has %d left to execute", ledger.count_open()[0])
+        log.info(
+            "is ending: accepts no new requests, and has %d left to execute", ledger.count_open()[0]
+        )
         while ledger.count_open()[0] and time.monotonic() < half and self.thread.is_alive():
             time.sleep(0.05)
         try:
@@ -167,7 +184,10 @@ class Worker:
         while ledger.count_open()[2] and time.monotonic() < deadline:
             time.sleep(0.05)
         if any(left := ledger.count_open()):
-            log.error("ends with %d requests not done, %d that wait for an earlier one, %d results not fetched", *left)
+            log.error(
+                "ends with %d requests not done, %d that wait for an earlier one, %d results not fetched",
+                *left,
+            )
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
         async def answer(request: Request) -> dict[str, Any]:
@@ -194,7 +214,9 @@ class Worker:
             model, number = wire.read_address(body) if proto else _address(body)
             if not model or number is None:
                 raise
-            refusal = convert_validation_error(error) if isinstance(error, ValidationError) else error
+            refusal = (
+                convert_validation_error(error) if isinstance(error, ValidationError) else error
+            )
             ids.append(self.session.refuse(body, model, number, refusal))
 
     def _guarded(self, app: Any) -> Any:
@@ -214,7 +236,9 @@ class Worker:
                     return await refusal(scope, receive, marked)
                 scope.setdefault("state", {})["caller"] = self.session.id  # for `TimedProtocol`
                 self.session.token_limit = float(headers.get(TOKENS, "inf"))
-                if not scope["path"].endswith("/session_heartbeat"):  # sent as long as a notebook is open
+                if not scope["path"].endswith(
+                    "/session_heartbeat"
+                ):  # sent as long as a notebook is open
                     self.heard = time.monotonic()
             await app(scope, receive, marked)
 
@@ -259,7 +283,10 @@ class Worker:
             yield None
             return
         file = os.environ.get(fencing.VARIABLE)
-        with self.turns.acquire(stop=self.stopping, file=Path(file) if file else None) as lease, _guarded(lease):
+        with (
+            self.turns.acquire(stop=self.stopping, file=Path(file) if file else None) as lease,
+            _guarded(lease),
+        ):
             self.session.wake()
             try:
                 yield lease
@@ -276,9 +303,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(KEY, None, "is required: set it to a secret, which callers must send")
     turns = None
     if options.turns:
-        os.environ[fencing.VARIABLE] = os.path.join(tempfile.mkdtemp(prefix="tuneloop-"), "turn.json")
-        turns = open_turns(options.turns, who=options.session, policy=options.policy, patience=options.patience)
-    session = Session(options.session, options.artifacts, lambda: _ranks(options.device), options.sampler)
+        os.environ[fencing.VARIABLE] = os.path.join(
+            tempfile.mkdtemp(prefix="tuneloop-"), "turn.json"
+        )
+        turns = open_turns(
+            options.turns, who=options.session, policy=options.policy, patience=options.patience
+        )
+    session = Session(
+        options.session, options.artifacts, lambda: _ranks(options.device), options.sampler
+    )
     worker = Worker(session, key, turns)
     return _serve(worker, options)
 
@@ -308,11 +341,17 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
     """Serve until it is told to end, is idle, or fails; return the exit code."""
     import uvicorn
 
-    listener = socket.socket(fileno=options.fd) if options.fd is not None else bind_address(options.host, options.port)
+    listener = (
+        socket.socket(fileno=options.fd)
+        if options.fd is not None
+        else bind_address(options.host, options.port)
+    )
     server = uvicorn.Server(uvicorn.Config(worker.app(), timeout_graceful_shutdown=2, **UVICORN))
 
     def watch() -> None:
-        while time.monotonic() - worker.heard < options.idle and not worker.stopping.wait(min(1.0, options.idle / 4)):
+        while time.monotonic() - worker.heard < options.idle and not worker.stopping.wait(
+            min(1.0, options.idle / 4)
+        ):
             if options.parent and os.getppid() != options.parent:
                 os._exit(0)  # the gateway was killed: do not outlive it
         if not worker.stopping.is_set():
@@ -323,7 +362,9 @@ def _serve(worker: Worker, options: argparse.Namespace) -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     worker.thread.start()
-    print_diagnostic(f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0)
+    print_diagnostic(
+        f"session {options.session}: http://{options.host}:{listener.getsockname()[1]}", 0
+    )
     serve_until_signalled(server, listener, functools.partial(worker.drain, options.grace))
     worker.stopping.set()
     worker.thread.join(2)
@@ -334,8 +375,14 @@ def _address(body: bytes) -> tuple[str, int | None]:
     """Read model and number of a request in JSON, if it has them."""
     with contextlib.suppress(ValueError):
         value = json.loads(body)
-        if isinstance(value, dict) and isinstance(value.get("seq_id"), int) and 0 <= value["seq_id"] < 2**31:
-            return str(value.get("model_id") or "").encode().decode(), value["seq_id"]  # or no UTF-8: a ValueError
+        if (
+            isinstance(value, dict)
+            and isinstance(value.get("seq_id"), int)
+            and 0 <= value["seq_id"] < 2**31
+        ):
+            return str(value.get("model_id") or "").encode().decode(), value[
+                "seq_id"
+            ]  # or no UTF-8: a ValueError
     return "", None
 
 
@@ -351,21 +398,39 @@ def _result(result: Any, proto: bool) -> Response:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m tuneloop.gateway.worker", __doc__)
     parser.add_argument("--session", required=True, help="<namespace>.<name>")
-    parser.add_argument("--artifacts", required=True, metavar="URL", help="the folder of the session's artifacts")
+    parser.add_argument(
+        "--artifacts", required=True, metavar="URL", help="the folder of the session's artifacts"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument(
-        "--sampler", default="", metavar="URL", help="the server to sample from (default: the worker samples itself)"
+        "--sampler",
+        default="",
+        metavar="URL",
+        help="the server to sample from (default: the worker samples itself)",
     )
-    parser.add_argument("--idle", type=float, default=3600.0, help="seconds without a request until it ends")
+    parser.add_argument(
+        "--idle", type=float, default=3600.0, help="seconds without a request until it ends"
+    )
     text = "seconds for accepted requests after SIGTERM; after SIGINT it ends at once"
     parser.add_argument("--grace", type=float, default=120.0, help=text)
-    parser.add_argument("--turns", metavar="URL", help="lease://namespace/group, or a place in the store")
-    parser.add_argument("--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's turns")
-    parser.add_argument("--patience", type=float, default=30.0, help="of the group's turns, in seconds")
+    parser.add_argument(
+        "--turns", metavar="URL", help="lease://namespace/group, or a place in the store"
+    )
+    parser.add_argument(
+        "--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's turns"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=30.0, help="of the group's turns, in seconds"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")
     parser.add_argument("--fd", type=int, help="an inherited listening socket, in place of a port")
-    parser.add_argument("--parent", type=int, metavar="PID", help="end as soon as this process is no longer its parent")
+    parser.add_argument(
+        "--parent",
+        type=int,
+        metavar="PID",
+        help="end as soon as this process is no longer its parent",
+    )
     return parser.parse_args(argv)
 
 

@@ -14,7 +14,13 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
-from tuneloop.formats.rollouts import Completion, Request, get_sampled_mask, get_versions, request_id
+from tuneloop.formats.rollouts import (
+    Completion,
+    Request,
+    get_sampled_mask,
+    get_versions,
+    request_id,
+)
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
@@ -44,24 +50,38 @@ class SamplingOptions(EpisodeOptions):
     max_tokens: int = Field(64, ge=1, description="maximum tokens of a completion")
     seed: int = 0
     canary_tolerance: float = Field(
-        0.05, gt=0, description="mean absolute log-probability difference between engine and trainer on the canary"
+        0.05,
+        gt=0,
+        description="mean absolute log-probability difference between engine and trainer on the canary",
     )
     engine_args: dict[str, Any] = Field(
-        {}, description="the engine's own arguments (max_model_len, dtype, …) where it runs in process"
+        {},
+        description="the engine's own arguments (max_model_len, dtype, …) where it runs in process",
     )
     timeout_s: float = Field(
-        600.0, gt=0, description="seconds of silence after which a server counts as dead", json_schema_extra=UNTRACKED
+        600.0,
+        gt=0,
+        description="seconds of silence after which a server counts as dead",
+        json_schema_extra=UNTRACKED,
     )
 
 
 def input_identity(params: Any) -> dict[str, Any]:
     """Return the parameters that affect the output: the fleet's URL does not, being an address like `endpoint`."""
-    return {"engine_args": {name: value for name, value in params.engine_args.items() if name != "fleet"}}
+    return {
+        "engine_args": {
+            name: value for name, value in params.engine_args.items() if name != "fleet"
+        }
+    }
 
 
-def sampling_stage(kind: str, role: Role, **results: type) -> Callable[[Callable[..., Results]], Component]:
+def sampling_stage(
+    kind: str, role: Role, **results: type
+) -> Callable[[Callable[..., Results]], Component]:
     """Make a stage of a function that samples with an engine, and commits an artifact of the kind `kind`."""
-    return component(kind, image="rollout", accelerator=True, role=role, results=results, identity=input_identity)
+    return component(
+        kind, image="rollout", accelerator=True, role=role, results=results, identity=input_identity
+    )
 
 
 class StaleWeights(RuntimeError):
@@ -120,7 +140,9 @@ def generate_completions(
         elif options.environment is None:
             completions = engine.generate(requests, sampling, done)
         else:
-            completions = play_episodes(options, engine, job.rows, requests, sampling, tokenizer, seed, done)
+            completions = play_episodes(
+                options, engine, job.rows, requests, sampling, tokenizer, seed, done
+            )
     stage.facts["staleness"] = measure_staleness(policy, completions, bound)
     for name in ("pulled", "replicas", "determinism"):  # only some engines have them
         if said := getattr(engine, name, None):
@@ -164,14 +186,21 @@ def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[st
     return result
 
 
-def compare_with_canary(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float] | str:
+def compare_with_canary(
+    engine: Engine, policy: Artifact, tolerance: float
+) -> dict[str, float] | str:
     """Measure the differences, or say what is wrong."""
-    want, served = (policy.manifest.facts["version"], policy.manifest.digest), (engine.version, engine.digest)
+    want, served = (
+        (policy.manifest.facts["version"], policy.manifest.digest),
+        (engine.version, engine.digest),
+    )
     if served != want:
         return f"engine {engine.name} serves version {served[0]} ({served[1]}) instead of {want[0]} ({want[1]})"
     canary = read_canary(policy)
     answers = engine.score(canary["ids"])
-    differences = [abs(ours - theirs) for ours, theirs in zip(answers, canary["logprobs"], strict=True)]
+    differences = [
+        abs(ours - theirs) for ours, theirs in zip(answers, canary["logprobs"], strict=True)
+    ]
     mean, most = sum(differences) / len(differences), max(differences)
     if not mean <= tolerance:  # NaN fails, too
         return (
@@ -201,8 +230,12 @@ def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
     try:
         ids = begun.prompt_ids if begun else encode_prompt(tokenizer, row["prompt"], row["chat"])
     except UserError as error:
-        raise UserError(f"prompts row {row['id']}: {error.field}", error.value, error.remedy) from error
-    return Request(group, ids, [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)])
+        raise UserError(
+            f"prompts row {row['id']}: {error.field}", error.value, error.remedy
+        ) from error
+    return Request(
+        group, ids, [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)]
+    )
 
 
 def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
@@ -217,7 +250,9 @@ def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
             raise UserError(f"prompts row {row['id']}", length, remedy)
 
 
-def measure_staleness(policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int) -> dict[str, float]:
+def measure_staleness(
+    policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int
+) -> dict[str, float]:
     """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`. Raises
     StaleWeights: some are older than the bound, or newer than the policy."""
     want = policy.manifest.facts["version"]

@@ -23,7 +23,9 @@ STRANGERS = 1024
 class TokenGuard:
     """Lets requests pass that have a token of the run's file, if there is one (`tuneloop.core.server_token`)."""
 
-    def __init__(self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]) -> None:
+    def __init__(
+        self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]
+    ) -> None:
         self.app, self.open_paths, self.max_bytes = app, open_paths, max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -38,12 +40,16 @@ class TokenGuard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise HTTPException(413, f"the body has more than {most} bytes; send less at a time")
+                raise HTTPException(
+                    413, f"the body has more than {most} bytes; send less at a time"
+                )
             return message
 
         if scope["path"] not in self.open_paths:
             tokens = read_tokens()
-            if tokens and not any(hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens):
+            if tokens and not any(
+                hmac.compare_digest(sent, f"Bearer {token}".encode()) for token in tokens
+            ):
                 told = f"no token of this run: send Authorization: Bearer TOKEN, from the file that {VARIABLE} names"
                 return await (await refusals.refuse_stranger(told))(scope, receive, send)
             scope.setdefault("state", {})["caller"] = "of the run"
@@ -60,7 +66,9 @@ class TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.strangers[self] = self.loop.call_later(HEADERS_S, self._judge)
-        while len(self.strangers) > min(STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+        while len(self.strangers) > min(
+            STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        ):
             next(iter(self.strangers))._judge()
 
     def connection_lost(self, exc: Exception | None) -> None:

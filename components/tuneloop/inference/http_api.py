@@ -53,7 +53,9 @@ class GenerateBody(BaseModel):
 class HttpApi:
     """The HTTP side of an `EngineLoop`. `attempts`: the store that counts this server's starts without an answer."""
 
-    def __init__(self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None) -> None:
+    def __init__(
+        self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None
+    ) -> None:
         self.loop, self.follower, self.attempts = loop, follower, attempts
         self.loading, self.used, self.kept_until = threading.Lock(), threading.Event(), 0.0
         self.kept: tuple[int, str] | None = None
@@ -61,7 +63,11 @@ class HttpApi:
     def app(self) -> FastAPI:
         app = create_app(400)
         app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=self.limit_body)
-        gets: dict[str, Any] = {"/health": self.health, "/version": self.version, "/metrics": self.metrics}
+        gets: dict[str, Any] = {
+            "/health": self.health,
+            "/version": self.version,
+            "/metrics": self.metrics,
+        }
         posts: dict[str, Callable[..., Any]] = {
             "/load": self.load,
             "/generate": self.generate,
@@ -81,17 +87,33 @@ class HttpApi:
 
     def limit_body(self, path: str) -> int:
         """Return the maximum bytes of a body: parsing it (100 ms for 4 MiB of token ids) delays all other requests."""
-        return ORDER_BYTES + (max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0)
+        return ORDER_BYTES + (
+            max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0
+        )
 
     def served(self) -> dict[str, Any]:
         engine = self.loop.engine
-        status = {"version": engine.version, "digest": engine.digest, "engine": engine.name, "context": engine.context}
+        status = {
+            "version": engine.version,
+            "digest": engine.digest,
+            "engine": engine.name,
+            "context": engine.context,
+        }
         if engine.determinism:
             status["determinism"] = engine.determinism
         if self.follower:  # in this order: `pulled` is set before `changing` is reset
-            status |= {"version": -1, "digest": ""} if self.follower.changing == status["version"] else {}
-            pulled = self.follower.pulled and {**self.follower.pulled, "converged_s": self.follower.converged_s()}
-            status |= {"follows": self.follower.store.url, "trouble": self.follower.trouble, "pulled": pulled}
+            status |= (
+                {"version": -1, "digest": ""} if self.follower.changing == status["version"] else {}
+            )
+            pulled = self.follower.pulled and {
+                **self.follower.pulled,
+                "converged_s": self.follower.converged_s(),
+            }
+            status |= {
+                "follows": self.follower.store.url,
+                "trouble": self.follower.trouble,
+                "pulled": pulled,
+            }
         return status
 
     async def health(self) -> dict[str, str]:
@@ -104,7 +126,9 @@ class HttpApi:
 
     async def metrics(self) -> PlainTextResponse:
         running, waiting = self.loop.engine.count_requests()
-        return PlainTextResponse(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n")
+        return PlainTextResponse(
+            f"vllm:num_requests_running {running}\nvllm:num_requests_waiting {waiting}\n"
+        )
 
     def load(
         self,
@@ -118,11 +142,16 @@ class HttpApi:
         if self.follower:
             digest = split_ref(ref)[1]
             if version is None or digest is None:
-                raise UserError("ref", ref, "a server that follows needs the version, and a ref with a digest")
+                raise UserError(
+                    "ref", ref, "a server that follows needs the version, and a ref with a digest"
+                )
             self.follower.reach(version, digest, force=force)
         else:
             policy = _fetch(ref)
-            engine, wanted = self.loop.engine, (policy.manifest.facts["version"], policy.manifest.digest)
+            engine, wanted = (
+                self.loop.engine,
+                (policy.manifest.facts["version"], policy.manifest.digest),
+            )
             with self.loading:
                 if force or (engine.version, engine.digest) != wanted:
                     if wanted != self.kept:
@@ -135,21 +164,29 @@ class HttpApi:
 
     async def generate(self, body: GenerateBody) -> StreamingResponse:
         if body.stream and body.prompt_logprobs:
-            raise UserError("stream", True, "cannot be combined with prompt_logprobs; request one of them")
+            raise UserError(
+                "stream", True, "cannot be combined with prompt_logprobs; request one of them"
+            )
         here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, message: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has ended, and the engine is not to blame
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the server has ended, and the engine is not to blame
                 here.call_soon_threadsafe(events.put_nowait, (index, message))
 
         ticket = await self._admit(body, emit)
         if not body.prompt_logprobs:  # which prove weights
             self.used.set()
-        return StreamingResponse(self._stream(ticket, events, body), media_type="application/x-ndjson")
+        return StreamingResponse(
+            self._stream(ticket, events, body), media_type="application/x-ndjson"
+        )
 
     def verify(self) -> dict[str, Any]:
         if self.follower is None:
-            raise UserError("verify", "--policy", "only a server with --weights keeps the files to compare with")
+            raise UserError(
+                "verify", "--policy", "only a server with --weights keeps the files to compare with"
+            )
         version, comparison = self.follower.verify()
         return {"version": version, **asdict(comparison)}
 
@@ -158,11 +195,15 @@ class HttpApi:
         return await self._have(self.loop.pause, mode)
 
     async def update(
-        self, model_path: Annotated[str, Body()], weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")]
+        self,
+        model_path: Annotated[str, Body()],
+        weight_version: Annotated[str, Body(pattern=r"^\d+@\S+$")],
     ) -> dict[str, str]:
         """Serve a verified checkpoint, given by its ``model`` directory or reference and ``<version>@<its digest>``."""
         if self.follower:
-            raise UserError("model_path", model_path, "this server follows --weights; publish the version there")
+            raise UserError(
+                "model_path", model_path, "this server follows --weights; publish the version there"
+            )
         path, digest = Path(model_path), weight_version.partition("@")[2]
         around = path.is_absolute() and path.name == "model"  # its parent is the artifact
         url = str(path.parent.parent) if around else split_ref(model_path)[0]
@@ -179,9 +220,14 @@ class HttpApi:
     async def label(self) -> dict[str, str]:
         """Answer with the version served, as `update` was told it; empty while nothing is served."""
         engine = self.loop.engine
-        return {"status": "ok", "version": f"{engine.version}@{engine.digest}" if engine.digest else ""}
+        return {
+            "status": "ok",
+            "version": f"{engine.version}@{engine.digest}" if engine.digest else "",
+        }
 
-    async def sleep(self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1) -> dict[str, str]:
+    async def sleep(
+        self, level: Annotated[int, Body(embed=True, ge=1, le=2)] = 1
+    ) -> dict[str, str]:
         """Release the device's memory: level 1 keeps the weights on the host, level 2 drops them."""
         return await self._have(self.loop.sleep, level, status="asleep")
 
@@ -191,7 +237,9 @@ class HttpApi:
             self.follower.wake()
         return answer
 
-    async def _have(self, work: Callable[..., None], *args: Any, status: str = "ok") -> dict[str, str]:
+    async def _have(
+        self, work: Callable[..., None], *args: Any, status: str = "ok"
+    ) -> dict[str, str]:
         """Run `work` on the engine's thread, and answer once it is done."""
         await asyncio.wrap_future(self.loop.call(work, *args))
         return {"status": status}
@@ -199,18 +247,26 @@ class HttpApi:
     async def _admit(self, body: GenerateBody, emit: Callable[[int, Any], None]) -> Ticket:
         how = {"prompt_logprobs": body.prompt_logprobs, "stream": body.stream}
         versions = body.version, body.min_version
-        admitted = self.loop.call(self.loop.generate, body.requests, body.sampling, *versions, emit, body.digest, **how)
+        admitted = self.loop.call(
+            self.loop.generate, body.requests, body.sampling, *versions, emit, body.digest, **how
+        )
         answer: asyncio.Future[Ticket] = asyncio.wrap_future(admitted)
         try:
             while not (await asyncio.wait({answer}, timeout=WAIT_S))[0]:
-                if self.loop.paused or self.loop.waking:  # else weights are being changed, which takes a limited time
-                    raise Refused(503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}")
+                if (
+                    self.loop.paused or self.loop.waking
+                ):  # else weights are being changed, which takes a limited time
+                    raise Refused(
+                        503, f"waited {WAIT_S:g} s; {self.loop.trouble or 'generation is paused'}"
+                    )
             return answer.result()
         except Refused as refused:
             if refused.status == 409 and self.follower:
                 self.follower.wake()
                 if self.follower.trouble:
-                    raise Refused(409, f"{refused}; it cannot be pulled: {self.follower.trouble}") from refused
+                    raise Refused(
+                        409, f"{refused}; it cannot be pulled: {self.follower.trouble}"
+                    ) from refused
             raise
         finally:
             if not answer.done():  # the client has left
@@ -250,7 +306,9 @@ class HttpApi:
 
 def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]]:
     """Have `policy` served."""
-    return loop.call(loop.change, policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest)
+    return loop.call(
+        loop.change, policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest
+    )
 
 
 def _fetch(ref: str) -> Artifact:
@@ -261,7 +319,11 @@ def _fetch(ref: str) -> Artifact:
 
 def _said(completion: Completion) -> dict[str, Any]:
     """Return a completion as JSON, without fields that were not requested."""
-    return {name: value for name, value in asdict(completion).items() if value not in ([], None) or name in ALWAYS}
+    return {
+        name: value
+        for name, value in asdict(completion).items()
+        if value not in ([], None) or name in ALWAYS
+    }
 
 
 def _line(value: Any) -> bytes:

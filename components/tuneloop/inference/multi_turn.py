@@ -32,7 +32,9 @@ def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
     """Find the factory of the environment `name`, and check its arguments' names; `prefix` begins their errors."""
     factory = plugins.load_variant("environments", name)
-    create: Callable[..., Environment] = factory if callable(factory) else factory.create_environment
+    create: Callable[..., Environment] = (
+        factory if callable(factory) else factory.create_environment
+    )
     plugins.check_variant_args(name, create, args, first=1, prefix=prefix)
     return create
 
@@ -41,14 +43,16 @@ class EpisodeOptions(Options):
     """How episodes go."""
 
     environment: Annotated[str, plugins.validate_variant("environments")] | None = Field(
-        None, description="replies to the policy: calculator, python, or pkg.mod:attr; none: one turn"
+        None,
+        description="replies to the policy: calculator, python, or pkg.mod:attr; none: one turn",
     )
     environment_args: Annotated[dict[str, Any], AfterValidator(_check_args)] = Field(
         {}, description="the environment's own arguments"
     )
     max_turns: int = Field(8, ge=1, description="maximum turns of the policy in an environment")
     keep_reasoning: bool = Field(
-        False, description="accept a chat template that strips earlier turns' reasoning; tuneloop keeps it"
+        False,
+        description="accept a chat template that strips earlier turns' reasoning; tuneloop keeps it",
     )
 
     def open_environment(self, row: Mapping[str, Any]) -> Environment:
@@ -82,7 +86,11 @@ class _Live:
     def hear(self, completion: Completion) -> None:
         self.versions += get_versions(completion)
         self.extend(completion.ids, completion.logprobs, sampled=True)
-        self.last, self.turns, self.finish_reason = completion.ids, self.turns + 1, completion.finish_reason
+        self.last, self.turns, self.finish_reason = (
+            completion.ids,
+            self.turns + 1,
+            completion.finish_reason,
+        )
 
     def extend(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
         self.ids += ids
@@ -90,10 +98,23 @@ class _Live:
         self.mask += [sampled] * len(ids)
 
     def episode(self) -> Episode:
-        facts = {"turns": self.turns, "reward": self.reward, **({"escape": self.escape} if self.escape else {})}
+        facts = {
+            "turns": self.turns,
+            "reward": self.reward,
+            **({"escape": self.escape} if self.escape else {}),
+        }
         start, end = self.versions[0], self.versions[-1]
         return Episode(
-            self.ids, self.logprobs, self.finish_reason, start, end, self.versions, None, self.mask, self.last, facts
+            self.ids,
+            self.logprobs,
+            self.finish_reason,
+            start,
+            end,
+            self.versions,
+            None,
+            self.mask,
+            self.last,
+            facts,
         )
 
 
@@ -114,7 +135,10 @@ def play_episodes(
     `how.max_turns` turns, or if reply and next turn do not fit the engine's context (the reply is dropped). `seed` gets
     an episode's name and the number of a later turn; `done` gets the number of requests whose episodes have ended."""
     everyone = [
-        [_Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"]) for s in range(len(r.seeds))]
+        [
+            _Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"])
+            for s in range(len(r.seeds))
+        ]
         for row, r in zip(rows, requests)
     ]
     over = 0
@@ -145,7 +169,9 @@ def _still(
         one.reward, one.escape = reply.reward, reply.escape
         if reply.done or reply.escape or one.finish_reason != "stop":
             continue
-        ids = encode_reply(tokenizer, reply.text, one.chat, reply.role, sampling.stop_token_ids, how.keep_reasoning)
+        ids = encode_reply(
+            tokenizer, reply.text, one.chat, reply.role, sampling.stop_token_ids, how.keep_reasoning
+        )
         room = engine.context - len(one.prompt) - len(one.ids) - len(ids)
         if one.turns == how.max_turns or room < sampling.max_tokens:
             one.finish_reason = "length"

@@ -34,20 +34,37 @@ def create_app(mistake: int) -> FastAPI:
     app = FastAPI(openapi_url=None, strict_content_type=False)
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, RequestValidationError):  # its errors() are pydantic's, below the place in the request
+        if isinstance(
+            error, RequestValidationError
+        ):  # its errors() are pydantic's, below the place in the request
             for found in error.errors():
                 where = found["loc"][1:]
                 found["loc"] = where if where and found["type"] != "json_invalid" else ("body",)
         if isinstance(error, ValidationError | RequestValidationError):
             error = convert_validation_error(error)  # type: ignore[arg-type]
         if isinstance(error, HTTPException):  # no such route, or another method
-            error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        status = error.status if isinstance(error, Refused) else mistake if isinstance(error, UserError) else 503
+            error = Refused(
+                error.status_code, f"{request.method} {request.url.path}: {error.detail}"
+            )
+        status = (
+            error.status
+            if isinstance(error, Refused)
+            else mistake
+            if isinstance(error, UserError)
+            else 503
+        )
         told = str(error).encode(errors="replace").decode()
         if status == 401:
             return await refuse_stranger(told)
         return JSONResponse({"error": told}, status, {"Retry-After": "1"} if status == 503 else {})
 
-    for kind in (Refused, UserError, Retryable, ValidationError, RequestValidationError, HTTPException):
+    for kind in (
+        Refused,
+        UserError,
+        Retryable,
+        ValidationError,
+        RequestValidationError,
+        HTTPException,
+    ):
         app.add_exception_handler(kind, refuse)
     return app

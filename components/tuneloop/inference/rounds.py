@@ -55,7 +55,9 @@ class Rounds:
         that continues; `check` gets all completions after a round; `done` gets the number of groups that have ended."""
         nothing = Completion([], [], "length", 0, 0)
         groups = [
-            [*self.begun[each.id].completions] if each.id in self.begun else [nothing] * len(each.seeds)
+            [*self.begun[each.id].completions]
+            if each.id in self.begun
+            else [nothing] * len(each.seeds)
             for each in requests
         ]
         ended = 0
@@ -67,28 +69,45 @@ class Rounds:
             asked, places = _list_live(requests, groups, sampling.max_tokens, seed)
             made = engine.generate(asked, replace(sampling, max_tokens=self.size), beat)
             check(made)
-            for (group, sample), new in zip(places, itertools.chain.from_iterable(made), strict=True):
+            for (group, sample), new in zip(
+                places, itertools.chain.from_iterable(made), strict=True
+            ):
                 said = groups[group][sample]
                 if not new.ids:
-                    raise UserError("engine", engine.name, "gave no token to a completion; each takes one at least")
+                    raise UserError(
+                        "engine",
+                        engine.name,
+                        "gave no token to a completion; each takes one at least",
+                    )
                 # An engine may say length although the last token is a stop token: nothing is sampled after that.
-                reason: FinishReason = "stop" if new.ids[-1] in sampling.stop_token_ids else new.finish_reason
+                reason: FinishReason = (
+                    "stop" if new.ids[-1] in sampling.stop_token_ids else new.finish_reason
+                )
                 versions = get_versions(said) + get_versions(new)
                 whole = said.ids + new.ids, said.logprobs + new.logprobs, reason
                 groups[group][sample] = Completion(*whole, versions[0], versions[-1], versions)
-            ended = sum(all(has_ended(said, sampling.max_tokens) for said in each) for each in groups)
+            ended = sum(
+                all(has_ended(said, sampling.max_tokens) for said in each) for each in groups
+            )
             if ended >= self.wanted:
                 return groups
 
-    def divide_groups(self, groups: Sequence[Sequence[Completion]], max_tokens: int) -> tuple[list[int], list[int]]:
+    def divide_groups(
+        self, groups: Sequence[Sequence[Completion]], max_tokens: int
+    ) -> tuple[list[int], list[int]]:
         """Divide groups, by their places, into the first `wanted` that have ended and all others."""
-        ended = [i for i, each in enumerate(groups) if all(has_ended(said, max_tokens) for said in each)]
+        ended = [
+            i for i, each in enumerate(groups) if all(has_ended(said, max_tokens) for said in each)
+        ]
         batch = ended[: self.wanted]
         return batch, sorted({*range(len(groups))} - {*batch})
 
 
 def _list_live(
-    requests: Sequence[Request], groups: Sequence[Sequence[Completion]], most: int, seed: Callable[[str, int], int]
+    requests: Sequence[Request],
+    groups: Sequence[Sequence[Completion]],
+    most: int,
+    seed: Callable[[str, int], int],
 ) -> tuple[list[Request], list[tuple[int, int]]]:
     """List the requests of a round, one for a new group and one for each completion that continues; and the group and
     completion to which each answer belongs."""

@@ -29,7 +29,9 @@ from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 
 Isolation = Literal["process", "gvisor"]
 MAX_BYTES, GRACE_S = 2**24, 60
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # of JSON; the rest where it does not end
+STRING = re.compile(
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL
+)  # of JSON; the rest where it does not end
 WAITING = 4
 """The number of programs that may wait for each that runs; further clients are told to retry."""
 
@@ -56,7 +58,11 @@ def build_app(programs: int, isolation: Isolation) -> Any:
     async def run_in_turn(request: Request) -> dict[str, Any]:
         nonlocal left
         try:  # refuse a body that is long without its texts: parsing it takes seconds, and blocks all threads
-            value = json.loads(sent) if len(STRING.sub(b"", sent := await request.body(), 64)) < 512 else None
+            value = (
+                json.loads(sent)
+                if len(STRING.sub(b"", sent := await request.body(), 64)) < 512
+                else None
+            )
         except ValueError:
             value = None
         if not isinstance(value, dict):
@@ -97,22 +103,37 @@ def read_isolation(log: bytes) -> Isolation:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM, and return the exit code."""
     parser = Parser("python -m tuneloop.inference.sandbox_server", __doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
-    parser.add_argument("--programs", type=int, default=len(os.sched_getaffinity(0)), help="at a time (default: cores)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)"
+    )
+    parser.add_argument(
+        "--programs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="at a time (default: cores)",
+    )
     options = parser.parse_args(argv)
     if options.programs < 1:
         raise UserError("--programs", options.programs, "must be at least 1")
     check_kernel("sandbox", f"{options.host}:{options.port}")
     if not (read_tokens() or options.host.startswith("127.")):
-        raise UserError(VARIABLE, os.environ.get(VARIABLE), "must name a file with a token, or --host be 127.0.0.1")
+        raise UserError(
+            VARIABLE,
+            os.environ.get(VARIABLE),
+            "must name a file with a token, or --host be 127.0.0.1",
+        )
     import uvicorn
 
     with bind_address(options.host, options.port) as listener:
         listener.listen(1024)
         isolation, (host, port) = read_isolation(read_kernel_log()), listener.getsockname()[:2]
         print_diagnostic(f"sandbox: {isolation} at http://{host}:{port}", 0)
-        about = uvicorn.Config(build_app(options.programs, isolation), timeout_graceful_shutdown=GRACE_S, **UVICORN)
+        about = uvicorn.Config(
+            build_app(options.programs, isolation), timeout_graceful_shutdown=GRACE_S, **UVICORN
+        )
         serve_until_signalled(uvicorn.Server(about), listener)
     return 0
 

@@ -45,8 +45,13 @@ from tuneloop.inference.refusals import Refused
 from tuneloop.kube.resize import PodResizer
 
 UVICORN: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
-UVICORN |= {"log_level": "error", "access_log": False}  # requests without a token must not fill the log
-UVICORN |= {"timeout_keep_alive": 75}  # longer than clients keep a connection, so that none closes under a request
+UVICORN |= {
+    "log_level": "error",
+    "access_log": False,
+}  # requests without a token must not fill the log
+UVICORN |= {
+    "timeout_keep_alive": 75
+}  # longer than clients keep a connection, so that none closes under a request
 GRACE_S = 20
 """Seconds, of a pod's 30, for running answers after SIGTERM; then they are cut off, and clients retry elsewhere."""
 
@@ -84,7 +89,9 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     loop = EngineLoop(Vllm(options.engine_args))
     follower = None
     if options.weights:
-        follower = Follower(loop, options.weights, directory, options.poll_interval, options.pause, options.base)
+        follower = Follower(
+            loop, options.weights, directory, options.poll_interval, options.pause, options.base
+        )
     policy = _open_policy(options.policy) if options.policy else None
     if policy:
         policy.part("model")  # proved before seconds go into starting vLLM
@@ -99,7 +106,9 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
         follower.start()
         if not loop.engine.digest:
             print_diagnostic(f"serve: waits for a version below {follower.store.url}", 0)
-        while loop.trouble:  # a server that only follows has to wait for the first published version
+        while (
+            loop.trouble
+        ):  # a server that only follows has to wait for the first published version
             if loop.broken:
                 raise Retryable(loop.trouble)
             time.sleep(0.05)
@@ -108,7 +117,9 @@ def _serve(listener: socket.socket, options: argparse.Namespace, directory: Path
     app = HttpApi(loop, follower, Store(options.attempts) if options.attempts else None).app()
     host, port = listener.getsockname()[:2]
     if not (read_tokens() or host.startswith("127.")):
-        print_diagnostic(f"serve: note: no token is required, as {VARIABLE} names no existing file", 0)
+        print_diagnostic(
+            f"serve: note: no token is required, as {VARIABLE} names no existing file", 0
+        )
     what = f"version {loop.engine.version}" if loop.engine.digest else "nothing yet"
     print_diagnostic(f"serve: {what} at http://{host}:{port}", 0)
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=GRACE_S, **UVICORN))
@@ -129,7 +140,9 @@ def _open_policy(ref: str) -> Artifact:
     while before := policy.manifest.inputs.get("policy"):
         root = policy.manifest.root
         wanted = {f"{root}/{name}" for name in policy.manifest.files if name.startswith("model/")}
-        if wanted <= {*Store(policy.url).keys(f"{root}/model")}:  # none is missing: a deletion may be half done
+        if wanted <= {
+            *Store(policy.url).keys(f"{root}/model")
+        }:  # none is missing: a deletion may be half done
             break
         policy = Artifact(before)
     if policy is not asked:
@@ -137,12 +150,18 @@ def _open_policy(ref: str) -> Artifact:
     return policy
 
 
-def serve_until_signalled(server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None) -> None:
+def serve_until_signalled(
+    server: Any, listener: socket.socket, drain: Callable[[], None] = lambda: None
+) -> None:
     """Run a ``uvicorn.Server`` until SIGTERM, then until `drain`, run beside it, has returned; SIGINT cuts all off."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))  # a container's is often 1,024
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard)
+    )  # a container's is often 1,024
     cut_off = logging.getLogger("uvicorn.error")  # requests that are cut off need no traceback
-    cut_off.addFilter(lambda said: not (said.exc_info and isinstance(said.exc_info[1], asyncio.CancelledError)))
+    cut_off.addFilter(
+        lambda said: not (said.exc_info and isinstance(said.exc_info[1], asyncio.CancelledError))
+    )
     draining = threading.Event()
 
     def drain_and_end() -> None:
@@ -173,31 +192,45 @@ def bind_address(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise UserError("--port", port, "is taken; stop what listens there, or choose another") from error
-        raise UserError("--host", host, f"port {port}: {error.strerror}; choose an address of this machine") from error
+            raise UserError(
+                "--port", port, "is taken; stop what listens there, or choose another"
+            ) from error
+        raise UserError(
+            "--host", host, f"port {port}: {error.strerror}; choose an address of this machine"
+        ) from error
     return listener
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m tuneloop.inference.server", __doc__)
     parser.add_argument("--policy", metavar="REF", help="the checkpoint to start with")
-    parser.add_argument("--weights", metavar="URL", help="follow the versions published below this URL")
-    parser.add_argument("--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)")
+    parser.add_argument(
+        "--weights", metavar="URL", help="follow the versions published below this URL"
+    )
+    parser.add_argument(
+        "--weights-dir", metavar="DIR", help="assemble them here (default: a temporary directory)"
+    )
     text = "the model that the versions start on, where version 0 stores none (default: none)"
     parser.add_argument("--base", type=Path, metavar="DIR", help=text)
     text = "seconds between reads of the pointer; a request for a new version reads it at once (default: 1)"
     parser.add_argument("--poll-interval", type=float, default=1.0, help=text)
     text = "when weights change, running requests finish first, or go on with the new ones (default: wait)"
     parser.add_argument("--pause", choices=["wait", "keep"], default="wait", help=text)
-    text = f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the token"
+    text = (
+        f"address to listen on (default: 127.0.0.1); the file that {VARIABLE} names has the token"
+    )
     parser.add_argument("--host", default="127.0.0.1", help=text)
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="0 takes a free one and says which (default: 8000)"
+    )
     text = "URL of the record of earlier starts; the server ends after too many without an answer (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
     json_object = TypeAdapter(dict[str, Any]).validate_json
     text = "what its pod requests while it sleeps, a JSON object; no effect outside a pod (default: no change)"
     parser.add_argument("--asleep", type=json_object, default={}, help=text)
-    parser.add_argument("--engine-args", type=json_object, default={}, help="vLLM's EngineArgs, a JSON object")
+    parser.add_argument(
+        "--engine-args", type=json_object, default={}, help="vLLM's EngineArgs, a JSON object"
+    )
     return parser.parse_args(argv)
 
 

@@ -12,7 +12,13 @@ from tuneloop.core.http import Unanswered, send_request
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run that has ended."""
 KEPT = (
-    *("display_name", "description", "experiment_id", "pipeline_spec", "pipeline_version_reference"),
+    *(
+        "display_name",
+        "description",
+        "experiment_id",
+        "pipeline_spec",
+        "pipeline_version_reference",
+    ),
     *("runtime_config", "service_account"),
 )
 """Fields of a run's message that are copied to start another run like it; the others describe its progress."""
@@ -34,7 +40,9 @@ class RunApi:
         """Read a run's message (``v2beta1Run``). Raises NotThere where there is no such run."""
         return _call("GET", f"{self._runs}/{run_id}")
 
-    def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[dict[str, Any]]:
+    def list_runs(
+        self, experiment_id: str, name: str, *, part: bool = False
+    ) -> list[dict[str, Any]]:
         """List the newest hundred runs of a name, newest first; with `part`, all runs whose name contains it."""
         query = {"experiment_id": experiment_id, "filter": match_name(name, part=part)}
         query |= {"sort_by": "created_at desc", "page_size": "100"}
@@ -67,7 +75,11 @@ class RunApi:
 
 def match_name(name: str, *, part: bool = False) -> str:
     """Return the API's filter for a name, or for names that contain it."""
-    predicate = {"operation": "IS_SUBSTRING" if part else "EQUALS", "key": "display_name", "stringValue": name}
+    predicate = {
+        "operation": "IS_SUBSTRING" if part else "EQUALS",
+        "key": "display_name",
+        "stringValue": name,
+    }
     return json.dumps({"predicates": [predicate]})
 
 
@@ -99,9 +111,13 @@ def call_api(
         raise Retryable(f"{field}: {url}: {status}: {said}")
     if status >= 300:
         kind = NotThere if status == 404 else UserError
-        raise kind(field, url, f"refused ({status}): {said}; {field} names the address as pods reach it")
+        raise kind(
+            field, url, f"refused ({status}): {said}; {field} names the address as pods reach it"
+        )
     try:
         read: dict[str, Any] = json.loads(answer)
     except ValueError:
-        raise UserError(field, url, f"does not answer with JSON: {said}; {field} names the API, not its UI") from None
+        raise UserError(
+            field, url, f"does not answer with JSON: {said}; {field} names the API, not its UI"
+        ) from None
     return read

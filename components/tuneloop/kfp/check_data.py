@@ -20,7 +20,9 @@ from tuneloop.runs.records import DIGITS
 from tuneloop.stages.data_prep import data_prep
 
 
-def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]) -> str:
+def start_scheduled_run(
+    api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]
+) -> str:
     """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule is active; return a
     line that says which. `own` is the recurring run itself; `wanted` has ``schedule``, ``store``, ``pipeline_id`` and
     ``pipeline_version_id``. Raises Interrupted if `own` is being stopped."""
@@ -40,7 +42,11 @@ def start_scheduled_run(api: RunApi, own: Mapping[str, Any], digest: str, wanted
     version = {key: wanted[key] for key in ("pipeline_id", "pipeline_version_id")}
     run_id = api.start_run(
         {
-            **{"display_name": name, "experiment_id": own["experiment_id"], "pipeline_version_reference": version},
+            **{
+                "display_name": name,
+                "experiment_id": own["experiment_id"],
+                "pipeline_version_reference": version,
+            },
             "runtime_config": {**config, **({"pipeline_root": root} if root else {})},
             **{key: own[key] for key in ("service_account",) if own.get(key)},
         }
@@ -52,7 +58,11 @@ def main(argv: Sequence[str]) -> int:
     """Run as a program."""
     task = Task.read(argv[1])
     given = task.parameters
-    flags = [word for k, v in given["data"].items() for word in (f"--{to_kebab_case(k)}", encode_parameter(v))]
+    flags = [
+        word
+        for k, v in given["data"].items()
+        for word in (f"--{to_kebab_case(k)}", encode_parameter(v))
+    ]
 
     @report_errors
     def start_run() -> int:

@@ -52,14 +52,18 @@ def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str 
 
         def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
             api = self._healthz_api.api_client.rest_client
-            api.request = lambda *args, **how: type(api).request(api, *args, **how | {"_request_timeout": TIMEOUT_S})
+            api.request = lambda *args, **how: type(api).request(
+                api, *args, **how | {"_request_timeout": TIMEOUT_S}
+            )
             api.pool_manager.connection_pool_kw["retries"] = Retry(connect=0, read=0)
             return self._healthz_api.healthz_service_get_healthz()
 
     with warnings.catch_warnings(), translate_api_errors(endpoint, field):
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            with redirect_stdout(io.StringIO()):  # it prints "Failed to load kube config." even if it needs none
+            with redirect_stdout(
+                io.StringIO()
+            ):  # it prints "Failed to load kube config." even if it needs none
                 client = Once(host=endpoint)
             client.get_kfp_healthz()
         except ApiException as error:
@@ -68,7 +72,9 @@ def connect_to_kfp(endpoint: str | None = None, field: str = "kfp", remedy: str 
             told = f"has no Kubeflow Pipelines ({read_api_message(error)}); {remedy}"
             raise UserError(field, endpoint or FOUND, told) from error
         except exceptions.HTTPError as error:
-            raise UserError(field, endpoint or FOUND, f"does not answer ({type(error).__name__}); {remedy}") from error
+            raise UserError(
+                field, endpoint or FOUND, f"does not answer ({type(error).__name__}); {remedy}"
+            ) from error
     return client
 
 
@@ -180,9 +186,13 @@ def list_tasks(run: Any) -> list[TaskStatus]:
         name = ATTEMPT.sub("", each.display_name or "root")
         pods = [child.pod_name or "" for child in each.child_tasks or ()]
         # KFP adds nodes; that of the whole workflow has the workflow's name, with which its pods' names begin.
-        if name in names or not (INNER.fullmatch(name) or any(pod.startswith(f"{name}-") for pod in pods)):
+        if name in names or not (
+            INNER.fullmatch(name) or any(pod.startswith(f"{name}-") for pod in pods)
+        ):
             nodes[name] = each
-    started = sorted(nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time)))
+    started = sorted(
+        nodes.items(), key=lambda item: (item[1].start_time is None, str(item[1].start_time))
+    )
     listed = []
     for name, each in started:
         ended = each.state in DONE and each.end_time and each.start_time
@@ -200,17 +210,23 @@ def read_logs(client: Any, run: str, task: str | None = None) -> Iterator[tuple[
         name = names.get(node, node)
         if task in (None, name):
             text = _get(client, f"/apis/v1alpha1/runs/{found.run_id}/nodes/{pod}/log") or ""
-            if not text.startswith('{"error_message"'):  # an error with status 200: neither pod nor archive has the log
+            if not text.startswith(
+                '{"error_message"'
+            ):  # an error with status 200: neither pod nor archive has the log
                 yield from ((name, line) for line in text.splitlines())
 
 
 def _pods(client: Any, run_id: str) -> list[tuple[str, str]]:
     """List (task, pod) by start, from API v1: only that returns the Argo workflow, which has the pods of tasks."""
     detail = _get(client, f"/apis/v1beta1/runs/{run_id}")
-    manifest = json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
+    manifest = (
+        json.loads(detail or "{}").get("pipeline_runtime", {}).get("workflow_manifest") or "{}"
+    )
     workflow = json.loads(manifest)
     pods = [node for node in list_status_nodes(workflow) if node.get("type") == "Pod"]
-    pods = [node for node in pods if not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")]
+    pods = [
+        node for node in pods if not ATTEMPT.sub("", node.get("displayName", "")).endswith("driver")
+    ]
     ordered = sorted(pods, key=lambda node: str(node.get("startedAt")))
     # Argo's rule for the name of a node's pod (its pod-name format v2).
     names = [f"{node['templateName']}-{str(node['id']).rpartition('-')[2]}" for node in ordered]
@@ -227,7 +243,11 @@ def _get(client: Any, path: str) -> str | None:
     with translate_api_errors(path):
         try:
             reply = client._run_api.api_client.call_api(
-                path, "GET", _preload_content=False, _return_http_data_only=True, auth_settings=["Bearer"]
+                path,
+                "GET",
+                _preload_content=False,
+                _return_http_data_only=True,
+                auth_settings=["Bearer"],
             )
         except ApiException as error:
             if error.status in (400, 404, 500):  # the API's statuses for a deleted pod

@@ -11,7 +11,15 @@ from typing import Any
 import yaml
 
 from tuneloop.cluster import doctor as common
-from tuneloop.cluster.doctor import NOT_CHECKED, OK, REFUSED, SETTINGS, WARNING, Check, collect_checks
+from tuneloop.cluster.doctor import (
+    NOT_CHECKED,
+    OK,
+    REFUSED,
+    SETTINGS,
+    WARNING,
+    Check,
+    collect_checks,
+)
 from tuneloop.cluster.preflight import list_images
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.queue_problems import KUEUE, find_queue_problems
@@ -45,7 +53,9 @@ def check_kfp(
     `settings`. Raises UserError if the cluster does not answer, Retryable if the API server has a problem."""
     documents: list[dict[str, Any]] = []
     if built:
-        with compiled_package(built) as package:  # its specification, and its platform's if it has one
+        with compiled_package(
+            built
+        ) as package:  # its specification, and its platform's if it has one
             documents = list(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader))
     workflow = convert_to_workflow(documents) if documents else common.describe_queued_stage()
     queues = ", ".join(list_queues(workflow))
@@ -55,7 +65,9 @@ def check_kfp(
         *collect_checks("KFP's API server", check_api_server(cluster)),
         *collect_checks("executor", check_executor(cluster)),
         *collect_checks("workflow defaults", check_retries(cluster)),
-        *collect_checks("store", common.check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)),
+        *collect_checks(
+            "store", common.check_store_settings(cluster, "kfp", WARNING if on_volume else REFUSED)
+        ),
         *collect_checks("queue", check_queue(cluster, workflow), admitted),
         *collect_checks("images", common.check_images(cluster, list_images(workflow))),
     ]
@@ -67,18 +79,29 @@ def check_kfp(
 def convert_to_workflow(documents: list[dict[str, Any]]) -> dict[str, Any]:
     """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as `preflight` reads."""
     spec, *platforms = documents
-    kubernetes = platforms[0]["platforms"]["kubernetes"]["deploymentSpec"]["executors"] if platforms else {}
+    kubernetes = (
+        platforms[0]["platforms"]["kubernetes"]["deploymentSpec"]["executors"] if platforms else {}
+    )
     templates = []
     for name, executor in spec["deploymentSpec"]["executors"].items():
         if container := executor.get("container"):
             given = container.get("resources", {})
-            named = {"cpu": given.get("resourceCpuRequest"), "memory": given.get("resourceMemoryRequest")}
+            named = {
+                "cpu": given.get("resourceCpuRequest"),
+                "memory": given.get("resourceMemoryRequest"),
+            }
             if device := given.get("accelerator"):
                 named[device["resourceType"]] = device["resourceCount"]
             requests = {resource: amount for resource, amount in named.items() if amount}
             labels = kubernetes.get(name, {}).get("podMetadata", {}).get("labels", {})
             pod = {"image": container["image"], "resources": {"requests": requests}}
-            templates.append({"name": name.removeprefix("exec-"), "metadata": {"labels": labels}, "container": pod})
+            templates.append(
+                {
+                    "name": name.removeprefix("exec-"),
+                    "metadata": {"labels": labels},
+                    "container": pod,
+                }
+            )
     return {"spec": {"templates": templates}}
 
 
@@ -98,11 +121,20 @@ def check_executor(cluster: Connection) -> Iterator[Check]:
         return
     namespace, executor = found[0], found[1].get("executor") or {}
     if not namespace:
-        yield Check("executor", REFUSED, f"no ConfigMap {SETTINGS} in any namespace: Argo is missing", INSTALL)
+        yield Check(
+            "executor",
+            REFUSED,
+            f"no ConfigMap {SETTINGS} in any namespace: Argo is missing",
+            INSTALL,
+        )
         return
     context = executor.get("securityContext") or {}
     if context.get("runAsUser") or "nonroot" in executor.get("image", ""):
-        said = f"runs as user {context['runAsUser']}" if "runAsUser" in context else f"image {executor['image']}"
+        said = (
+            f"runs as user {context['runAsUser']}"
+            if "runAsUser" in context
+            else f"image {executor['image']}"
+        )
         yield Check("executor", OK, f"{said} ({SETTINGS} in namespace {namespace})")
         return
     mended = json.dumps({**executor, "securityContext": {**context, **EXECUTOR}})
@@ -126,7 +158,9 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
     retry["retryPolicy"] = "Always"
     patch = shlex.quote(json.dumps({"data": {"workflowDefaults": json.dumps(defaults)}}))
     command = f"kubectl -n {namespace} patch configmap {SETTINGS} --type merge -p {patch}"
-    yield Check("workflow defaults", WARNING, f"{said} ({SETTINGS} in namespace {namespace})", command)
+    yield Check(
+        "workflow defaults", WARNING, f"{said} ({SETTINGS} in namespace {namespace})", command
+    )
 
 
 def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
@@ -134,13 +168,26 @@ def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Ch
     names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
     if not names:
         return
-    found = find_object(cluster.custom.list_namespaced_custom_object, group, release, namespace, "localqueues")
+    found = find_object(
+        cluster.custom.list_namespaced_custom_object, group, release, namespace, "localqueues"
+    )
     if found is ABSENT:
-        yield Check("queue", OK, f"Kueue ({group}/{release}) is not installed: accelerator tasks start at once")
+        yield Check(
+            "queue",
+            OK,
+            f"Kueue ({group}/{release}) is not installed: accelerator tasks start at once",
+        )
     elif found is not UNSEEN:
-        missing = [name for name in names if name not in [each["metadata"]["name"] for each in found["items"]]]
+        missing = [
+            name
+            for name in names
+            if name not in [each["metadata"]["name"] for each in found["items"]]
+        ]
         for name in missing:
-            about = {"metadata": {"name": name, "namespace": namespace}, "spec": {"clusterQueue": name}}
+            about = {
+                "metadata": {"name": name, "namespace": namespace},
+                "spec": {"clusterQueue": name},
+            }
             queue = json.dumps({"apiVersion": f"{group}/{release}", "kind": "LocalQueue", **about})
             said = f"no LocalQueue {name} in namespace {namespace}: accelerator tasks would wait for ever"
             yield Check("queue", REFUSED, said, f"echo {shlex.quote(queue)} | kubectl apply -f -")
@@ -150,7 +197,10 @@ def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Ch
 
 def count_tasks(spec: Mapping[str, Any]) -> int:
     """Count the tasks of all graphs of a compiled pipeline."""
-    return sum(len(graph.get("dag", {}).get("tasks", {})) for graph in (spec["root"], *spec["components"].values()))
+    return sum(
+        len(graph.get("dag", {}).get("tasks", {}))
+        for graph in (spec["root"], *spec["components"].values())
+    )
 
 
 def predict_workflow_size(spec: Mapping[str, Any]) -> int:
@@ -172,11 +222,20 @@ def check_size(size: int, tasks: int) -> Check:
 
 def check_endpoint(cluster: Connection, endpoint: str | None) -> Check:
     """Check that KFP's API answers this machine."""
-    subject, forward = "KFP's API", f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888"
+    subject, forward = (
+        "KFP's API",
+        f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888",
+    )
     if not endpoint:
-        return Check(subject, NOT_CHECKED, "not checked: neither --endpoint nor KF_PIPELINES_ENDPOINT names it")
+        return Check(
+            subject,
+            NOT_CHECKED,
+            "not checked: neither --endpoint nor KF_PIPELINES_ENDPOINT names it",
+        )
     try:
         connect_to_kfp(endpoint)
     except (UserError, Retryable) as error:
-        return Check(subject, REFUSED, str(error), f"{forward} &  # then --endpoint http://localhost:8888")
+        return Check(
+            subject, REFUSED, str(error), f"{forward} &  # then --endpoint http://localhost:8888"
+        )
     return Check(subject, OK, f"{endpoint} answers")

@@ -35,10 +35,15 @@ class Task:
         given = json.loads(text)
         inputs, outputs = given.get("inputs", {}), given["outputs"]
         parameters = dict(inputs.get("parameterValues", {}))
-        artifacts = {k: dict(v.get("metadata", {})) for k, v in _single(inputs.get("artifacts", {})).items()}
+        artifacts = {
+            k: dict(v.get("metadata", {})) for k, v in _single(inputs.get("artifacts", {})).items()
+        }
         return cls(
             parameters=parameters,
-            inputs={**artifacts, **{k: artifacts[other] for k, other in parameters.get(SAME, {}).items()}},
+            inputs={
+                **artifacts,
+                **{k: artifacts[other] for k, other in parameters.get(SAME, {}).items()},
+            },
             outputs={k: v for k, v in _single(outputs.get("artifacts", {})).items() if k != LOGS},
             wanted=tuple(outputs.get("parameters", {})),
             file=Path(outputs["outputFile"]),
@@ -82,4 +87,8 @@ def get_local_path(artifact: Mapping[str, Any]) -> Path:
 
 
 def _single(artifacts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: dict(listed["artifacts"][0]) for name, listed in artifacts.items() if listed.get("artifacts")}
+    return {
+        name: dict(listed["artifacts"][0])
+        for name, listed in artifacts.items()
+        if listed.get("artifacts")
+    }

@@ -56,12 +56,22 @@ class Position:
 def main(argv: Sequence[str]) -> int:
     """Run the iterations of an executor input; return the exit code, that of the stage that failed if one did."""
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.iterations", description=__doc__)
-    parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
-    parser.add_argument("--iterations", required=True, type=int, help="the number of the last iteration")
-    parser.add_argument("--per-task", required=True, type=int, help="a task ends after a multiple of this")
+    parser.add_argument(
+        "--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop"
+    )
+    parser.add_argument(
+        "--iterations", required=True, type=int, help="the number of the last iteration"
+    )
+    parser.add_argument(
+        "--per-task", required=True, type=int, help="a task ends after a multiple of this"
+    )
     parser.add_argument("--api", required=True, help="address of the KFP API for pods")
-    parser.add_argument("--endpoint", default="", help="URL of rollout servers outside of this task")
-    parser.add_argument("--server", type=json.loads, metavar="JSON", help="a rollout server to run, see run_server")
+    parser.add_argument(
+        "--endpoint", default="", help="URL of rollout servers outside of this task"
+    )
+    parser.add_argument(
+        "--server", type=json.loads, metavar="JSON", help="a rollout server to run, see run_server"
+    )
     parser.add_argument("--weights", help="URL of published versions; default: below the run's")
     parser.add_argument("--executor-input", required=True)
     given = parser.parse_args(argv)
@@ -76,7 +86,9 @@ def main(argv: Sequence[str]) -> int:
     trained: Position | None = None
 
     def find_reached(start: Mapping[str, Mapping[str, Any]], after: int = 0) -> Position:
-        return find_position(loop, url, start, iterations=given.iterations, target_reward=target, after=after)
+        return find_position(
+            loop, url, start, iterations=given.iterations, target_reward=target, after=after
+        )
 
     def run_part(pod: Iterations) -> int:
         """Run the task's part of the loop, unless it is done: a retried task must not run the next part."""
@@ -98,7 +110,9 @@ def main(argv: Sequence[str]) -> int:
 
     @report_errors
     def run_task() -> int:
-        pod = Iterations(loop, run=url, last=given.iterations, per_pod=given.per_task, target=target)
+        pod = Iterations(
+            loop, run=url, last=given.iterations, per_pod=given.per_task, target=target
+        )
         try:
             with pod.handle_signals():
                 if code := run_part(pod):
@@ -109,13 +123,18 @@ def main(argv: Sequence[str]) -> int:
                     raise Interrupted("iterations: stopped by a signal")
                 if not trained.ended:
                     made = api.start_next_run(run_id)
-                    print(f"after iteration {trained.last} the run continues as {made}", file=sys.stderr)
+                    print(
+                        f"after iteration {trained.last} the run continues as {made}",
+                        file=sys.stderr,
+                    )
                 task.finish()
         except StageEnded as error:
             return error.code
         return 0
 
-    return retry_in_process(run_task, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations")
+    return retry_in_process(
+        run_task, lambda: " ".join(Store(url).keys("iterations")), url=f"{url}/iterations"
+    )
 
 
 def get_output_name(value: str) -> str:
@@ -124,13 +143,30 @@ def get_output_name(value: str) -> str:
 
 
 @contextlib.contextmanager
-def run_server(server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations) -> Iterator[str]:
+def run_server(
+    server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations
+) -> Iterator[str]:
     """Run the rollout server with the policy or the published versions in `values`, and yield its endpoint. `server`
     has ``port``, ``engine_args``, ``pull`` and, if it has its own GPUs, ``devices``. If the server does not become
     ready, raises StageEnded (it exited), Unavailable (it took too long) or Interrupted (`pod` was stopped)."""
     source = ("--weights", values["weights"]) if server["pull"] else ("--policy", values["policy"])
-    words = ["--host", "127.0.0.1", "--port", str(server["port"]), "--engine-args", json.dumps(server["engine_args"])]
-    command = [sys.executable, "-m", "tuneloop.inference.server", *source, *words, "--attempts", f"{run}/serve"]
+    words = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(server["port"]),
+        "--engine-args",
+        json.dumps(server["engine_args"]),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.inference.server",
+        *source,
+        *words,
+        "--attempts",
+        f"{run}/serve",
+    ]
     endpoint = f"http://127.0.0.1:{server['port']}"
     devices = {"CUDA_VISIBLE_DEVICES": server["devices"]} if "devices" in server else {}
     directory = tempfile.TemporaryDirectory(prefix="tuneloop-", ignore_cleanup_errors=True)
@@ -175,7 +211,10 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
         shown = range(last, 0, -stride)[::-1]
         made = list(pool.map(lambda i: read_iteration(loop, store, i), shown))
     rows = [
-        {"iteration": i, **{k: v for manifest in each.values() if manifest for k, v in manifest.scalars.items()}}
+        {
+            "iteration": i,
+            **{k: v for manifest in each.values() if manifest for k, v in manifest.scalars.items()},
+        }
         for i, each in zip(shown, made)
     ]
     reward = output_of(loop.reward).replace("-", "_")
@@ -186,7 +225,10 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
         task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])
     task.write("curves", render_metrics("iterations", rows, "iteration"))
-    scored, at = made[-1][step_of(loop.reward)], f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
+    scored, at = (
+        made[-1][step_of(loop.reward)],
+        f"{store.url}/iterations/{last}/{step_of(loop.reward)}",
+    )
     assert scored is not None, "the last iteration is committed"
     previews.write_artifact_page(task, "preview", at, scored)
 
@@ -234,7 +276,10 @@ def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | 
     names = [step.name for step in (*loop.steps, *due)]
     found = {name: store.get(f"iterations/{i}/{name}/{MANIFEST}") for name in names}
     url = f"{store.url}/iterations/{i}"
-    return {name: None if data is None else parse_manifest(f"{url}/{name}", data) for name, data in found.items()}
+    return {
+        name: None if data is None else parse_manifest(f"{url}/{name}", data)
+        for name, data in found.items()
+    }
 
 
 def read_reward(loop: PodLoop, made: Mapping[str, Manifest | None]) -> float:

@@ -21,7 +21,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.kfp.template import REQUIRED, TYPES, Step, define_container_component, make_step
 from tuneloop.workflow.settings import Cluster
 
-ABOUT = {"job_name": "name of the job: an existing job of this name is followed, or replaced if it has failed"}
+ABOUT = {
+    "job_name": "name of the job: an existing job of this name is followed, or replaced if it has failed"
+}
 
 
 def format_placeholder(name: str) -> str:
@@ -56,7 +58,9 @@ def launch_step(
     }
     command = ["python3", "-m", "tuneloop.kfp.launch"]
     # Neither KFP nor the kubelet may find a tag or a variable to replace in it.
-    text = json.dumps(job, separators=(",", ":")).replace("$(", "\\u0024(").replace("{{", "{\\u007b")
+    text = (
+        json.dumps(job, separators=(",", ":")).replace("$(", "\\u0024(").replace("{{", "{\\u007b")
+    )
     extra = ["--namespace", kfp.jobs, "--manifest", text]
     kind, summary = str(job["kind"]).lower(), f"Launch a {job['kind']} and follow it."
     made = define_container_component(kind, summary, signature, ABOUT, image, command, extra)

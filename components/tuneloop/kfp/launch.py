@@ -28,7 +28,11 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     task = Task.read(given.executor_input)
     name = job_name(task.parameters["job_name"])
-    marks = {**task.parameters, **{k: handle["ref"] for k, handle in task.inputs.items()}, "job_name": name}
+    marks = {
+        **task.parameters,
+        **{k: handle["ref"] for k, handle in task.inputs.items()},
+        "job_name": name,
+    }
     manifest = given.manifest
     for mark, value in marks.items():
         manifest = manifest.replace(f"@{mark}@", json.dumps(value)[1:-1])

@@ -19,4 +19,6 @@ def init_local_runner(pipeline_root: str | Path, *, cache: bool = False) -> None
     for check in ("validate_not_container_component", "validate_image"):
         setattr(SubprocessTaskHandler, check, lambda handler, subject: None)
     runner = kfp_local.SubprocessRunner(use_venv=False)
-    kfp_local.init(runner, pipeline_root=str(pipeline_root), enable_caching=cache, raise_on_error=True)
+    kfp_local.init(
+        runner, pipeline_root=str(pipeline_root), enable_caching=cache, raise_on_error=True
+    )

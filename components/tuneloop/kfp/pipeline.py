@@ -44,7 +44,11 @@ Steps = Mapping[str, Any]
 
 
 def build_pipeline(
-    name: str, config: Any, specs: Sequence[StageSpec], draw: Callable[[Graph], None], loop: Loop | None = None
+    name: str,
+    config: Any,
+    specs: Sequence[StageSpec],
+    draw: Callable[[Graph], None],
+    loop: Loop | None = None,
 ) -> Any:
     """Return a pipeline for KFP's compiler; its description is the docstring of `draw`. Raises UserError for a setting
     that Kubeflow Pipelines do not support, and for a step of the loop that is not among the stages."""
@@ -60,34 +64,56 @@ def build_pipeline(
             draw(Tasks(config, steps, loop, f"{given['store']}/{given['run']}", given))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    built.__doc__ = "\n".join([inspect.getdoc(draw) or "", "", "Args:", *(f"    {k}: {ABOUT[k]}" for k in parameters)])
+    built.__doc__ = "\n".join(
+        [inspect.getdoc(draw) or "", "", "Args:", *(f"    {k}: {ABOUT[k]}" for k in parameters)]
+    )
     built.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(k, kind, annotation=each, default=value) for k, (each, value) in parameters.items()]
+        [
+            inspect.Parameter(k, kind, annotation=each, default=value)
+            for k, (each, value) in parameters.items()
+        ]
     )
     # kfp would read a file whose pipeline has a component's name as that component.
     return dsl.pipeline(name=f"{name}-pipeline" if name in steps else name)(built)
 
 
-def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
+def build_steps(
+    pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None
+) -> dict[str, Any]:
     """Return name → the function that creates a stage's task."""
     cluster, kfp, engine = config.cluster, config.kfp, dict[str, Any]()
     if loop:
         loop.check_specs(specs)
-        refused = {"loop.asynchronous": config.loop.asynchronous, "engine.colocate": config.engine.colocate}
-        refused |= {"engine.asleep": config.engine.asleep, "engine.snapshot": config.engine.snapshot}
+        refused = {
+            "loop.asynchronous": config.loop.asynchronous,
+            "engine.colocate": config.engine.colocate,
+        }
+        refused |= {
+            "engine.asleep": config.engine.asleep,
+            "engine.snapshot": config.engine.snapshot,
+        }
         refused["deploy"] = getattr(config, "deploy", None)
         refused["engine.replicas"] = config.engine.replicas if config.engine.replicas > 1 else False
         for name, chosen in refused.items():
             if chosen:
-                raise UserError(name, chosen, "is built for Argo and for one machine: leave it out here")
+                raise UserError(
+                    name, chosen, "is built for Argo and for one machine: leave it out here"
+                )
         engine = {"endpoint": config.engine.rollout_endpoint_url}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
     kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
-    about, said = {"run": "name of the run", "store": "URL of the store"}, "Report on a run, however it ended."
-    steps: dict[str, Any] = {"report": define_uncached_step("report", said, kinds, about, cluster, kfp)}
+    about, said = (
+        {"run": "name of the run", "store": "URL of the store"},
+        "Report on a run, however it ended.",
+    )
+    steps: dict[str, Any] = {
+        "report": define_uncached_step("report", said, kinds, about, cluster, kfp)
+    }
     for spec in specs:
         given = spec.with_shared(engine)
-        steps[spec.component.template] = stage_step(given, dynamic=spec.accepted(passed), cluster=cluster, kfp=kfp)
+        steps[spec.component.template] = stage_step(
+            given, dynamic=spec.accepted(passed), cluster=cluster, kfp=kfp
+        )
     if loop and not is_written_out(config):
         steps["iterations"] = iterations_step(loop, specs, config)
     if config.kfp.model_registry:
@@ -95,9 +121,16 @@ def build_steps(pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Lo
     return steps
 
 
-def _register_exports(steps: dict[str, Any], pipeline: str, specs: Sequence[StageSpec], config: Any) -> None:
+def _register_exports(
+    steps: dict[str, Any], pipeline: str, specs: Sequence[StageSpec], config: Any
+) -> None:
     """Add a registration after each task whose stage exports a model."""
-    kinds = {"model": Input[Model], "registry": str, "model_name": str, "model_version": dsl.OutputPath(str)}
+    kinds = {
+        "model": Input[Model],
+        "registry": str,
+        "model_name": str,
+        "model_version": dsl.OutputPath(str),
+    }
     about = {"registry": "address of the registry", "model_name": "of the registered model"}
     said = "Register the exported model."
     register = define_uncached_step("register", said, kinds, about, config.cluster, config.kfp)
@@ -119,13 +152,17 @@ def _register_exports(steps: dict[str, Any], pipeline: str, specs: Sequence[Stag
 class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
 
-    def __init__(self, config: Any, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Any, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]
+    ) -> None:
         self.config, self._steps, self._loop, self._url = config, steps, loop, url
         self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
         name = name or component.template
-        shared = {k: value for k, value in self._shared.items() if k in component.Params.model_fields}
+        shared = {
+            k: value for k, value in self._shared.items() if k in component.Params.model_fields
+        }
         task = self._steps[component.template](name, url=f"{self._url}/{name}", **inputs, **shared)
         return Outputs(lambda output: task.outputs[output])
 
@@ -162,7 +199,11 @@ class LoopTasks:
             return
         task = self.steps["iterations"](
             "iterations",
-            **{"url": self.url, "run_id": dsl.PIPELINE_JOB_ID_PLACEHOLDER, "seed": self.shared["seed"]},
+            **{
+                "url": self.url,
+                "run_id": dsl.PIPELINE_JOB_ID_PLACEHOLDER,
+                "seed": self.shared["seed"],
+            },
             **{TARGET: self.target, **self.values},
         )
         self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
@@ -191,40 +232,62 @@ class LoopTasks:
         known = dict(values)
         for step in self.loop.steps:
             ends_loop = step_of(self.loop.reward) in map(step_of, step.wires.values())
-            task = self.call(step, step.name, url, known, **({TARGET: self.target} if ends_loop else {}))
-            known |= {f"{step.name}.{name.replace('_', '-')}": output for name, output in task.outputs.items()}
+            task = self.call(
+                step, step.name, url, known, **({TARGET: self.target} if ends_loop else {})
+            )
+            known |= {
+                f"{step.name}.{name.replace('_', '-')}": output
+                for name, output in task.outputs.items()
+            }
         return {name: known[wire] for name, wire in self.loop.carry.items()}
 
     def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
         """Create the task of a step, which commits to `name` below `url`; `endpoint` is a constant of KFP's stages."""
         wired = {k: values[wire] for k, wire in step.wires.items() if wire != "endpoint"}
-        shared = {k: value for k, value in self.shared.items() if k in step.component.Params.model_fields}
+        shared = {
+            k: value for k, value in self.shared.items() if k in step.component.Params.model_fields
+        }
         return self.steps[step.name](name, url=f"{url}/{name}", **wired, **shared, **more)
 
 
-def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> template.Step:
+def iterations_step(
+    loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig
+) -> template.Step:
     """Return the step that runs `tuneloop.kfp.iterations`. Raises UserError where a stage spans several nodes."""
     image = config.cluster.images.format(image="rollout")
     settings, engine = config.loop, config.engine
     if spread := [spec.component.template for spec in specs if spec.nodes > 1]:
         remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
         raise UserError("nodes", config.nodes, remedy)
-    described = describe_loop(loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every)
+    described = describe_loop(
+        loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every
+    )
     roles, served = list_roles(loop, specs, settings.evaluate_every), engine.name == "vllm"
-    server: dict[str, Any] = {"port": engine.port, "engine_args": engine.options, "pull": engine.pull}
+    server: dict[str, Any] = {
+        "port": engine.port,
+        "engine_args": engine.options,
+        "pull": engine.pull,
+    }
     role, cluster = config.cluster.merge_roles(roles, served)
     if served and (own := config.cluster.sampler.gpus):  # the pod's last GPUs; ranks use the first
         total = cluster.count_gpus(role)
         server["devices"] = ",".join(map(str, range(total - own, total)))
     flags = [
-        *("--loop", described.model_dump_json(exclude_defaults=True), "--iterations", str(settings.iterations)),
+        *(
+            "--loop",
+            described.model_dump_json(exclude_defaults=True),
+            "--iterations",
+            str(settings.iterations),
+        ),
         *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
         *("--endpoint", engine.rollout_endpoint_url or ""),
         *(("--weights", engine.weights) if engine.weights else ()),
         *(("--server", json.dumps(server, separators=(",", ":"))) if engine.name == "vllm" else ()),
     ]
     taken = {wire: name for step in loop.steps for name, wire in step.wires.items()}
-    types = {name: template.TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)}
+    types = {
+        name: template.TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)
+    }
     shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
     kinds: dict[str, Any] = {
         **{"url": str, "run_id": str, "seed": int, TARGET: float},
@@ -236,7 +299,9 @@ def iterations_step(loop: Loop, specs: Sequence[StageSpec], config: LoopPipeline
     signature = template.define_inputs(types, dict.fromkeys(types, True))
     signature |= {name: (kind, template.REQUIRED) for name, kind in kinds.items()}
     command, about = ["python3", "-m", "tuneloop.kfp.iterations"], "Iterations of the loop."
-    made = template.define_container_component("iterations", about, signature, ABOUT_ITERATIONS, image, command, flags)
+    made = template.define_container_component(
+        "iterations", about, signature, ABOUT_ITERATIONS, image, command, flags
+    )
 
     def make(**arguments: Any) -> dsl.PipelineTask:  # it continues after the committed iterations
         return made(**template.pass_artifacts_once(arguments, types)).set_caching_options(False)

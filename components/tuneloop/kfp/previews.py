@@ -12,7 +12,17 @@ from tuneloop.ui.report import render_metrics
 
 ROWS, WIDTH, BATCH = 8, 160, 64
 """Rows of a preview, characters of a cell, and rows read at a time."""
-COLUMNS = ("id", "request_id", "prompt", "completion", "answer", "score", "outcome", "finish_reason", "policy_versions")
+COLUMNS = (
+    "id",
+    "request_id",
+    "prompt",
+    "completion",
+    "answer",
+    "score",
+    "outcome",
+    "finish_reason",
+    "policy_versions",
+)
 
 
 def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> None:
@@ -30,19 +40,27 @@ def write_artifact_page(task: Task, name: str, url: str, manifest: Manifest) -> 
         if file.endswith(".parquet"):
             rows = list(islice(_rows(url, manifest, file), ROWS))
             shown = list(rows[0]) if rows else []
-            parts += [f"### {file}", render_markdown_table(shown, ([row[column] for column in shown] for row in rows))]
+            parts += [
+                f"### {file}",
+                render_markdown_table(shown, ([row[column] for column in shown] for row in rows)),
+            ]
     task.write(name, "\n\n".join(parts) + "\n")
 
 
 def write_curves(task: Task, name: str, url: str, manifest: Manifest) -> None:
     """Write an HTML page with one line chart per quantity of ``metrics.jsonl`` over the optimizer steps."""
     data = Store(url).get(f"{manifest.root}/metrics.jsonl") or b""
-    task.write(name, render_metrics(manifest.stage, [json.loads(line) for line in data.splitlines()], "step"))
+    task.write(
+        name,
+        render_metrics(manifest.stage, [json.loads(line) for line in data.splitlines()], "step"),
+    )
 
 
 def render_markdown_table(head: Sequence[str], rows: Any) -> str:
     """Render a Markdown table; a cell is cut after `WIDTH` characters."""
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in [head, ["---"] * len(head), *rows])
+    return "\n".join(
+        "| " + " | ".join(map(_cell, line)) + " |" for line in [head, ["---"] * len(head), *rows]
+    )
 
 
 def _rows(url: str, manifest: Manifest, file: str) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,9 @@ def describe_progress(client: Any, run: Run) -> dict[str, Any]:
         phase = PHASES.get(task.state, "Pending")
         known = stages.get(task.name, Stage(task.name, phase, seconds=task.seconds))
         stages[task.name] = replace(known, phase=phase, message=task.error)
-    said = [(found.error and found.error.message) or "", "canceled" if found.state == "CANCELED" else ""]
+    said = [
+        (found.error and found.error.message) or "",
+        "canceled" if found.state == "CANCELED" else "",
+    ]
     phase = PHASES.get(found.state, "Pending").lower()
     return {"phase": phase, "message": "; ".join(filter(None, said)), "stages": [*stages.values()]}

@@ -23,12 +23,19 @@ DIGITS = 12
 def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:
     """Register a model, unless it is registered already, and return the name of its version."""
     made_of = {f"made_of.{key}": ref for key, ref in handle.get("inputs", {}).items()}
-    properties = {"digest": str(handle["digest"]), **{key: str(value) for key, value in made_of.items()}}
+    properties = {
+        "digest": str(handle["digest"]),
+        **{key: str(value) for key, value in made_of.items()},
+    }
     version = f"{name}-{handle['digest'].partition(':')[2][:DIGITS]}"
     api = f"{registry.rstrip('/')}/api/model_registry/v1"
-    custom = {k: {"string_value": v, "metadataType": "MetadataStringValue"} for k, v in properties.items()}
+    custom = {
+        k: {"string_value": v, "metadataType": "MetadataStringValue"} for k, v in properties.items()
+    }
 
-    def find_or_create(kind: str, path: str, query: Mapping[str, str], body: Mapping[str, Any]) -> str:
+    def find_or_create(
+        kind: str, path: str, query: Mapping[str, str], body: Mapping[str, Any]
+    ) -> str:
         try:
             found = call_api(FIELD, "GET", f"{api}/{kind}?{urlencode(query)}")
         except NotThere:

@@ -13,7 +13,10 @@ def main(argv: Sequence[str]) -> int:
     task = Task.read(argv[1])
     run = Run(task.parameters["run"], task.parameters["store"])
     task.write("report", render_page(run))
-    task.describe("rewards", {f"{score.how} (version {score.version})": score.value for score in run.evaluations()})
+    task.describe(
+        "rewards",
+        {f"{score.how} (version {score.version})": score.value for score in run.evaluations()},
+    )
     task.finish()
     return 0
 

@@ -15,7 +15,13 @@ from pathlib import Path
 from tuneloop.core.artifacts import dump_checked_json
 from tuneloop.core.attempts import BUDGET, FAILURE
 from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
-from tuneloop.core.errors import EXIT_RETRY, TERMINATION_LOG, Retryable, UserError, write_termination_message
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    TERMINATION_LOG,
+    Retryable,
+    UserError,
+    write_termination_message,
+)
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
@@ -24,7 +30,11 @@ PAUSE_S = 10.0
 
 
 def retry_in_process(
-    run: Callable[[], int], read_progress: Callable[[], str], pause_s: float = PAUSE_S, *, url: str = ""
+    run: Callable[[], int],
+    read_progress: Callable[[], str],
+    pause_s: float = PAUSE_S,
+    *,
+    url: str = "",
 ) -> int:
     """Call `run` until it ends with another code than 75, its budget is used up, or SIGTERM has arrived; return the
     last code. `run` finds by itself what an earlier call has committed; a text of `read_progress` that differs from the
@@ -53,7 +63,9 @@ def retry_in_process(
         write_termination_message(line)
     if code and url:
         failure = {"message": line or f"exit code {code}", "time": time.time()}
-        with contextlib.suppress(UserError, Retryable):  # for the report, as KFP does not tell; the store may be down
+        with contextlib.suppress(
+            UserError, Retryable
+        ):  # for the report, as KFP does not tell; the store may be down
             Store(url).put(FAILURE, dump_checked_json(failure, FAILURE))
     return code
 

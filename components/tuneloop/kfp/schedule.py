@@ -52,7 +52,9 @@ def create_schedule(
             remedy = f"is a schedule already: `tuneloop kfp unschedule {name}` it first, or choose another name"
             raise UserError("--name", name, remedy)
     with compiled_package(built) as package:
-        data = find_data_parameters(next(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader)), name)
+        data = find_data_parameters(
+            next(yaml.load_all(Path(package).read_text(), yaml.CSafeLoader)), name
+        )
         with translate_api_errors(name):
             version = _upload(client, package, name)
     given = {"schedule": name, "store": store, **version, "data": data}
@@ -82,13 +84,20 @@ def delete_schedule(client: Any, name: str) -> None:
 def convert_cron(cron: str) -> str:
     """Convert five cron fields to KFP's six, which begin with the seconds. Raises UserError at other than five."""
     if len(cron.split()) != 5:
-        raise UserError("--cron", cron, "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week")
+        raise UserError(
+            "--cron",
+            cron,
+            "write five fields, as in '0 3 * * *': minute, hour, day, month, day of week",
+        )
     return f"0 {cron}"
 
 
 def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
     """Return the pipeline of the recurring run."""
-    kinds = {**{name: dict if name == "data" else str for name in ABOUT}, "done": dsl.OutputPath(str)}
+    kinds = {
+        **{name: dict if name == "data" else str for name in ABOUT},
+        "done": dsl.OutputPath(str),
+    }
     summary = "Start a run where the data is new."
     step = define_uncached_step("check_data", summary, kinds, ABOUT, config.cluster, config.kfp)
 
@@ -102,26 +111,48 @@ def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
 def find_data_parameters(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the parameters of a compiled pipeline's stage `data_prep`. Raises UserError where it has no such stage."""
     executors = spec["deploymentSpec"]["executors"]
-    labels = {label for label, each in executors.items() if DATA_PREP in each["container"].get("command", ())}
-    components = {k for k, each in spec["components"].items() if each.get("executorLabel") in labels}
+    labels = {
+        label
+        for label, each in executors.items()
+        if DATA_PREP in each["container"].get("command", ())
+    }
+    components = {
+        k for k, each in spec["components"].items() if each.get("executorLabel") in labels
+    }
     graphs = [spec["root"], *spec["components"].values()]
     tasks = [task for graph in graphs for task in graph.get("dag", {}).get("tasks", {}).values()]
     task = next((each for each in tasks if each["componentRef"]["name"] in components), None)
     if task is None:
-        raise UserError("pipeline", name, "has no stage data_prep, whose prompts show whether there is new data")
-    defaults = {k: v.get("defaultValue") for k, v in spec["root"]["inputDefinitions"]["parameters"].items()}
+        raise UserError(
+            "pipeline", name, "has no stage data_prep, whose prompts show whether there is new data"
+        )
+    defaults = {
+        k: v.get("defaultValue") for k, v in spec["root"]["inputDefinitions"]["parameters"].items()
+    }
     found = {}
     for key, source in task["inputs"]["parameters"].items():
         channel = source.get("componentInputParameter", "").removeprefix("pipelinechannel--")
-        found[key] = source["runtimeValue"]["constant"] if "runtimeValue" in source else defaults.get(channel)
-    return {key: value for key, value in found.items() if key != "url" and not key.startswith("pipelinechannel--")}
+        found[key] = (
+            source["runtimeValue"]["constant"]
+            if "runtimeValue" in source
+            else defaults.get(channel)
+        )
+    return {
+        key: value
+        for key, value in found.items()
+        if key != "url" and not key.startswith("pipelinechannel--")
+    }
 
 
 def _upload(client: Any, package: str, name: str) -> dict[str, str]:
     """Upload a version of the pipeline `name`, unless it has been; return its ids."""
     version = f"{name}-{xxhash.xxh3_64_hexdigest(Path(package).read_bytes())}"
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # kfp prints links
-        pipeline_id = client.get_pipeline_id(name) or client.upload_pipeline(package, name).pipeline_id
-        known = client.list_pipeline_versions(pipeline_id, filter=match_name(version)).pipeline_versions
+        pipeline_id = (
+            client.get_pipeline_id(name) or client.upload_pipeline(package, name).pipeline_id
+        )
+        known = client.list_pipeline_versions(
+            pipeline_id, filter=match_name(version)
+        ).pipeline_versions
         made = known[0] if known else client.upload_pipeline_version(package, version, pipeline_id)
     return {"pipeline_id": pipeline_id, "pipeline_version_id": made.pipeline_version_id}

@@ -44,7 +44,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tuneloop.kfp.stage", description=__doc__)
     parser.add_argument("stage")
     parser.add_argument("--executor-input", required=True)
-    parser.add_argument("--job", type=json.loads, help="nodes, processes, cluster and namespace of a JobSet to launch")
+    parser.add_argument(
+        "--job",
+        type=json.loads,
+        help="nodes, processes, cluster and namespace of a JobSet to launch",
+    )
     given = parser.parse_args(argv)
     stage: Component = plugins.load_variant("stages", given.stage)
     task = Task.read(given.executor_input)
@@ -54,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
     url = task.parameters[URL]
 
     def run() -> int:
-        return (given.job and launch_jobset(stage, task, **given.job)) or stage.run(build_stage_args(stage, task))
+        return (given.job and launch_jobset(stage, task, **given.job)) or stage.run(
+            build_stage_args(stage, task)
+        )
 
     if code := retry_in_process(run, lambda: " ".join(Store(f"{url}/resume").keys()), url=url):
         return code
@@ -66,7 +72,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch_jobset(
-    stage: Component, task: Task, *, nodes: int, processes: int, cluster: dict[str, Any], namespace: str
+    stage: Component,
+    task: Task,
+    *,
+    nodes: int,
+    processes: int,
+    cluster: dict[str, Any],
+    namespace: str,
 ) -> int:
     """Run the stage as a JobSet, unless its output is committed; return the exit code. The JobSet is named after the
     output, so that an evicted launcher finds the JobSet that it has started."""
@@ -76,7 +88,9 @@ def launch_jobset(
     name = f"{stage.template}-{xxhash.xxh3_64_hexdigest(url.encode())}"
     env = ranks_env(name, nodes, processes)
     role = find_role(stage, task.parameters)
-    pod = pod_spec(stage.image, role, stage.command(nodes=nodes), build_stage_args(stage, task), wanted, env)
+    pod = pod_spec(
+        stage.image, role, stage.command(nodes=nodes), build_stage_args(stage, task), wanted, env
+    )
     queue = wanted.build_queue_labels(role)
     labels = {"app.kubernetes.io/part-of": "tuneloop", "app.kubernetes.io/component": stage.image}
     manifest = build_jobset(name, pod, nodes, labels=labels, queue=queue, stage=stage.template)
@@ -85,7 +99,9 @@ def launch_jobset(
 
 def build_stage_args(stage: Component, task: Task) -> list[str]:
     """Build the command line of the stage's program."""
-    given: dict[str, Any] = {name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs}
+    given: dict[str, Any] = {
+        name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs
+    }
     given[stage.output] = task.parameters[URL]
     given |= {k: _whole(v) for k, v in task.parameters.items() if k in stage.Params.model_fields}
     return encode_flags(given)
@@ -106,7 +122,12 @@ def report_skipped_stage(stage: Component, task: Task, reason: str) -> None:
     """Report to KFP that the stage was skipped: no reference is passed on except the policy's, unchanged."""
     said = f"nothing was done here: {reason}"
     print(said, file=sys.stderr)
-    marks = {k: v for handle in task.inputs.values() for k, v in handle.items() if k in (REACHED, CONTINUED)}
+    marks = {
+        k: v
+        for handle in task.inputs.values()
+        for k, v in handle.items()
+        if k in (REACHED, CONTINUED)
+    }
     policy = task.inputs.get("policy", {}) if stage.output.startswith("checkpoint") else {}
     task.describe(stage.output, {**policy, **marks})
     for name in task.outputs:
@@ -125,7 +146,10 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     task.write(stage.output, manifest.model_dump_json(indent=1))
     if "results" in task.outputs:
         task.describe("results", manifest.scalars)
-    for name, draw in (("preview", previews.write_artifact_page), ("curves", previews.write_curves)):
+    for name, draw in (
+        ("preview", previews.write_artifact_page),
+        ("curves", previews.write_curves),
+    ):
         if name in task.outputs:
             draw(task, name, url, manifest)
     task.results = {get_result_name(stage, name): value for name, value in manifest.results.items()}
@@ -134,7 +158,9 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
 
 def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
     """Build an artifact's handle, which one task passes to the next; KFP's metadata cannot hold nulls."""
-    version = {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
+    version = (
+        {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}
+    )
     return {
         "ref": f"{url}@{manifest.digest}",
         "digest": manifest.digest,

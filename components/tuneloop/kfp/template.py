@@ -24,7 +24,13 @@ from tuneloop.kfp.stage import TARGET, URL, get_result_name
 from tuneloop.workflow.loop import StageSpec
 from tuneloop.workflow.settings import AUTO, SANDBOX, Cluster, ResourceRole
 
-TYPES = {"checkpoint": Model, "policy": Model, "reference": Model, "model": Model, "metrics": Metrics}
+TYPES = {
+    "checkpoint": Model,
+    "policy": Model,
+    "reference": Model,
+    "model": Model,
+    "metrics": Metrics,
+}
 """Input or output → artifact type; any other is a Dataset."""
 GPU = "nvidia.com/gpu"
 REQUIRED = inspect.Parameter.empty
@@ -38,7 +44,11 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     the namespace ``kfp.jobs``. Raises UserError at a parameter that the stage refuses."""
     component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
     spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
-    fixed = {k: v for k, v in component.resolve_constants({**given, **spread}, dynamic).items() if v is not None}
+    fixed = {
+        k: v
+        for k, v in component.resolve_constants({**given, **spread}, dynamic).items()
+        if v is not None
+    }
     image = cluster.images.format(image="base" if spread else component.image)
     settings = cluster.model_dump(mode="json", exclude_defaults=True)
     job = {"nodes": nodes, "processes": processes, "cluster": settings, "namespace": kfp.jobs}
@@ -48,7 +58,9 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     role = "cpu" if spread else find_role(component, given, dynamic)
 
     def step(name: str, **arguments: Any) -> dsl.PipelineTask:
-        task = made(**fixed, **pass_artifacts_once(arguments, component.inputs)).set_display_name(name)
+        task = made(**fixed, **pass_artifacts_once(arguments, component.inputs)).set_display_name(
+            name
+        )
         task.set_env_variable("TUNELOOP_NODE_NAME", name)
         configure_task_pod(task, image, own, kfp, role)
         return task
@@ -64,7 +76,10 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
     same: dict[str, str] = {}
     for name in sorted(arguments, key=[*inputs, *arguments].index):
         value = arguments[name]
-        if isinstance(value, PipelineArtifactChannel) and (other := first.setdefault(str(value), name)) != name:
+        if (
+            isinstance(value, PipelineArtifactChannel)
+            and (other := first.setdefault(str(value), name)) != name
+        ):
             same[name] = other
         else:
             passed[name] = value
@@ -72,17 +87,33 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
 
 
 def define_uncached_step(
-    name: str, summary: str, kinds: Mapping[str, Any], about: Mapping[str, str], cluster: Cluster, kfp: Kfp
+    name: str,
+    summary: str,
+    kinds: Mapping[str, Any],
+    about: Mapping[str, str],
+    cluster: Cluster,
+    kfp: Kfp,
 ) -> Step:
     """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads the current state.
     `kinds` maps its inputs and outputs, none of them optional, to their types."""
-    image, signature = cluster.images.format(image="base"), {name: (kind, REQUIRED) for name, kind in kinds.items()}
-    made = define_container_component(name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"])
-    return make_step(lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp)
+    image, signature = (
+        cluster.images.format(image="base"),
+        {name: (kind, REQUIRED) for name, kind in kinds.items()},
+    )
+    made = define_container_component(
+        name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"]
+    )
+    return make_step(
+        lambda **arguments: made(**arguments).set_caching_options(False), image, cluster, kfp
+    )
 
 
 def make_step(
-    made: Callable[..., dsl.PipelineTask], image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
+    made: Callable[..., dsl.PipelineTask],
+    image: str,
+    cluster: Cluster,
+    kfp: Kfp,
+    role: ResourceRole = "cpu",
 ) -> Step:
     """Return a container component as a step."""
 
@@ -95,27 +126,44 @@ def make_step(
 
 
 def stage_component(
-    component: Component, image: str, processes: int = 1, passed: Iterable[str] = (), extra: Sequence[str] = ()
+    component: Component,
+    image: str,
+    processes: int = 1,
+    passed: Iterable[str] = (),
+    extra: Sequence[str] = (),
 ) -> Any:
     """Return the stage as a `kfp.dsl` container component, which has the parameters `passed` even where their default
     is None (kfp.local cannot leave out an integer)."""
     signature, about = stage_signature(component, {*passed})
     _, *start, module = component.command(processes)
     command = ["python3", *start, "tuneloop.kfp.stage", f"{module}:{component.name}"]
-    return define_container_component(component.name, component.summary, signature, about, image, command, extra)
+    return define_container_component(
+        component.name, component.summary, signature, about, image, command, extra
+    )
 
 
-def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
+def stage_signature(
+    component: Component, passed: set[str]
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, str]]:
     """Return name → (kfp type, default) of a stage's inputs and outputs, and name → description."""
-    fields = {k: f for k, f in component.Params.model_fields.items() if k in passed or f.default is not None}
+    fields = {
+        k: f
+        for k, f in component.Params.model_fields.items()
+        if k in passed or f.default is not None
+    }
     ends_loop = component.role == "trainer" and "iteration" in fields
     signature: dict[str, tuple[Any, Any]] = {
-        **define_inputs({name: TYPES.get(name, Dataset) for name in component.inputs}, component.inputs),
+        **define_inputs(
+            {name: TYPES.get(name, Dataset) for name in component.inputs}, component.inputs
+        ),
         URL: (str, REQUIRED),
         **{name: _parameter(field) for name, field in fields.items()},
         **({TARGET: (Optional[float], None)} if ends_loop else {}),
         **{name: (Output[kind], REQUIRED) for name, kind in _artifacts(component).items()},
-        **{get_result_name(component, k): (dsl.OutputPath(kind), REQUIRED) for k, kind in component.results.items()},
+        **{
+            get_result_name(component, k): (dsl.OutputPath(kind), REQUIRED)
+            for k, kind in component.results.items()
+        },
     }
     about = {name: field.description or "" for name, field in fields.items()}
     return signature, {
@@ -124,7 +172,9 @@ def stage_signature(component: Component, passed: set[str]) -> tuple[dict[str, t
     }
 
 
-def define_inputs(types: Mapping[str, Any], required: Mapping[str, bool]) -> dict[str, tuple[Any, Any]]:
+def define_inputs(
+    types: Mapping[str, Any], required: Mapping[str, bool]
+) -> dict[str, tuple[Any, Any]]:
     """Return the signature of input artifacts; the second of two with the same type may be the same artifact."""
     earlier: set[Any] = set()
     signature: dict[str, tuple[Any, Any]] = {}
@@ -154,9 +204,14 @@ def define_container_component(
     # kfp reads a component's interface from a function's signature and docstring.
     kind = inspect.Parameter.KEYWORD_ONLY
     program.__name__ = name
-    program.__doc__ = "\n".join([summary, "", "Args:", *(f"    {k}: {about[k]}" for k in signature if about.get(k))])
+    program.__doc__ = "\n".join(
+        [summary, "", "Args:", *(f"    {k}: {about[k]}" for k in signature if about.get(k))]
+    )
     program.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(k, kind, annotation=each, default=default) for k, (each, default) in signature.items()]
+        [
+            inspect.Parameter(k, kind, annotation=each, default=default)
+            for k, (each, default) in signature.items()
+        ]
     )
     return dsl.container_component(program)
 
@@ -169,9 +224,13 @@ def configure_task_pod(
         remedy = "Kubeflow Pipelines have no field for claims, and no step that releases them: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)
     own = cluster.resources(role)
-    task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(own.memory_request)
+    task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(
+        own.memory_request
+    )
     # The last becomes Argo's maxDuration, a deadline from the start of the first attempt; so it must be long.
-    task.set_retry(kfp.retries, backoff_duration="10s", backoff_factor=1, backoff_max_duration="8760h")
+    task.set_retry(
+        kfp.retries, backoff_duration="10s", backoff_factor=1, backoff_max_duration="8760h"
+    )
     task.set_env_variable("TUNELOOP_IMAGE", image)
     kubernetes.set_image_pull_policy(task, "IfNotPresent")
     kubernetes.set_security_context(task, run_as_user=1000, run_as_group=1000, run_as_non_root=True)

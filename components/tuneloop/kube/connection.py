@@ -51,12 +51,16 @@ def translate_api_errors(host: str, context: str) -> Iterator[None]:
         raise ApiRefusal(context, error.status, message) from error
     except HTTPError as error:
         if context == IN_CLUSTER:
-            raise Unavailable(f"cluster: {host} does not answer ({type(error).__name__})") from error
+            raise Unavailable(
+                f"cluster: {host} does not answer ({type(error).__name__})"
+            ) from error
         remedy = f"{host} does not answer ({type(error).__name__}); is it running, and is this the context?"
         raise Unreachable("cluster", context, remedy) from error
 
 
-def retry_until_available(look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0) -> T:
+def retry_until_available(
+    look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0
+) -> T:
     """Call `look` until the API server answers without a failure, and return its result. Pauses double from `pause` to
     30 seconds. Raises Retryable or Unreachable after `patience` seconds."""
     deadline = time.monotonic() + patience
@@ -101,7 +105,9 @@ def read_api_message(error: Any) -> str:
     """Read the API server's message in an ApiException of Kubernetes' client, or of KFP's."""
     try:
         said = json.loads(error.body)
-        return " ".join(str(said.get("error_message") or said.get("message") or said["error"]).split())
+        return " ".join(
+            str(said.get("error_message") or said.get("message") or said["error"]).split()
+        )
     except (TypeError, ValueError, AttributeError, KeyError):
         return str(error.reason)
 
@@ -119,7 +125,9 @@ class Connection:
 
     def get(self, group: str, version: str, plural: str, name: str) -> dict[str, Any]:
         """Return a custom object of the namespace."""
-        return self.custom.get_namespaced_custom_object(group, version, self.namespace, plural, name)
+        return self.custom.get_namespaced_custom_object(
+            group, version, self.namespace, plural, name
+        )
 
     def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
         """Return a custom object of the namespace; None where there is none."""
@@ -127,18 +135,26 @@ class Connection:
             return self.get(group, version, plural, name)
         return None
 
-    def create(self, group: str, version: str, plural: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def create(
+        self, group: str, version: str, plural: str, body: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Create a custom object in the namespace."""
-        return self.custom.create_namespaced_custom_object(group, version, self.namespace, plural, body)
+        return self.custom.create_namespaced_custom_object(
+            group, version, self.namespace, plural, body
+        )
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""
         with ignore_refusals(404):
-            self.custom.delete_namespaced_custom_object(group, version, self.namespace, plural, name, **options)
+            self.custom.delete_namespaced_custom_object(
+                group, version, self.namespace, plural, name, **options
+            )
             return True
         return False
 
-    def list(self, group: str, version: str, plural: str, selector: str = "") -> "list[dict[str, Any]]":
+    def list(
+        self, group: str, version: str, plural: str, selector: str = ""
+    ) -> "list[dict[str, Any]]":
         """List the custom objects of the namespace, oldest first."""
         found = self.custom.list_namespaced_custom_object(
             group, version, self.namespace, plural, label_selector=selector, _request_timeout=30
@@ -147,7 +163,9 @@ class Connection:
 
     def list_pods(self, selector: str, **options: Any) -> Sequence[Any]:
         """List the pods of the namespace that have these labels."""
-        return self.core.list_namespaced_pod(self.namespace, label_selector=selector, **options).items
+        return self.core.list_namespaced_pod(
+            self.namespace, label_selector=selector, **options
+        ).items
 
 
 def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -> Connection:
@@ -156,7 +174,9 @@ def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -
     try:
         from kubernetes import client, config
     except ImportError:
-        raise UserError("cluster", None, "needs the Kubernetes client: pip install 'tuneloop[cluster]'") from None
+        raise UserError(
+            "cluster", None, "needs the Kubernetes client: pip install 'tuneloop[cluster]'"
+        ) from None
     settings = client.Configuration()
     file = os.environ.get("KUBECONFIG")  # the library reads it when it is imported
     try:
@@ -164,7 +184,9 @@ def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -
         context = context or config.list_kube_config_contexts(config_file=file)[1]["name"]
     except config.ConfigException as error:
         if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
-            remedy = f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
+            remedy = (
+                f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
+            )
             raise UserError("cluster", context or file or "~/.kube/config", remedy) from None
         config.load_incluster_config(client_configuration=settings)
         context = IN_CLUSTER

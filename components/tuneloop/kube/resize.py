@@ -43,7 +43,9 @@ class PodResizer(threading.Thread):
 
     def run(self) -> None:
         if not (self._files / "token").exists():
-            return self._say(f"its requests do not change while it sleeps: there is no token at {self._files}")
+            return self._say(
+                f"its requests do not change while it sleeps: there is no token at {self._files}"
+            )
         awake, now = dict[str, str](), False
         while True:
             asleep = self._phases.get()
@@ -53,7 +55,9 @@ class PodResizer(threading.Thread):
                 if not awake:
                     made_with = _read_requests(self._patch({})["spec"]["containers"])
                     awake = {name: made_with[name] for name in self._asleep}
-                self._resize(self._asleep if asleep else awake, "while it sleeps" if asleep else "awake")
+                self._resize(
+                    self._asleep if asleep else awake, "while it sleeps" if asleep else "awake"
+                )
                 now = asleep
             except ApiRefusal as refusal:
                 self._say(f"its pod's requests do not change: {refusal}; the server continues")
@@ -62,23 +66,33 @@ class PodResizer(threading.Thread):
         begun = time.monotonic()
         wanted = ", ".join(f"{name} {amount}" for name, amount in requests.items()) + f" {when}"
         pod, pause = self._patch(requests), PAUSE_S
-        while _read_requests(pod["status"]["containerStatuses"]) != _read_requests(pod["spec"]["containers"]):
+        while _read_requests(pod["status"]["containerStatuses"]) != _read_requests(
+            pod["spec"]["containers"]
+        ):
             for each in pod["status"].get("conditions", ()):
-                if each["type"] == "PodResizePending":  # the kubelet goes on trying if it is Deferred
+                if (
+                    each["type"] == "PodResizePending"
+                ):  # the kubelet goes on trying if it is Deferred
                     why = f"{each.get('reason')}: {each.get('message')}"
-                    return self._say(f"its pod cannot request {wanted} ({why}); the server continues")
+                    return self._say(
+                        f"its pod cannot request {wanted} ({why}); the server continues"
+                    )
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
             if not self._phases.empty():
                 return
             pod = self._patch({})
-        print_diagnostic(f"serve: its pod requests {wanted}, after {time.monotonic() - begun:.1f} s", 0)
+        print_diagnostic(
+            f"serve: its pod requests {wanted}, after {time.monotonic() - begun:.1f} s", 0
+        )
 
     def _patch(self, requests: Mapping[str, str]) -> dict[str, Any]:
         """Change requests of this pod's container, and return the pod, also for none. Raises ApiRefusal."""
         while True:
             try:
-                return self._send({"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]})
+                return self._send(
+                    {"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]}
+                )
             except Unavailable as trouble:
                 self._say(f"its pod's requests do not change for now: {trouble}; it retries")
                 time.sleep(20 * PAUSE_S)
@@ -89,8 +103,14 @@ class PodResizer(threading.Thread):
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
         url = f"https://{f'[{host}]' if ':' in host else host}:{port}/api/v1"
         url += f"/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
-        how: dict[str, Any] = {"timeout_s": 30, "trusted": ssl.create_default_context(cafile=self._files / "ca.crt")}
-        how["headers"] = {"Authorization": f"Bearer {token}", "Content-Type": "application/strategic-merge-patch+json"}
+        how: dict[str, Any] = {
+            "timeout_s": 30,
+            "trusted": ssl.create_default_context(cafile=self._files / "ca.crt"),
+        }
+        how["headers"] = {
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/strategic-merge-patch+json",
+        }
         try:
             status, text = send_request("PATCH", url, body={"spec": spec}, **how)
         except Unanswered as error:

@@ -74,7 +74,9 @@ class Execution:
 
     def create_node(self, call: Call, kind: str) -> Node:
         """Create a node; its id is the same in every execution of the same graph."""
-        base = call.name.removesuffix(".onExit")  # the exit handler has the workflow's name before it
+        base = call.name.removesuffix(
+            ".onExit"
+        )  # the exit handler has the workflow's name before it
         display = base.rpartition(".")[2] + call.name[len(base) :]
         slug = re.sub(r"[^a-z0-9]+", "-", display.lower()).strip("-")[:40]
         identity = f"{slug}-{hashlib.sha256(call.name.encode()).hexdigest()[:10]}"
@@ -126,7 +128,11 @@ class Execution:
     def global_scope(self) -> Scope:
         """Return the tags that every template may use."""
         duration = f"{time.time() - self.began:f}"
-        return self._tags | self.published | {"workflow.duration": duration, "workflow.status": self.status}
+        return (
+            self._tags
+            | self.published
+            | {"workflow.duration": duration, "workflow.status": self.status}
+        )
 
     def publish_output(self, name: str, value: str) -> None:
         """Set a global output."""
@@ -214,7 +220,9 @@ class Execution:
     def end_nodes(self, paths: Iterable[str], reason: str) -> None:
         """End the pods at or below nodes of these names, and let no pod start there any more."""
         with self._lock:
-            self._end_reasons = self._end_reasons | dict.fromkeys(paths, reason)  # replaced: threads read it
+            self._end_reasons = self._end_reasons | dict.fromkeys(
+                paths, reason
+            )  # replaced: threads read it
             for node, process, grace in self._running.values():
                 if self.find_end_reason(node.name):
                     _end_apart(process, grace)
@@ -231,14 +239,23 @@ def _end_apart(process: Process, grace: float) -> None:
     threading.Thread(target=end_process, args=(process, grace), daemon=True).start()
 
 
-def _workflow_tags(workflow: Mapping[str, Any], name: str, workdir: Path, given: Mapping[str, str]) -> dict[str, str]:
+def _workflow_tags(
+    workflow: Mapping[str, Any], name: str, workdir: Path, given: Mapping[str, str]
+) -> dict[str, str]:
     """Return the tags ``workflow.…``, but for those that change while it runs."""
-    own = {f"workflow.{kind}": workflow.get("metadata", {}).get(kind) or {} for kind in ("labels", "annotations")}
+    own = {
+        f"workflow.{kind}": workflow.get("metadata", {}).get(kind) or {}
+        for kind in ("labels", "annotations")
+    }
     return {
         "workflow.name": name,
         "workflow.namespace": "local",
         "workflow.uid": hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:32],
         "workflow.parameters": format_value([{"name": k, "value": v} for k, v in given.items()]),
         **{f"workflow.parameters.{key}": value for key, value in given.items()},
-        **{f"{kind}.{key}": format_value(value) for kind, values in own.items() for key, value in values.items()},
+        **{
+            f"{kind}.{key}": format_value(value)
+            for kind, values in own.items()
+            for key, value in values.items()
+        },
     }

@@ -85,7 +85,11 @@ def execute_workflow(
 
 
 def execute_parts(
-    workflow: Mapping[str, Any], *, workdir: Path, arguments: Mapping[str, str] | None = None, **options: Any
+    workflow: Mapping[str, Any],
+    *,
+    workdir: Path,
+    arguments: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Outcome:
     """Run `workflow` and the workflows that continue it (`tuneloop.cluster.continue_run`), and return the outcome of
     the last. Each has the name that it would have on a cluster; `tuneloop.local.journal.read_state` shows all of them
@@ -112,7 +116,9 @@ def execute_parts(
 
 def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome:
     """Run a workflow to its end, exit handler included."""
-    record = Workflow(execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters)
+    record = Workflow(
+        execution.name, started=execution.began, pid=os.getpid(), parameters=execution.parameters
+    )
     execution.record_workflow(record)
     try:
         result = _run_apart(execution, lambda: _run_entry(execution, entry))
@@ -126,7 +132,10 @@ def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome
     finally:
         execution.launcher.close()
     if execution.stopped_by is not None:
-        record.phase, record.message = "Failed", f"stopped by {signal.Signals(execution.stopped_by).name}"
+        record.phase, record.message = (
+            "Failed",
+            f"stopped by {signal.Signals(execution.stopped_by).name}",
+        )
     record.finished, record.outputs = time.time(), execution.outputs
     execution.record_workflow(record)
     code = outcome_code(record.phase, execution.nodes, execution.stopped_by)
@@ -156,8 +165,13 @@ def _run_apart(execution: Execution, work: Callable[[], Result]) -> Result:
 def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
     """Return the kinds of warm processes from which commands of the templates can be forked."""
     containers = [template.get("container") or {} for template in templates]
-    commands = [[*container.get("command", []), *container.get("args", [])] for container in containers]
-    kinds: dict[Kind, bool] = {"stages": any(map(is_stage, commands)), "server": any(map(is_server, commands))}
+    commands = [
+        [*container.get("command", []), *container.get("args", [])] for container in containers
+    ]
+    kinds: dict[Kind, bool] = {
+        "stages": any(map(is_stage, commands)),
+        "server": any(map(is_server, commands)),
+    }
     return [kind for kind, used in kinds.items() if used]
 
 
@@ -165,7 +179,11 @@ def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool)
     declared = spec.get("arguments", {}).get("parameters", [])
     names = [parameter["name"] for parameter in declared]
     if strict and (unknown := [name for name in given if name not in names]):
-        raise UserError(f"parameter {unknown[0]}", given[unknown[0]], f"is not a parameter; known: {', '.join(names)}")
+        raise UserError(
+            f"parameter {unknown[0]}",
+            given[unknown[0]],
+            f"is not a parameter; known: {', '.join(names)}",
+        )
     values = {}
     for parameter in declared:
         name = parameter["name"]

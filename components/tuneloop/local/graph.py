@@ -27,7 +27,9 @@ def run_template(execution: Execution, call: Call) -> Result:
     """Run a template; an error in the workflow becomes the result, and is not raised."""
     template = execution.templates.get(call.template)
     retried = template is not None and "retryStrategy" in template
-    node = execution.create_node(call, "Retry" if retried else execution.attempt_type(call.template))
+    node = execution.create_node(
+        call, "Retry" if retried else execution.attempt_type(call.template)
+    )
     try:
         if template is None:
             raise ExpressionError(f"template {call.template} does not exist")
@@ -42,12 +44,16 @@ def run_template(execution: Execution, call: Call) -> Result:
             return _omit_ended(execution, template, node, result)
 
         if retried:
-            result = Attempts(execution, substitute_tags(template["retryStrategy"], scope), node, call, attempt).run()
+            result = Attempts(
+                execution, substitute_tags(template["retryStrategy"], scope), node, call, attempt
+            ).run()
         else:
             result = attempt(node, {})
     except ExpressionError as error:
         result = Result("Error", str(error))
-    except Exception as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
+    except (
+        Exception
+    ) as error:  # the machine's fault (no disk, no such file): this node's error, not the run's end
         result = Result("Error", f"{type(error).__name__}: {error}")
     result = _omit_ended(execution, template or {}, node, result)
     for parameter in (template or {}).get("outputs", {}).get("parameters", []):
@@ -57,14 +63,20 @@ def run_template(execution: Execution, call: Call) -> Result:
     return result
 
 
-def _attempt(execution: Execution, template: Mapping[str, Any], node: Node, call: Call, scope: Scope) -> Result:
+def _attempt(
+    execution: Execution, template: Mapping[str, Any], node: Node, call: Call, scope: Scope
+) -> Result:
     if "dag" in template:
         return Graph(execution, template, node, call.depth, scope).run()
-    filled = substitute_tags({k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id})
+    filled = substitute_tags(
+        {k: v for k, v in template.items() if k != "retryStrategy"}, scope | {"pod.name": node.id}
+    )
     return run_pod(execution, filled, node)
 
 
-def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, result: Result) -> Result:
+def _omit_ended(
+    execution: Execution, template: Mapping[str, Any], node: Node, result: Result
+) -> Result:
     """Return `result`, or ``Omitted`` if a server's end caused it, so that only the server counts as failed."""
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
@@ -77,8 +89,21 @@ def _omit_ended(execution: Execution, template: Mapping[str, Any], node: Node, r
 class Graph:
     """One execution of a DAG template: the state that its tasks share."""
 
-    def __init__(self, execution: Execution, template: Mapping[str, Any], node: Node, depth: int, scope: Scope) -> None:
-        self.execution, self.template, self.node, self.depth, self.scope = execution, template, node, depth, scope
+    def __init__(
+        self,
+        execution: Execution,
+        template: Mapping[str, Any],
+        node: Node,
+        depth: int,
+        scope: Scope,
+    ) -> None:
+        self.execution, self.template, self.node, self.depth, self.scope = (
+            execution,
+            template,
+            node,
+            depth,
+            scope,
+        )
         self.tasks = {task["name"]: task for task in template["dag"]["tasks"]}
         logic = {name: parse_depends(task, self.tasks) for name, task in self.tasks.items()}
         self.waits = {name: names for name, (names, _) in logic.items()}
@@ -90,14 +115,23 @@ class Graph:
         self.execution.start(self.node)
         try:
             results = self._run_tasks()
-            leaves = [name for name in self.tasks if not any(name in names for names in self.waits.values())]
+            leaves = [
+                name
+                for name in self.tasks
+                if not any(name in names for names in self.waits.values())
+            ]
             branches = [get_branch_result(leaf, self.waits, results) for leaf in leaves]
             broken = next((result.phase for result in branches if result.broken), None)
             if broken:
-                return Result(broken, next((f"{k}: {r.message}" for k, r in results.items() if r.broken), "stopped"))
+                return Result(
+                    broken,
+                    next((f"{k}: {r.message}" for k, r in results.items() if r.broken), "stopped"),
+                )
             scope = self._scope_behind(results)
             declared = self.template.get("outputs", {}).get("parameters", [])
-            return Result("Succeeded", "", {each["name"]: resolve_output(each, scope) for each in declared})
+            return Result(
+                "Succeeded", "", {each["name"]: resolve_output(each, scope) for each in declared}
+            )
         finally:
             threads = [_thread(daemon.close) for daemon in self.daemons]
             for thread in threads:
@@ -140,10 +174,15 @@ class Graph:
         with changed:
             while len(results) < len(self.tasks):
                 waiting = [name for name in self.tasks if name not in started]
-                ready = [name for name in waiting if all(other in results for other in self.waits[name])]
+                ready = [
+                    name for name in waiting if all(other in results for other in self.waits[name])
+                ]
                 started |= set(ready)
                 for name in ready:
-                    condition, facts = self.conditions[name], dependency_scope(self.waits[name], results)
+                    condition, facts = (
+                        self.conditions[name],
+                        dependency_scope(self.waits[name], results),
+                    )
                     if condition and not expressions.evaluate_boolean(condition, facts):
                         results[name] = self.skip(self._call(self.tasks[name]), "Omitted", UNMET)
                     else:
@@ -162,10 +201,20 @@ class Graph:
             when = substitute_tags(task.get("when", ""), scope)
             if not expressions.evaluate_when(when):
                 return self.skip(call, "Skipped", f"when '{when}' evaluated false")
-            given = [p for p in (task.get("arguments") or {}).get("parameters", []) if p.get("value") is not None]
-            parameters = {p["name"]: format_value(substitute_tags(p["value"], scope)) for p in given}
+            given = [
+                p
+                for p in (task.get("arguments") or {}).get("parameters", [])
+                if p.get("value") is not None
+            ]
+            parameters = {
+                p["name"]: format_value(substitute_tags(p["value"], scope)) for p in given
+            }
         except Exception as error:  # whatever is wrong with it, the graph goes on
-            message = str(error) if isinstance(error, ExpressionError) else f"{type(error).__name__}: {error}"
+            message = (
+                str(error)
+                if isinstance(error, ExpressionError)
+                else f"{type(error).__name__}: {error}"
+            )
             return self.skip(call, "Error", message)
         if self.execution.stopping.is_set() or self.execution.find_end_reason(call.name):
             return Result("Omitted", "not started: the run is ending")
@@ -182,7 +231,9 @@ class Graph:
         return result
 
     def _call(self, task: Mapping[str, Any]) -> Call:
-        return Call(task["template"], f"{self.node.name}.{task['name']}", self.node.id, self.depth + 1)
+        return Call(
+            task["template"], f"{self.node.name}.{task['name']}", self.node.id, self.depth + 1
+        )
 
 
 def _thread(work: Any, *args: Any) -> threading.Thread:
@@ -196,14 +247,21 @@ def dependency_scope(names: Sequence[str], results: Mapping[str, Result]) -> Sco
     scope: Scope = {}
     for name in names:
         result = results[name]
-        flags = {flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")}
+        flags = {
+            flag: result.phase == flag for flag in ("Succeeded", "Failed", "Skipped", "Omitted")
+        }
         flags |= {"Errored": result.phase == "Error", "Daemoned": result.daemon is not None}
-        flags |= {"AnySucceeded": False, "AllFailed": False}  # for loops over items, which are not supported here
+        flags |= {
+            "AnySucceeded": False,
+            "AllFailed": False,
+        }  # for loops over items, which are not supported here
         scope |= {f"{name.replace('-', '_')}.{flag}": value for flag, value in flags.items()}
     return scope
 
 
-def get_branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]) -> Result:
+def get_branch_result(
+    name: str, waits: Mapping[str, Sequence[str]], results: Mapping[str, Result]
+) -> Result:
     """Return the result of a leaf's branch: its own, or if it did not complete, that of the tasks it depends on."""
     result = results[name]
     if result.phase in ("Succeeded", "Failed", "Error"):
@@ -212,21 +270,27 @@ def get_branch_result(name: str, waits: Mapping[str, Sequence[str]], results: Ma
     return next((each for each in above if each.broken), Result("Succeeded"))
 
 
-def resolve_inputs(template: Mapping[str, Any], parameters: Mapping[str, str], scope: Scope) -> dict[str, str]:
+def resolve_inputs(
+    template: Mapping[str, Any], parameters: Mapping[str, str], scope: Scope
+) -> dict[str, str]:
     """Return a template's inputs: arguments over defaults. Raises ExpressionError at one without a value."""
     values: dict[str, str] = {}
     for parameter in template.get("inputs", {}).get("parameters", []):
         name = parameter["name"]
         value = parameters.get(name, parameter.get("value", parameter.get("default")))
         if value is None:
-            raise ExpressionError(f"inputs.parameters.{name} of template {template['name']} was not supplied")
+            raise ExpressionError(
+                f"inputs.parameters.{name} of template {template['name']} was not supplied"
+            )
         values[name] = value if name in parameters else format_value(substitute_tags(value, scope))
     return values
 
 
 def input_scope(template: Mapping[str, Any], inputs: Mapping[str, str]) -> Scope:
     """Return the tags of a template's inputs, and of the paths of its outputs."""
-    scope: Scope = {"inputs.parameters": format_value([{"name": k, "value": v} for k, v in inputs.items()])}
+    scope: Scope = {
+        "inputs.parameters": format_value([{"name": k, "value": v} for k, v in inputs.items()])
+    }
     scope |= {f"inputs.parameters.{name}": value for name, value in inputs.items()}
     for parameter in template.get("outputs", {}).get("parameters", []):
         if "path" in parameter.get("valueFrom", {}):
@@ -242,10 +306,16 @@ def resolve_output(parameter: Mapping[str, Any], scope: Scope) -> str:
             given = source["parameter"] if "parameter" in source else parameter["value"]
             return format_value(substitute_tags(given, scope))
         # Inside an expression the controller knows inputs, tasks and global outputs by name, other workflow.… not.
-        known = {k: v for k, v in scope.items() if not k.startswith("workflow.") or k.startswith("workflow.outputs.")}
+        known = {
+            k: v
+            for k, v in scope.items()
+            if not k.startswith("workflow.") or k.startswith("workflow.outputs.")
+        }
         value = expressions.evaluate_expression(substitute_tags(source["expression"], scope), known)
         if value is None:
-            raise ExpressionError(f"output {parameter['name']}: {source['expression']!r} has no value (nil)")
+            raise ExpressionError(
+                f"output {parameter['name']}: {source['expression']!r} has no value (nil)"
+            )
         return format_value(value)
     except (ExpressionError, KeyError):
         if "default" in source:
@@ -261,4 +331,6 @@ def result_scope(name: str, result: Result) -> Scope:
         scope[f"{at}.exitCode"] = str(result.exit_code)
     if result.daemon is not None:
         scope[f"{at}.ip"] = result.address
-    return scope | {f"{at}.outputs.parameters.{key}": value for key, value in result.parameters.items()}
+    return scope | {
+        f"{at}.outputs.parameters.{key}": value for key, value in result.parameters.items()
+    }

@@ -19,7 +19,14 @@ from typing import NoReturn
 
 from tuneloop.core.artifacts import MANIFEST
 from tuneloop.core.component import find_component
-from tuneloop.core.errors import EXIT_RETRY, INTERRUPTED, Retryable, UserError, print_diagnostic, report_error
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    INTERRUPTED,
+    Retryable,
+    UserError,
+    print_diagnostic,
+    report_error,
+)
 from tuneloop.core.program import run_component, write_outputs
 from tuneloop.core.store import Store
 from tuneloop.core.threads import BACKGROUND, forward_signals
@@ -31,7 +38,8 @@ DEFAULT_SEED = 67280421310721
 RECORDS = "pods.json"
 """The file below a run in which each of its pods records what it measured and decided."""
 LINE = (
-    "pod {pod} runs {iterations} iterations: {between_s:.3g} s between pods, {start_s:.3g} s start, {each_s:.3g} s each"
+    "pod {pod} runs {iterations} iterations: "
+    "{between_s:.3g} s between pods, {start_s:.3g} s start, {each_s:.3g} s each"
 )
 
 
@@ -46,8 +54,16 @@ class Iterations:
     """Runs a loop from some iteration on. The pod ends after a multiple of `per_pod` iterations or, with `auto`, after
     the iteration that `PodLength` chooses, if earlier. `stopped`: a signal has arrived, and no further stage begins."""
 
-    def __init__(self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False) -> None:
-        self._loop, self._run, self._last, self._per_pod, self._target = loop, run, last, per_pod, target
+    def __init__(
+        self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False
+    ) -> None:
+        self._loop, self._run, self._last, self._per_pod, self._target = (
+            loop,
+            run,
+            last,
+            per_pod,
+            target,
+        )
         self._auto, self.stopped = auto, False
         self._seconds: dict[str, float] = {}
         self._child: subprocess.Popen[bytes] | None = None
@@ -65,15 +81,23 @@ class Iterations:
                 self._seconds = {}
                 has_work = length and length.has_work(number, self._loop.steps[-1].name)
                 outputs = self._iterate({**values, **outputs, "iteration": str(number)})
-                took_s = sum(self._seconds[step.name] for step in self._loop.steps)  # not an evaluation, which is rare
+                took_s = sum(
+                    self._seconds[step.name] for step in self._loop.steps
+                )  # not an evaluation, which is rare
                 if length and has_work and (chosen := length.choose_last(number, took_s, end)):
                     length, end = None, chosen
-                if not length and (file := os.environ.get("ARGO_PROGRESS_FILE")):  # else the end is not known yet
+                if not length and (
+                    file := os.environ.get("ARGO_PROGRESS_FILE")
+                ):  # else the end is not known yet
                     Path(file).write_text(f"{number - first + 1}/{end - first + 1}")
                 reward = float(outputs[output_of(self._loop.reward)])
-                stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items())
+                stages = ", ".join(
+                    f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items()
+                )
                 line = f"iteration {number}/{self._last}  reward {reward:.3f}  {sum(self._seconds.values()):.1f} s"
-                print(f"{line}  ({stages})", file=sys.stderr, flush=True)  # the console of `tuneloop run` shows it
+                print(
+                    f"{line}  ({stages})", file=sys.stderr, flush=True
+                )  # the console of `tuneloop run` shows it
                 if reward >= self._target or number == end:
                     break
         except StageEnded as error:
@@ -97,7 +121,9 @@ class Iterations:
     def _call(self, step: StageCall, values: Mapping[str, str]) -> dict[str, str]:
         """Run a stage, and return its outputs as wires."""
         if self.stopped:
-            raise StageEnded(print_diagnostic(f"{INTERRUPTED}: iterations: stopped by a signal", EXIT_RETRY))
+            raise StageEnded(
+                print_diagnostic(f"{INTERRUPTED}: iterations: stopped by a signal", EXIT_RETRY)
+            )
         wired = [word for name, wire in step.wires.items() for word in (f"--{name}", values[wire])]
         url = f"{self._run}/iterations/{values['iteration']}/{step.name}"
         started = time.monotonic()
@@ -146,8 +172,15 @@ class PodLength:
         self._store = Store(run)
         places = (f"iterations/{first - 1}", f"iterations/{first}") if first > 1 else ("",)
         stats = [Store(f"{run}/{place}").stat().items() for place in places]
-        ends = [written for each in stats for key, (_, written) in each if key.rpartition("/")[2] == MANIFEST]
-        self._gap_s = max(0.0, time.time() - max(ends)) if ends else 0.0  # 0 where the store's clock is ahead: unknown
+        ends = [
+            written
+            for each in stats
+            for key, (_, written) in each
+            if key.rpartition("/")[2] == MANIFEST
+        ]
+        self._gap_s = (
+            max(0.0, time.time() - max(ends)) if ends else 0.0
+        )  # 0 where the store's clock is ahead: unknown
         self._begun, self._first_s = 0, 0.0
 
     def has_work(self, number: int, stage: str) -> bool:
@@ -161,12 +194,19 @@ class PodLength:
             if number < last:
                 return None
         records = json.loads(self._store.get(RECORDS) or b"[]")
-        between_s = min(filter(None, [self._gap_s, *(each["gap_s"] for each in records)]), default=0.0)
+        between_s = min(
+            filter(None, [self._gap_s, *(each["gap_s"] for each in records)]), default=0.0
+        )
         start_s = max(0.0, self._first_s - seconds)
         count = count_iterations(between_s + start_s, seconds)
         last = min(last, max(number, self._begun + count - 1))
         told = {"pod": len(records) + 1, "first": self._begun, "iterations": last - self._begun + 1}
-        measured = {"gap_s": self._gap_s, "between_s": between_s, "start_s": start_s, "each_s": seconds}
+        measured = {
+            "gap_s": self._gap_s,
+            "between_s": between_s,
+            "start_s": start_s,
+            "each_s": seconds,
+        }
         self._store.put(RECORDS, json.dumps([*records, told | measured], indent=1).encode())
         print(LINE.format(**told, **measured), file=sys.stderr, flush=True)
         return last
@@ -183,7 +223,9 @@ def _fresh_state(**environment: str) -> Iterator[None]:
         os.chdir(place)
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
-        os.environ.update(before)  # never cleared: a thread may commit meanwhile (`tuneloop.core.threads`)
+        os.environ.update(
+            before
+        )  # never cleared: a thread may commit meanwhile (`tuneloop.core.threads`)
         if torch := sys.modules.get("torch"):
             torch.use_deterministic_algorithms(False)
             torch.utils.deterministic.fill_uninitialized_memory = True
@@ -192,19 +234,38 @@ def _fresh_state(**environment: str) -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run as a program; never returns."""
-    parser = argparse.ArgumentParser(prog="python -m tuneloop.local.iterations", description=__doc__)
-    parser.add_argument("--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop")
+    parser = argparse.ArgumentParser(
+        prog="python -m tuneloop.local.iterations", description=__doc__
+    )
+    parser.add_argument(
+        "--loop", required=True, metavar="JSON", help="the steps, see tuneloop.workflow.pod_loop"
+    )
     parser.add_argument("--run", required=True, metavar="URL", help="of the run")
-    parser.add_argument("--iterations", required=True, type=int, help="the number of the last iteration")
-    parser.add_argument("--per-pod", required=True, type=int, help="a pod ends after a multiple of so many iterations")
-    parser.add_argument("--auto", action="store_true", help="the pod may end earlier, see PodLength")
-    parser.add_argument("--target-reward", required=True, type=float, help="mean reward that ends the loop")
-    parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE", help="first iteration's input")
+    parser.add_argument(
+        "--iterations", required=True, type=int, help="the number of the last iteration"
+    )
+    parser.add_argument(
+        "--per-pod",
+        required=True,
+        type=int,
+        help="a pod ends after a multiple of so many iterations",
+    )
+    parser.add_argument(
+        "--auto", action="store_true", help="the pod may end earlier, see PodLength"
+    )
+    parser.add_argument(
+        "--target-reward", required=True, type=float, help="mean reward that ends the loop"
+    )
+    parser.add_argument(
+        "--value", action="append", default=[], metavar="NAME=VALUE", help="first iteration's input"
+    )
     given = parser.parse_args(argv)
     last, per_pod, target = given.iterations, given.per_pod, given.target_reward
     try:
         loop = PodLoop.model_validate_json(given.loop)
-        pod = Iterations(loop, run=given.run, last=last, per_pod=per_pod, target=target, auto=given.auto)
+        pod = Iterations(
+            loop, run=given.run, last=last, per_pod=per_pod, target=target, auto=given.auto
+        )
         with pod.handle_signals():
             code, outputs = pod.run(dict(value.partition("=")[::2] for value in given.value))
     except (UserError, Retryable) as error:

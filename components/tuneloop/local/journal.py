@@ -108,13 +108,18 @@ def read_state(workdir: Path) -> State | None:
     path = workdir / "nodes.jsonl"
     if not path.exists():
         return None
-    alive, status = _held(workdir), path.stat()  # in this order: an executor says how the run ended, then lets go
+    alive, status = (
+        _held(workdir),
+        path.stat(),
+    )  # in this order: an executor says how the run ended, then lets go
     workflow, nodes, parts = _read_journal(path, status.st_size, status.st_mtime_ns)
     return State(workflow, nodes, alive, parts) if workflow else None
 
 
 @functools.lru_cache(maxsize=1)
-def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None, dict[str, Node], list[str]]:
+def _read_journal(
+    path: Path, size: int, mtime_ns: int
+) -> tuple[Workflow | None, dict[str, Node], list[str]]:
     """Read a journal, with the newest line of each node. Size and time are the key of the cache."""
     workflow, parts, damaged = None, list[str](), 0
     lines, kept = dict[bytes, bytes](), dict[bytes, bytes]()
@@ -122,7 +127,9 @@ def _read_journal(path: Path, size: int, mtime_ns: int) -> tuple[Workflow | None
         for line in file:
             body, _, rest = line.rpartition(SUM)
             if rest != xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n':
-                damaged += line.endswith(b"\n") and len(line) > 1  # one without an end is being written
+                damaged += (
+                    line.endswith(b"\n") and len(line) > 1
+                )  # one without an end is being written
             elif line.startswith(NODE):
                 lines[line[len(NODE) : line.index(b'"', len(NODE))]] = body
             else:
@@ -169,7 +176,9 @@ class Journal:
 
     def write(self, record: Node | Workflow) -> None:
         kind = "node" if isinstance(record, Node) else "workflow"
-        body = json.dumps({"kind": kind, **asdict(record)}, ensure_ascii=False)[:-1].encode(errors="replace")
+        body = json.dumps({"kind": kind, **asdict(record)}, ensure_ascii=False)[:-1].encode(
+            errors="replace"
+        )
         try:
             os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
         except OSError as error:  # this must not end stages
@@ -186,8 +195,12 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     with (workdir / "lock").open("a") as file:
         while not _try_lock(file, fcntl.LOCK_EX):
             if not _try_lock(file, fcntl.LOCK_SH):
-                raise UserError("run", str(workdir), "is running already; wait for it, or `tuneloop stop` it")
-            fcntl.flock(file, fcntl.LOCK_UN)  # its holder only checks whether an executor is running
+                raise UserError(
+                    "run", str(workdir), "is running already; wait for it, or `tuneloop stop` it"
+                )
+            fcntl.flock(
+                file, fcntl.LOCK_UN
+            )  # its holder only checks whether an executor is running
             time.sleep(0.01)
         yield
 
@@ -214,9 +227,13 @@ def outcome_code(phase: str, nodes: Mapping[str, Node], stopped_by: int | None) 
         return 130 if stopped_by == signal.SIGINT else 75
     if phase == "Succeeded":
         return 0
-    return choose_exit_code({n.exit_code for n in nodes.values() if n.type == "Pod" and _broke_the_run(n, nodes)})
+    return choose_exit_code(
+        {n.exit_code for n in nodes.values() if n.type == "Pod" and _broke_the_run(n, nodes)}
+    )
 
 
 def _broke_the_run(node: Node, nodes: Mapping[str, Node]) -> bool:
     """Say whether all nodes above a node failed, too: no other attempt and no other task has made up for it."""
-    return node.phase in BROKEN and (node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes))
+    return node.phase in BROKEN and (
+        node.parent not in nodes or _broke_the_run(nodes[node.parent], nodes)
+    )

@@ -42,13 +42,25 @@ class PodFilesystem:
     def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
         self.root = root
         parameters = template.get("outputs", {}).get("parameters", [])
-        self._sources = {p["name"]: p["valueFrom"] for p in parameters if "path" in p.get("valueFrom", {})}
-        mounts = (mount["mountPath"].rstrip("/") for mount in template["container"].get("volumeMounts", []))
-        declared, empty = [source["path"] for source in self._sources.values()], {*mounts} - {*SHARED}
+        self._sources = {
+            p["name"]: p["valueFrom"] for p in parameters if "path" in p.get("valueFrom", {})
+        }
+        mounts = (
+            mount["mountPath"].rstrip("/")
+            for mount in template["container"].get("volumeMounts", [])
+        )
+        declared, empty = (
+            [source["path"] for source in self._sources.values()],
+            {*mounts} - {*SHARED},
+        )
         self._paths = sorted({*declared, *empty}, key=len, reverse=True)
         self._parents = {str(PurePosixPath(path).parent) for path in declared} - {"/", *SHARED}
         shutil.rmtree(root, ignore_errors=True)
-        for place in (root, *(self.local_path(path).parent for path in declared), *map(self.local_path, empty)):
+        for place in (
+            root,
+            *(self.local_path(path).parent for path in declared),
+            *map(self.local_path, empty),
+        ):
             place.mkdir(parents=True, exist_ok=True)
 
     def local_path(self, path: str) -> Path:
@@ -63,7 +75,11 @@ class PodFilesystem:
         if not self._paths:
             return text
         pattern = "|".join(map(re.escape, self._paths))
-        return re.sub(rf"(?<![\w./-])(?:{pattern})(?![\w-])", lambda match: str(self.local_path(match[0])), text)
+        return re.sub(
+            rf"(?<![\w./-])(?:{pattern})(?![\w-])",
+            lambda match: str(self.local_path(match[0])),
+            text,
+        )
 
     def read_parameters(self) -> tuple[dict[str, str], list[str]]:
         """Return the output parameters that the pod wrote or that have a default, and the names of the missing ones."""
@@ -120,7 +136,9 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     env = _build_environment(execution, container, node, files)
     given = (*container.get("command", []), *container.get("args", []))
     # Kubernetes' ``$(NAME)`` is replaced; ``$$`` is a dollar; an unknown name stays.
-    named = partial(re.sub, r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]))
+    named = partial(
+        re.sub, r"\$\$|\$\((\w+)\)", lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0])
+    )
     command = [named(files.translate(word)) for word in given]
     words = home / "termination-log"
     words.touch()
@@ -159,11 +177,24 @@ def _build_environment(
     execution: Execution, container: Mapping[str, Any], node: Node, files: PodFilesystem
 ) -> dict[str, str]:
     """Build a pod's environment: the machine's, then the container's."""
-    env = {**execution.env, "ARGO_PROGRESS_FILE": str(execution.workdir / "nodes" / node.id / "progress")}
-    values = (node.id, "local", node.id, socket.gethostname(), "local", execution.get_address(node), "127.0.0.1")
+    env = {
+        **execution.env,
+        "ARGO_PROGRESS_FILE": str(execution.workdir / "nodes" / node.id / "progress"),
+    }
+    values = (
+        node.id,
+        "local",
+        node.id,
+        socket.gethostname(),
+        "local",
+        execution.get_address(node),
+        "127.0.0.1",
+    )
     fields = dict(zip(FIELD_PATHS, values))
     for item in container.get("env", []):
-        if "value" in item and item["name"] != "TUNELOOP_IMAGE":  # the image is that of this machine, if any
+        if (
+            "value" in item and item["name"] != "TUNELOOP_IMAGE"
+        ):  # the image is that of this machine, if any
             env[item["name"]] = files.translate(str(item["value"]))
         elif path := (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath"):
             env[item["name"]] = fields[path]
@@ -172,7 +203,9 @@ def _build_environment(
 
 def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
     """Link the tokens of the run's servers and of this machine's sandbox to where a template mounts their Secrets."""
-    mounted = {mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())}
+    mounted = {
+        mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())
+    }
     for volume in template.get("volumes", ()):
         if "secret" in volume:
             token = Path(os.environ.get(SANDBOX_TOKEN, os.devnull))

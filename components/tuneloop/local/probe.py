@@ -22,8 +22,17 @@ from tuneloop.rewards.scoring import Escape, Outcome, find_reward, score_all
 
 ATTACKS = Path(family.__file__).with_name("attacks")
 WRONG = ("", "I do not know.", "The answer is -90417.")
-ENDINGS = {"": "gained nothing", "t": "used up the judge's time", "e": "escape", "n": "no score", "g": "gained"}
-RANGE = (-math.inf, math.inf)  # of `play_turn`: without a least score, a turn that ends its process has none
+ENDINGS = {
+    "": "gained nothing",
+    "t": "used up the judge's time",
+    "e": "escape",
+    "n": "no score",
+    "g": "gained",
+}
+RANGE = (
+    -math.inf,
+    math.inf,
+)  # of `play_turn`: without a least score, a turn that ends its process has none
 
 
 class Trial(NamedTuple):
@@ -48,10 +57,18 @@ def try_attacks(
     if "answer" not in row:
         raise UserError("--data", str(data), "must begin with a row that has the key answer")
     if not rewards and not environments:
-        rewards, environments = list_shipped_variants("rewards"), list_shipped_variants("environments")
-    trials = [trial for name in rewards for trial in _try_all("--reward", name, name, row, row, timeout_s)]
+        rewards, environments = (
+            list_shipped_variants("rewards"),
+            list_shipped_variants("environments"),
+        )
+    trials = [
+        trial for name in rewards for trial in _try_all("--reward", name, name, row, row, timeout_s)
+    ]
     for name in environments:
-        how = {"environment": name, "environment_args": row.get("environment_args", {}).get(name, {})}
+        how = {
+            "environment": name,
+            "environment_args": row.get("environment_args", {}).get(name, {}),
+        }
         metadata = {"how": how, "row": {"id": "probe", **row, "metadata": json.dumps(row)}}
         trials += _try_all("--environment", name, f"{__name__}:play_turn", row, metadata, timeout_s)
     return trials
@@ -68,8 +85,15 @@ def play_turn(completion: str, answer: str, metadata: dict[str, Any]) -> float:
 def count_endings(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     """Count how attacks ended: the heads and the rows of a table, a class a row, a target a column."""
     counts = Counter((t.target, key, t.ending) for t in trials for key in (t.category, "all"))
-    targets, keys = list(dict.fromkeys(t.target for t in trials)), [*dict.fromkeys(t.category for t in trials), "all"]
-    cells = {(k, t): [f"{counts[t, k, e]}{e}" for e in ENDINGS if counts[t, k, e]] for t in targets for k in keys}
+    targets, keys = (
+        list(dict.fromkeys(t.target for t in trials)),
+        [*dict.fromkeys(t.category for t in trials), "all"],
+    )
+    cells = {
+        (k, t): [f"{counts[t, k, e]}{e}" for e in ENDINGS if counts[t, k, e]]
+        for t in targets
+        for k in keys
+    }
     return ["class", *targets], [[k, *(" ".join(cells[k, t]) for t in targets)] for k in keys]
 
 
@@ -78,23 +102,39 @@ def load_attacks(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]
     for path in sorted(ATTACKS.glob("*.toml")):
         for name, given in tomllib.loads(path.read_text())["attacks"].items():
             about = given if isinstance(given, dict) else {"text": given}
-            text = about["text"] * about.get("times", 1) + about.get("close", "") * about.get("times", 1)
-            text = text.replace("{answer}", str(row["answer"])).replace("{prompt}", str(row.get("prompt", "")))
+            text = about["text"] * about.get("times", 1) + about.get("close", "") * about.get(
+                "times", 1
+            )
+            text = text.replace("{answer}", str(row["answer"])).replace(
+                "{prompt}", str(row.get("prompt", ""))
+            )
             yield path.stem, name, text, about.get("chance", 0.0)
 
 
-def _try_all(field: str, target: str, reward: str, row: Any, metadata: Any, timeout_s: float) -> Iterator[Trial]:
+def _try_all(
+    field: str, target: str, reward: str, row: Any, metadata: Any, timeout_s: float
+) -> Iterator[Trial]:
     attacks = list(load_attacks(row))
     for category, name, text, chance in tuple(attacks) if target != reward else ():
         call = json.dumps({"name": target, "arguments": {"code": text, "expression": text}})
         attacks.append((category, f"{name}, to the tool", f"<tool_call>{call}</tool_call>", chance))
-    known = {"answer": str(row["answer"]), "metadata": json.dumps(metadata), "reward_spec": json.dumps({reward: 1.0})}
-    rows = [{**known, "completion": text} for text in (*WRONG, *(text for _, _, text, _ in attacks))]
+    known = {
+        "answer": str(row["answer"]),
+        "metadata": json.dumps(metadata),
+        "reward_spec": json.dumps({reward: 1.0}),
+    }
+    rows = [
+        {**known, "completion": text} for text in (*WRONG, *(text for _, _, text, _ in attacks))
+    ]
     outcomes = score_all(rows, timeout_s=timeout_s, workers=os.cpu_count() or 1, memory=2 << 30)
     wrong = [one.score for one in outcomes[: len(WRONG)] if one.score is not None]
     if len(wrong) < len(WRONG):
         said = next(one.breakdown[reward] for one in outcomes if one.score is None)
-        raise UserError(field, target, f"does not judge a wrong answer ({said}); begin --data with a row that it can")
+        raise UserError(
+            field,
+            target,
+            f"does not judge a wrong answer ({said}); begin --data with a row that it can",
+        )
     least, most = max(wrong), find_reward(reward).high
     for attack, outcome in zip(attacks, outcomes[len(WRONG) :]):
         guess = attack[3] * (most - least) if attack[3] and math.isfinite(most) else 0.0
@@ -104,5 +144,7 @@ def _try_all(field: str, target: str, reward: str, row: Any, metadata: Any, time
 def _classify(outcome: Outcome, allowed: float) -> str:
     if outcome.score is None:
         return "e" if outcome.outcome == "escape" else "n"
-    ended = any(share for part, share in outcome.breakdown.items() if part.endswith((".timeout", ".crash")))
+    ended = any(
+        share for part, share in outcome.breakdown.items() if part.endswith((".timeout", ".crash"))
+    )
     return "g" if outcome.score > allowed + 1e-9 else "t" if ended else ""

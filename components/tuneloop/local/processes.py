@@ -71,10 +71,14 @@ class ProcessServer:
             self._thread = threading.Thread(target=self._listen, daemon=True)
         else:
             self._channel, theirs = socket.socketpair()
-            self._thread = threading.Thread(target=self._run, args=(list(command), theirs), daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(list(command), theirs), daemon=True
+            )
         self._thread.start()
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path) -> Process:
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path
+    ) -> Process:
         """Start a process; output is appended to the two files."""
         process = Process(self._send, next(self._ids))
         with self._lock:
@@ -87,7 +91,9 @@ class ProcessServer:
 
     def close(self) -> None:
         """End the server and everything it started."""
-        if not self.settled.is_set() and self._server:  # still importing, it would not notice a closed channel
+        if (
+            not self.settled.is_set() and self._server
+        ):  # still importing, it would not notice a closed channel
             self._server.kill()
         with contextlib.suppress(OSError):
             # The server closes its side once all processes that it started have ended.
@@ -103,7 +109,9 @@ class ProcessServer:
         with theirs:
             line, passed = [*command, str(theirs.fileno())], [theirs.fileno()]
             stdin = subprocess.DEVNULL
-            self._server = subprocess.Popen(line, env=self.env, pass_fds=passed, stdin=stdin, start_new_session=True)
+            self._server = subprocess.Popen(
+                line, env=self.env, pass_fds=passed, stdin=stdin, start_new_session=True
+            )
         self._listen()
 
     def _listen(self) -> None:
@@ -127,8 +135,14 @@ class ProcessServer:
         elif "ready" in message:
             if not is_compatible(message.get("env", self.env), self.env):
                 self.failure = f"the process of {WARM} was started with other variables that take effect at import"
-            elif "code" in message and message["code"] != [sys.executable, code_digest(), list_packages()]:
-                self.failure = f"the process of {WARM} has other code, or another Python; start it again"
+            elif "code" in message and message["code"] != [
+                sys.executable,
+                code_digest(),
+                list_packages(),
+            ]:
+                self.failure = (
+                    f"the process of {WARM} has other code, or another Python; start it again"
+                )
             self.settled.set()
         elif "failed" in message:
             self.failure = message["failed"]
@@ -144,20 +158,37 @@ class Launcher:
 
     def __init__(self, env: Mapping[str, str], warm: Collection[Kind]) -> None:
         command = [sys.executable, "-m", "tuneloop.local.warm"]
-        self._warm = {kind: ProcessServer(env.get(WARM) or [*command, kind], env, ready=False) for kind in warm}
+        self._warm = {
+            kind: ProcessServer(env.get(WARM) or [*command, kind], env, ready=False)
+            for kind in warm
+        }
         self._spawner = ProcessServer([sys.executable, "-S", "-E", spawn.__file__], env, ready=True)
         self._told = False
 
     def start(
-        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: Path, stderr: Path, patient: bool
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: Path,
+        stderr: Path,
+        patient: bool,
     ) -> Process:
         """Start `argv`. `patient`: it would import the heavy libraries itself, so waiting for the warm process pays."""
         server = self._spawner
-        warm = self._warm.get("stages") if is_stage(argv) else self._warm.get("server") if is_server(argv) else None
+        warm = (
+            self._warm.get("stages")
+            if is_stage(argv)
+            else self._warm.get("server")
+            if is_server(argv)
+            else None
+        )
         if warm and is_compatible(warm.env, env) and self._ready(warm, patient):
             server = warm
         if server is self._spawner and server.failure is not None:
-            raise RuntimeError(f"the process that starts pods has ended ({server.failure}); run `tuneloop resume`")
+            raise RuntimeError(
+                f"the process that starts pods has ended ({server.failure}); run `tuneloop resume`"
+            )
         if Path(argv[0]).name in ("python", "python3"):
             argv = [sys.executable, *argv[1:]]
         return server.start(argv, env, cwd, stdout, stderr)
@@ -171,19 +202,26 @@ class Launcher:
             warm.settled.wait()
         if warm.failure and not self._told:
             self._told = True
-            log.warning("stages start slowly, each imports torch afresh: no warm process: %s", warm.failure)
+            log.warning(
+                "stages start slowly, each imports torch afresh: no warm process: %s", warm.failure
+            )
         return warm.settled.is_set() and warm.failure is None
 
 
 def _connect(path: str) -> socket.socket:
     channel = socket.socket(socket.AF_UNIX)
     try:
-        if os.stat(path).st_uid != os.getuid():  # it gets the environment of every stage, keys included
-            raise UserError(WARM, path, "belongs to another user; choose a path in a directory of your own")
+        if (
+            os.stat(path).st_uid != os.getuid()
+        ):  # it gets the environment of every stage, keys included
+            raise UserError(
+                WARM, path, "belongs to another user; choose a path in a directory of your own"
+            )
         channel.connect(path)
     except OSError as error:
         remedy = (
-            f"no warm process listens there ({error}); start `python -m tuneloop.local.warm stages {path}`, or unset it"
+            f"no warm process listens there ({error}); "
+            f"start `python -m tuneloop.local.warm stages {path}`, or unset it"
         )
         raise UserError(WARM, path, remedy) from error
     return channel

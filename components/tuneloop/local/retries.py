@@ -17,7 +17,12 @@ from tuneloop.workflow import expressions
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.manifest import parse_duration
 
-FIRST: Scope = {"lastRetry.exitCode": "0", "lastRetry.status": "", "lastRetry.duration": "0", "lastRetry.message": ""}
+FIRST: Scope = {
+    "lastRetry.exitCode": "0",
+    "lastRetry.status": "",
+    "lastRetry.duration": "0",
+    "lastRetry.message": "",
+}
 """The tags of the previous attempt, with the values that a first attempt reads."""
 POLICIES = {"Always": ("Failed", "Error"), "OnFailure": ("Failed",), "OnError": ("Error",)}
 
@@ -52,7 +57,8 @@ class Attempts:
         while True:
             name = f"{self._call.name}({self._number})"
             self._child = self.execution.create_node(
-                replace(self._call, name=name, parent=self.node.id), self.execution.attempt_type(self._call.template)
+                replace(self._call, name=name, parent=self.node.id),
+                self.execution.attempt_type(self._call.template),
             )
             self._child.inputs = self.node.inputs
             try:
@@ -82,7 +88,9 @@ class Attempts:
         pause = _pause(self._strategy.get("backoff") or {}, self._number)
         self._number += 1
         daemon = self.execution.templates[self._call.template].get("daemon")
-        message = self._announce_restart(result) if daemon else _announce(result, self._number, pause)
+        message = (
+            self._announce_restart(result) if daemon else _announce(result, self._number, pause)
+        )
         self.execution.set_message(self.node, message)
         return not self.execution.pause(pause, self.node.name)
 
@@ -92,7 +100,9 @@ class Attempts:
         died = f"server died: {signal}" if signal else result.message
         # A number above the budget means that the server has answered in between, so that its budget began anew.
         budget = min(BUDGET, int(self._strategy.get("limit") or BUDGET))
-        count = f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
+        count = (
+            f"{self._number} of {budget}" if self._number <= budget else f"restart {self._number}"
+        )
         log = self.execution.workdir / self._child.log
         named = log.relative_to(Path.cwd()) if log.is_relative_to(Path.cwd()) else log
         return f"{died}; restarting ({count}); log: {named}"
@@ -102,7 +112,9 @@ def _announce(result: Result, number: int, pause: float) -> str:
     """Return the message before another attempt: the class of the last one's end, and its last words."""
     end = classify_end(result.phase, result.code, result.message)
     # The message of exit code 75 names the class itself, so the code is left out.
-    reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(f"{end.name}: ")
+    reason = result.message.removeprefix(f"{describe_exit(EXIT_RETRY)}: ").removeprefix(
+        f"{end.name}: "
+    )
     return f"{end.name}: {reason}; retrying in {pause:g} s (attempt {number + 1})"
 
 
@@ -119,7 +131,9 @@ class _RestartedDaemon:
 
     def close(self) -> None:
         self._closing = True
-        self._attempts.execution.end_nodes([self._attempts.node.name], "nothing is left that it could serve")
+        self._attempts.execution.end_nodes(
+            [self._attempts.node.name], "nothing is left that it could serve"
+        )
         self._daemon.close()
         self._thread.join()
 
@@ -158,4 +172,7 @@ def _refusal(strategy: Mapping[str, Any], last: Scope, result: Result, number: i
 
 def _pause(backoff: Mapping[str, Any], number: int) -> float:
     """Return the seconds before attempt `number` + 2."""
-    return parse_duration(backoff.get("duration") or 0) * float(int(backoff.get("factor") or 1)) ** number
+    return (
+        parse_duration(backoff.get("duration") or 0)
+        * float(int(backoff.get("factor") or 1)) ** number
+    )

@@ -44,7 +44,11 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a terminal's Ctrl-C is the executor's to handle
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # a terminal's Ctrl-C is the executor's to handle
         signal.signal(number, signal.SIG_IGN)
     pids: dict[int, int] = {}  # id → pid
     reports: dict[socket.socket, int] = {}  # where a child sends its exit code → id
@@ -171,7 +175,9 @@ def _reap(channel: socket.socket, pids: dict[int, int]) -> set[int]:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             pid, code = found[0], os.waitstatus_to_exitcode(found[1])
             reaped.add(pid)
-            for name in [name for name, known in pids.items() if known == pid]:  # others are adopted orphans
+            for name in [
+                name for name, known in pids.items() if known == pid
+            ]:  # others are adopted orphans
                 _end(channel, pids, name, code if code >= 0 else 128 - code)
     return reaped
 
@@ -188,7 +194,9 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 def _quietly(call: Any, *arguments: Any) -> None:
     """Call a function, and ignore that the receiver of its signal or message has ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError):
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError, BrokenPipeError, ConnectionResetError
+    ):
         call(*arguments)
 
 

@@ -45,15 +45,33 @@ STAGES = (
     *("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
     *(f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama")),
-    *("tuneloop.algorithms.grpo", "tuneloop.inference.engines._client", "tuneloop.inference.engines.vllm"),
+    *(
+        "tuneloop.algorithms.grpo",
+        "tuneloop.inference.engines._client",
+        "tuneloop.inference.engines.vllm",
+    ),
     *("tuneloop.inference.generate", "tuneloop.training.policy_gradient", "tuneloop.rewards.exact"),
     *("tuneloop.rewards.scoring", "tuneloop.training.epochs", "tuneloop.training.fsdp.trainer"),
     *(f"tuneloop.stages.{name}" for name in ("rollout", "reward", "policy_update", "evaluate")),
 )
 SERVER = (
-    *("tuneloop.core.component", "tuneloop.inference.engines._follow", "tuneloop.inference.engines._loop"),
-    *("uvicorn", "fastapi", "torch", "transformers.models.auto.tokenization_auto", "vllm.engine.arg_utils"),
-    *("vllm.v1.engine.llm_engine", "vllm.model_executor.models.qwen3", "vllm.model_executor.models.llama"),
+    *(
+        "tuneloop.core.component",
+        "tuneloop.inference.engines._follow",
+        "tuneloop.inference.engines._loop",
+    ),
+    *(
+        "uvicorn",
+        "fastapi",
+        "torch",
+        "transformers.models.auto.tokenization_auto",
+        "vllm.engine.arg_utils",
+    ),
+    *(
+        "vllm.v1.engine.llm_engine",
+        "vllm.model_executor.models.qwen3",
+        "vllm.model_executor.models.llama",
+    ),
 )
 LIBRARIES: dict[Kind, Sequence[str]] = {"stages": STAGES, "server": SERVER}
 """Modules that are imported before the first fork; a fork imports all others itself."""
@@ -99,7 +117,11 @@ def main() -> None:
     channel = socket.socket(fileno=int(place)) if own else _listen(Path(place))
     # Computed before the imports: if a file changes meanwhile, runs see another digest, and start their own process.
     code = [sys.executable, code_digest(), list_packages()]
-    env = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT + READ_AT_START)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(READ_AT_IMPORT + READ_AT_START)
+    }
     die_with_parent(os.getppid())  # while it imports, it cannot see that the channel closes
     # Else transformers would open a CUDA context when it looks for GPUs, and no fork could use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -110,9 +132,15 @@ def main() -> None:
                 importlib.import_module(name)
         find_answer()  # the forks inherit the answer, and the digests of the code
         if kind == "stages":  # it compiles 700 regular expressions when the first model is opened
-            importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
+            importlib.import_module(
+                "transformers.conversion_mapping"
+            ).get_checkpoint_conversion_mapping("qwen3")
         tasks = Path("/proc/self/task")
-        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else ["main"]
+        names = (
+            [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+            if tasks.exists()
+            else ["main"]
+        )
         if len(names) > 1:
             raise RuntimeError(f"threads are running after the imports: {', '.join(names)}")
     except Exception as error:
@@ -163,7 +191,9 @@ def _connection(listener: socket.socket) -> socket.socket:
                 pass
 
 
-def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socket.socket) -> NoReturn:
+def _become(
+    argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socket.socket
+) -> NoReturn:
     """Go on as ``python -m module arguments``, and end."""
 
     def report_code(code: int) -> None:
@@ -191,7 +221,9 @@ def _become(argv: Sequence[str], env: Mapping[str, str], cwd: str, report: socke
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code: object = 0
     try:
-        if (stage := importlib.import_module("tuneloop.core.component").find_component(argv[2])) is not None:
+        if (
+            stage := importlib.import_module("tuneloop.core.component").find_component(argv[2])
+        ) is not None:
             stage.main()  # to execute a module again takes longer than all else that a small stage waits for
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
     except SystemExit as error:

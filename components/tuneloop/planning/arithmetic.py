@@ -34,7 +34,11 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
     if not isinstance(model := model_of(stages), Model):
         raise UserError("--device", name, f"needs the shape of the model: {model}")
     if not model.linears:
-        raise UserError("--device", name, f"needs a dense model: {model.name} has experts, or another kind of layers")
+        raise UserError(
+            "--device",
+            name,
+            f"needs a dense model: {model.name} has experts, or another kind of layers",
+        )
     replicas = count_replicas(templates)
     servers = [stage for stage in stages if stage.serves for _ in range(replicas[stage.name])]
     seconds, lines = dict[str, float](), list[str]()
@@ -51,15 +55,25 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
             seconds[stage.name] = told[0]
             lines.append(f"  {stage.name}: {told[1]} = {told[0]:.3g} s")
     if not seconds:
-        raise UserError("--device", name, "; ".join(map(str.strip, lines)) or "no stage here trains or generates")
+        raise UserError(
+            "--device",
+            name,
+            "; ".join(map(str.strip, lines)) or "no stage here trains or generates",
+        )
     assumed = f"assumed: {COMPUTING:.0%} of {name}'s {DEVICES[name].flops / 1e12:g} TFLOP/s (dense bfloat16), "
     assumed += f"{READING:.0%} of its {DEVICES[name].bandwidth / 1e12:g} TB/s; without starting, loading and storing"
     return seconds, [*lines, f"  {assumed}"]
 
 
-def _train(stage: Stage, stages: list[Stage], model: Model, device: Device) -> tuple[float, str] | str:
+def _train(
+    stage: Stage, stages: list[Stage], model: Model, device: Device
+) -> tuple[float, str] | str:
     """Return the seconds of a stage that trains and how they come about, or what is not known."""
-    missing = [] if (count := stage.accelerators * stage.nodes) else ["it has no accelerator (cluster.trainer.gpus)"]
+    missing = (
+        []
+        if (count := stage.accelerators * stage.nodes)
+        else ["it has no accelerator (cluster.trainer.gpus)"]
+    )
     if (dtype := stage.flags.get("dtype", "not given")) != "bfloat16":
         missing.append(f"dtype is {dtype}, and peaks are known of bfloat16")
     if missing:
@@ -69,13 +83,22 @@ def _train(stage: Stage, stages: list[Stage], model: Model, device: Device) -> t
         sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
         sequences, length, limit = sum(sizes), context_of(stages), "engine.args.max_model_len"
     else:
-        batch = math.prod(stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps"))
+        batch = math.prod(
+            stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps")
+        )
         kinds = stage.component.options.values() if stage.component else ()
-        batch *= max((kind.sequences for kind in kinds if issubclass(kind, TrainerOptions)), default=1)
-        sequences = batch * (stage.number("gradient_accumulation_steps") or 1) * stage.ranks * stage.nodes
+        batch *= max(
+            (kind.sequences for kind in kinds if issubclass(kind, TrainerOptions)), default=1
+        )
+        sequences = (
+            batch * (stage.number("gradient_accumulation_steps") or 1) * stage.ranks * stage.nodes
+        )
     if not (sequences and length):
         return f"nothing limits its tokens ({limit})"
-    again, frozen = stage.flags.get("gradient_checkpointing") == "true", stage.flags.get("lora", "null") != "null"
+    again, frozen = (
+        stage.flags.get("gradient_checkpointing") == "true",
+        stage.flags.get("lora", "null") != "null",
+    )
     each = 6 + 2 * again - 2 * frozen
     took = each * model.parameters * sequences * length / (count * device.flops * COMPUTING)
     return took, f"{each} × {model.parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
@@ -96,12 +119,20 @@ def _generate(
     if most >= context:
         return "max_tokens leaves no room for a prompt in engine.args.max_model_len"
     arguments = engines[0].engine_args
-    split, pipeline = (int(arguments.get(f"{each}_parallel_size") or 1) for each in ("tensor", "pipeline"))
+    split, pipeline = (
+        int(arguments.get(f"{each}_parallel_size") or 1) for each in ("tensor", "pipeline")
+    )
     share = math.ceil(sequences / max(1, count // (split * pipeline)))
     at_once = min(share, int(arguments.get("max_num_seqs") or 256))
     steps, mean = math.ceil(share / at_once) * most, context - most / 2
     read = 2 * model.parameters + at_once * mean * model.kv_bytes
-    a_step = max(read / device.bandwidth / READING, 2 * model.parameters * at_once / device.flops / COMPUTING) / split
+    a_step = (
+        max(
+            read / device.bandwidth / READING,
+            2 * model.parameters * at_once / device.flops / COMPUTING,
+        )
+        / split
+    )
     asked = 2 * model.parameters * sequences * (context - most) / (count * device.flops * COMPUTING)
     how = f"{steps:,.0f} steps of {at_once} at once, each {format_size(read)} (2 × {model.parameters:,} + {at_once} × "
     how += f"{mean:g} × {model.kv_bytes:,}), and {sequences:,.0f} × {context - most:g} tokens of prompts, on {count}"

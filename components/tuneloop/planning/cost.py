@@ -29,7 +29,11 @@ def count_replicas(templates: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
 
 
 def estimate_cost(
-    workflow: Mapping[str, Any], seconds: Mapping[str, float], bound: str, how: str, price: float | None
+    workflow: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    bound: str,
+    how: str,
+    price: float | None,
 ) -> Iterator[str]:
     """Yield lines: a workflow's hours, by the `seconds` of its stages, and their cost at `price` a device hour.
     `bound`: ``at most`` or ``about``; `how` the seconds came about."""
@@ -55,5 +59,11 @@ def estimate_cost(
     yield f"hours: {bound} {total / 3600:.3g}, {how}, one stage after another: {', '.join(parts)}{without}"
     yield f"  of these {REQUEUE:g} s for each of at most {every} pods, until Argo looks at the workflow again"
     text = f"accelerator hours: {bound} {held / 3600:.3g}"
-    without = f", without {', '.join(left)}" if (left := [name for name, devices in unknown.items() if devices]) else ""
-    yield text + (f" × {price:g} = {held / 3600 * price:.4g}" if price is not None else "") + without
+    without = (
+        f", without {', '.join(left)}"
+        if (left := [name for name, devices in unknown.items() if devices])
+        else ""
+    )
+    yield (
+        text + (f" × {price:g} = {held / 3600 * price:.4g}" if price is not None else "") + without
+    )

@@ -33,38 +33,64 @@ def read_recorded_tasks(run: Run) -> list[Task]:
     for entry in _of_whole_iterations(run):
         start, end = held[entry.stage, entry.iteration] = _held(entry, pods.get(entry.stage, []))
         made = entry.manifest
-        device = find_device(find_component(f"tuneloop.stages.{made.stage}"))  # of a third party's, none is known here
+        device = find_device(
+            find_component(f"tuneloop.stages.{made.stage}")
+        )  # of a third party's, none is known here
         tasks.append(Task(entry.stage, entry.iteration or 0, end - start, device, role=made.role))
     leads: dict[str, list[float]] = {}
     first = {task.iteration: held[task.stage, task.iteration][0] for task in reversed(tasks)}
-    updated = {task.iteration: held[task.stage, task.iteration][1] for task in tasks if task.role == "trainer"}
+    updated = {
+        task.iteration: held[task.stage, task.iteration][1]
+        for task in tasks
+        if task.role == "trainer"
+    }
     # The loop overlapped if a batch began before the last update ended.
     ahead = any(first[following] < updated[iteration] for iteration, following in pairwise(updated))
     ordered = overlap_tasks(tasks) if ahead else in_turn(tasks)
     for task in ordered:
         ends = [held[ordered[index].stage, ordered[index].iteration][1] for index in task.after]
         if ends:
-            leads.setdefault(task.stage, []).append(max(0.0, held[task.stage, task.iteration][0] - max(ends)))
-    return [dataclasses.replace(task, lead=statistics.median(leads.get(task.stage, [0.0]))) for task in tasks]
+            leads.setdefault(task.stage, []).append(
+                max(0.0, held[task.stage, task.iteration][0] - max(ends))
+            )
+    return [
+        dataclasses.replace(task, lead=statistics.median(leads.get(task.stage, [0.0])))
+        for task in tasks
+    ]
 
 
 def _of_whole_iterations(run: Run) -> list[Entry]:
     """List what the loop committed, by iteration and start."""
     config = run.record.config if run.record else {}
     if run.record and find_pod(run.read_workflow()):
-        raise UserError("--measured", run.name, "ran its stages in one pod: record one with loop.iterations_per_pod=0")
+        raise UserError(
+            "--measured",
+            run.name,
+            "ran its stages in one pod: record one with loop.iterations_per_pod=0",
+        )
     if (config.get("cluster") or {}).get("share"):
-        raise UserError("--measured", run.name, "waited for turns itself: record one without cluster.share")
+        raise UserError(
+            "--measured", run.name, "waited for turns itself: record one without cluster.share"
+        )
     whole = {entry.iteration for entry in run.with_role("trainer") if entry.iteration}
     if len(whole) < 2:
-        raise UserError("--measured", run.name, f"has {len(whole)} whole iterations: two are the least to plan with")
-    return sorted((e for e in run.entries if e.iteration in whole), key=lambda e: (e.iteration or 0, e.started))
+        raise UserError(
+            "--measured",
+            run.name,
+            f"has {len(whole)} whole iterations: two are the least to plan with",
+        )
+    return sorted(
+        (e for e in run.entries if e.iteration in whole),
+        key=lambda e: (e.iteration or 0, e.started),
+    )
 
 
 def _pods(run: Run) -> dict[str, list[Node]]:
     """Return template → its pods, by their starts; empty where the run's state is elsewhere."""
     found: dict[str, list[Node]] = {}
-    for node in sorted(run.state.nodes.values() if run.state else (), key=lambda node: node.started):
+    for node in sorted(
+        run.state.nodes.values() if run.state else (), key=lambda node: node.started
+    ):
         if node.type == "Pod":
             found.setdefault(node.template, []).append(node)
     return found

@@ -37,10 +37,17 @@ def draw_graph(workflow: Mapping[str, Any]) -> str:
         groups = template.get("steps") or [template["dag"]["tasks"]]
         for group in groups:
             tasks = {task["name"]: task for task in group}
-            named = {task: re.findall(r"[A-Za-z][\w-]*", t.get("depends", "")) for task, t in tasks.items()}
+            named = {
+                task: re.findall(r"[A-Za-z][\w-]*", t.get("depends", ""))
+                for task, t in tasks.items()
+            }
             waits = {task: {*names} & {*tasks} for task, names in named.items()}
             for task in TopologicalSorter(waits).static_order():
-                first = set[str]().union(*(ends[each] for each in waits[task])) if waits[task] else before
+                first = (
+                    set[str]().union(*(ends[each] for each in waits[task]))
+                    if waits[task]
+                    else before
+                )
                 target = tasks[task]["template"]
                 if target in (*above, name):
                     back.update((each, target) for each in first)
@@ -50,10 +57,17 @@ def draw_graph(workflow: Mapping[str, Any]) -> str:
                 ends[task] = visit(target, f"{at}.{task}", first, (*above, name))
             if template.get("steps"):
                 before = set[str]().union(*(ends[task] for task in tasks))
-        return before if template.get("steps") else set[str]().union(*(ends[t] for t in ends if t not in used))
+        return (
+            before
+            if template.get("steps")
+            else set[str]().union(*(ends[t] for t in ends if t not in used))
+        )
 
     visit(workflow["spec"]["entrypoint"], "", set(), ())
-    used, place = dict[int, int](), dict[str, tuple[int, int]]()  # where columns end; upper left corners
+    used, place = (
+        dict[int, int](),
+        dict[str, tuple[int, int]](),
+    )  # where columns end; upper left corners
     for stage in TopologicalSorter(after).static_order():
         x = max((place[each][0] + ACROSS for each in after[stage]), default=6)
         place[stage] = x, used.get(x, 6)
@@ -61,17 +75,25 @@ def draw_graph(workflow: Mapping[str, Any]) -> str:
     low, drawn = max(used.values()), list[str]()
     for stage, (x, y) in place.items():
         x2, y2 = x - 20, y + HEIGHT // 2
-        for x1, y1 in ((place[each][0] + WIDTH, place[each][1] + HEIGHT // 2) for each in sorted(after[stage])):
+        for x1, y1 in (
+            (place[each][0] + WIDTH, place[each][1] + HEIGHT // 2) for each in sorted(after[stage])
+        ):
             drawn.append(f'<path d="M{x1} {y1}C{x1 + 20} {y1},{x2} {y2},{x} {y2}"/>')
     for stage, target in sorted(back):
-        (x1, y1), (x2, y2) = ((x + WIDTH // 2, y + HEIGHT) for x, y in (place[stage], place[begins[target][0]]))
+        (x1, y1), (x2, y2) = (
+            (x + WIDTH // 2, y + HEIGHT) for x, y in (place[stage], place[begins[target][0]])
+        )
         drawn.append(f'<path class="back" d="M{x1} {y1}C{x1} {low},{x2} {low},{x2} {y2}"/>')
     for stage, (x, y) in place.items():
         devices = read_stage(templates[made[stage]]).accelerators
         server = ", a server" if templates[made[stage]].get("daemon") else ""
-        about = f"at most {pods[made[stage]]} ×{f', {devices} accelerators' if devices else ''}{server}"
+        about = (
+            f"at most {pods[made[stage]]} ×{f', {devices} accelerators' if devices else ''}{server}"
+        )
         drawn.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>')
         drawn.append(f'<text x="{x + 8}" y="{y + 17}">{escape(stage.rpartition(".")[2])}</text>')
         drawn.append(f'<text class="about" x="{x + 8}" y="{y + 34}">{about}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(used) + ACROSS}" height="{low + 10}">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(used) + ACROSS}" height="{low + 10}">'
+    )
     return "\n".join((head, f"<style>{STYLE}</style>", *drawn, "</svg>\n"))

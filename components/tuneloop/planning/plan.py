@@ -43,26 +43,63 @@ def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
     _grow(tree, workflow, templates, workflow["spec"]["entrypoint"], ())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("stage", "image", "accelerators", "pods", "memory of a pod"):
-        table.add_column(column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left")
+        table.add_column(
+            column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left"
+        )
     model, context = memory_estimate.model_of(stages), memory_estimate.context_of(stages)
     sums = []
     for stage in stages:
-        parts = memory_estimate.estimate_memory_parts(stage, model, context) if isinstance(model, Model) else []
+        parts = (
+            memory_estimate.estimate_memory_parts(stage, model, context)
+            if isinstance(model, Model)
+            else []
+        )
         complete = (
-            isinstance(model, Model) and parts and memory_estimate.is_memory_estimate_complete(stage, model, context)
+            isinstance(model, Model)
+            and parts
+            and memory_estimate.is_memory_estimate_complete(stage, model, context)
         )
         known = "" if complete else " or more" if parts else " (not estimated)"
-        count = f"{pods[stage.name]} in {together}" if stage.name in shared else str(pods[stage.name])
-        table.add_row(stage.name, stage.image, str(stage.accelerators or "cpu"), count, f"{stage.memory}{known}")
+        count = (
+            f"{pods[stage.name]} in {together}" if stage.name in shared else str(pods[stage.name])
+        )
+        table.add_row(
+            stage.name,
+            stage.image,
+            str(stage.accelerators or "cpu"),
+            count,
+            f"{stage.memory}{known}",
+        )
         if parts:
-            sums.append(f"  {stage.name}: " + " + ".join(f"{text} = {format_size(count)}" for text, count in parts))
-            sums[-1] += f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
-    told = f"{model.name}: {model.parameters:,} parameters ({model.how})" if isinstance(model, Model) else model
+            sums.append(
+                f"  {stage.name}: "
+                + " + ".join(f"{text} = {format_size(count)}" for text, count in parts)
+            )
+            sums[-1] += (
+                f"; with its programs {format_size(memory_estimate.compute_memory_request([stage], parts))}"
+            )
+    told = (
+        f"{model.name}: {model.parameters:,} parameters ({model.how})"
+        if isinstance(model, Model)
+        else model
+    )
     work = [f"  {stage}: {text}" for stage, text in estimate_work(stages, pods)]
-    training = [s for s in stages if s.role == "trainer" and s.component and s.component.kind == "checkpoint"]
+    training = [
+        s
+        for s in stages
+        if s.role == "trainer" and s.component and s.component.kind == "checkpoint"
+    ]
     written = [f"  {stage.name}: {describe_checkpoint(stage, model)}" for stage in training]
-    lines = ["work at most", *work, *(["a checkpoint", *written] if written else []), f"memory of {told}", *sums]
-    lines += colocation.describe_colocation(workflow, model.parameters if isinstance(model, Model) else None)
+    lines = [
+        "work at most",
+        *work,
+        *(["a checkpoint", *written] if written else []),
+        f"memory of {told}",
+        *sums,
+    ]
+    lines += colocation.describe_colocation(
+        workflow, model.parameters if isinstance(model, Model) else None
+    )
     return Group(tree, table, Text("\n".join(lines)))
 
 
@@ -79,13 +116,19 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
         rounds = _parameter(workflow, "iterations") if again else 1
         for task in tasks:
             if task["template"] not in (*above, name):
-                ahead = "when" in again and task.get("when") == again["when"]  # of the next round: the last has none
+                ahead = (
+                    "when" in again and task.get("when") == again["when"]
+                )  # of the next round: the last has none
                 count(task["template"], times * (rounds - ahead), (*above, name))
 
     count(workflow["spec"]["entrypoint"], 1, ())
     later = -(-_parameter(workflow, "iterations") // _parameter(workflow, "per-workflow")) - 1
-    for name in counts:  # each workflow of a long run has a server, and each but the last starts the next
-        if "tuneloop.cluster.continue_run" in templates[name].get("container", {}).get("command", ()):
+    for (
+        name
+    ) in counts:  # each workflow of a long run has a server, and each but the last starts the next
+        if "tuneloop.cluster.continue_run" in templates[name].get("container", {}).get(
+            "command", ()
+        ):
             counts[name] = later
         elif templates[name].get("daemon") or name == TAKE:
             counts[name] *= 1 + later
@@ -94,9 +137,15 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     return +counts
 
 
-def count_all_pods(workflow: Mapping[str, Any], grain: PerPod, pods: Mapping[str, int]) -> tuple[int, int]:
+def count_all_pods(
+    workflow: Mapping[str, Any], grain: PerPod, pods: Mapping[str, int]
+) -> tuple[int, int]:
     """Count the pods of an unfolded workflow at most, and those of them that run iterations."""
-    together = -(-_parameter(workflow, "iterations") // (1 if grain == "auto" else int(grain))) if grain else 0
+    together = (
+        -(-_parameter(workflow, "iterations") // (1 if grain == "auto" else int(grain)))
+        if grain
+        else 0
+    )
     shared = read_loop(workflow).keys() if grain else set()
     return sum(count for stage, count in pods.items() if stage not in shared) + together, together
 
@@ -113,16 +162,29 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
         times, value, prompts = pods[stage.name], stage.number, count_prompts(stage)
         if stage.role == "sampler" and prompts and (n := value("n")):
             total = times * prompts * n
-            left = (value("oversampled_prompts") or prompts) - prompts  # with carry_after: by the last iteration
+            left = (
+                value("oversampled_prompts") or prompts
+            ) - prompts  # with carry_after: by the last iteration
             begun = total + left * n
-            tokens = f", at most {begun * most:,.0f} tokens" if (most := value("max_tokens")) else ""
-            yield stage.name, f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}"
+            tokens = (
+                f", at most {begun * most:,.0f} tokens" if (most := value("max_tokens")) else ""
+            )
+            yield (
+                stage.name,
+                f"{times} × {prompts:g} prompts × {n:g} = {total:,.0f} completions{tokens}",
+            )
         elif stage.role == "trainer" and (each := value("updates_per_batch")):
             yield stage.name, f"{times} × {each:g} = {times * each:,.0f} optimizer steps"
         elif stage.role == "trainer" and (steps := value("max_steps")):
-            batch = (value("per_device_train_batch_size") or 1) * (value("gradient_accumulation_steps") or 1)
+            batch = (value("per_device_train_batch_size") or 1) * (
+                value("gradient_accumulation_steps") or 1
+            )
             batch *= stage.ranks * stage.nodes
-            tokens = f", at most {steps * batch * most:,.0f} tokens" if (most := value("max_length")) else ""
+            tokens = (
+                f", at most {steps * batch * most:,.0f} tokens"
+                if (most := value("max_length"))
+                else ""
+            )
             yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
         elif stage.role == "evaluator" and "tasks" not in stage.flags and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
@@ -134,8 +196,13 @@ def describe_checkpoint(stage: Stage, model: Model | str) -> str:
     if not isinstance(model, Model):
         return "not estimated"
     dtype = stage.flags.get("save_dtype", "auto")
-    width = 4 if (stage.flags.get("dtype", "float32") if dtype == "auto" else dtype) == "float32" else 2
-    adapters, served = memory_estimate.count_adapter_parameters(stage, model), model.parameters * width
+    width = (
+        4 if (stage.flags.get("dtype", "float32") if dtype == "auto" else dtype) == "float32" else 2
+    )
+    adapters, served = (
+        memory_estimate.count_adapter_parameters(stage, model),
+        model.parameters * width,
+    )
     text = f"model/ {model.parameters:,} × {width} = {format_size(served)}"
     if adapters is None:
         return f"{text}, trainer/ not estimated"
@@ -157,11 +224,19 @@ def _parameter(workflow: Mapping[str, Any], name: str) -> int:
 
 
 def _grow(
-    tree: "Tree", workflow: Mapping[str, Any], templates: Mapping[str, Any], name: str, above: tuple[str, ...]
+    tree: "Tree",
+    workflow: Mapping[str, Any],
+    templates: Mapping[str, Any],
+    name: str,
+    above: tuple[str, ...],
 ) -> None:
     for task in list_calls(templates[name]):
         target = task["template"]
-        note = " (while its condition holds)" if "when" in task and target not in above and target != name else ""
+        note = (
+            " (while its condition holds)"
+            if "when" in task and target not in above and target != name
+            else ""
+        )
         if target == name or target in above:
             tree.add(f"↺ {target} again, at most {_parameter(workflow, 'iterations')} times in all")
             continue

@@ -42,11 +42,18 @@ class Test:
             return _lines(ending.stdout) == _lines(self.expected)
         try:
             return bool(_plain(ast.literal_eval(ending.result or "")) == _plain(self.expected))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # no literal, so not the expected value
+        except (
+            ValueError,
+            SyntaxError,
+            MemoryError,
+            RecursionError,
+        ):  # no literal, so not the expected value
             return False
 
 
-def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float, dict[str, float]] | None:
+def score(
+    completion: str, answer: str, metadata: dict[str, Any]
+) -> tuple[float, dict[str, float]] | None:
     """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`. The
     last fenced block is the program, else all of it. None without tests, with one of another form, or with other
     limits. Raises Escape where the program tried to get out; no further test is run."""
@@ -54,7 +61,9 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> tuple[float
     if not tests or None in tests:
         return None
     limits = {**LIMITS, **metadata.get("code", {})}
-    if limits.keys() != LIMITS.keys() or not all(isinstance(v, int | float) and v > 0 for v in limits.values()):
+    if limits.keys() != LIMITS.keys() or not all(
+        isinstance(v, int | float) and v > 0 for v in limits.values()
+    ):
         return None
     left, program = limits["seconds"], extract_code(completion)
     passed, ended = 0, Counter[str]()
@@ -97,7 +106,9 @@ def _assertion(text: str) -> Test | None:
         (statement,) = ast.parse(text.strip()).body
     except (SyntaxError, ValueError):
         return None
-    if not (isinstance(statement, ast.Assert) and isinstance(compared := statement.test, ast.Compare)):
+    if not (
+        isinstance(statement, ast.Assert) and isinstance(compared := statement.test, ast.Compare)
+    ):
         return None
     if len(compared.ops) != 1 or not isinstance(compared.ops[0], ast.Eq):
         return None

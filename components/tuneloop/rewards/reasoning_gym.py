@@ -13,7 +13,9 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
     """Return the task's own score of the stripped completion, 0 to 1; None for a prompt from elsewhere."""
     if (task := metadata.get("reasoning_gym")) is None:
         return None
-    return float(_verifier(task["task"], json.dumps(task["config"]))(completion.strip(), task["entry"]))
+    return float(
+        _verifier(task["task"], json.dumps(task["config"]))(completion.strip(), task["entry"])
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -107,7 +107,9 @@ def find_reward(name: str) -> Reward:
     try:
         plugin = plugins.load_variant("rewards", name)
     except ImportError as error:
-        raise UserError("rewards", name, f"needs {error.name or error}; pip install 'tuneloop[rewards]'") from error
+        raise UserError(
+            "rewards", name, f"needs {error.name or error}; pip install 'tuneloop[rewards]'"
+        ) from error
     function = plugin if callable(plugin) else getattr(plugin, "score", None)
     if not callable(function):
         raise UserError("rewards", name, "has no function score(completion, answer, metadata)")
@@ -115,7 +117,9 @@ def find_reward(name: str) -> Reward:
     low, high = getattr(function, "RANGE", getattr(home, "RANGE", (0.0, 1.0)))
     episode = getattr(function, "NEEDS_EPISODE", getattr(home, "NEEDS_EPISODE", False))
     # Only the plugin's own TRUSTED counts: a wrapper of it, or another function of its module, need not be trusted.
-    return Reward(function, float(low), float(high), bool(episode), bool(getattr(plugin, "TRUSTED", False)))
+    return Reward(
+        function, float(low), float(high), bool(episode), bool(getattr(plugin, "TRUSTED", False))
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,7 +132,11 @@ def parse_spec(text: str) -> Mapping[str, float]:
     if not isinstance(spec, dict) or not spec:
         raise UserError("rewards", text, 'must name at least one reward: {"exact": 1.0}')
     for name, weight in spec.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not math.isfinite(weight)
+        ):
             raise UserError(f"rewards.{name}", weight, "must be a finite number")
     return {name: float(weight) for name, weight in spec.items()}
 
@@ -136,7 +144,9 @@ def parse_spec(text: str) -> Mapping[str, float]:
 def may_pass(outcome: Outcome) -> bool:
     """Return whether judging again may give a score: no reward failed by itself, as it would again on the same text."""
     reasons = [value for value in outcome.breakdown.values() if isinstance(value, str)]
-    return outcome.outcome in ("timeout", "infra_error") and not any(r.startswith((RAISED, RETURNED)) for r in reasons)
+    return outcome.outcome in ("timeout", "infra_error") and not any(
+        r.startswith((RAISED, RETURNED)) for r in reasons
+    )
 
 
 def compute_full_marks(spec: Mapping[str, float]) -> float:
@@ -177,7 +187,9 @@ def score_all(
             progress(count)
     jobs = [job for job in jobs if job not in verdicts]
     limits = _Limits(timeout_s, memory, punish)
-    pool = [_Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])]
+    pool = [
+        _Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])
+    ]
     try:
         while active := [worker for worker in pool if worker.left]:
             patience = min(worker.due for worker in active) - time.monotonic()
@@ -193,7 +205,13 @@ def score_all(
         for worker in pool:
             worker.stop()
     return [
-        _combine(spec, {n: _settle(verdicts[_Job(index, n)], rewards[n], weight) for n, weight in spec.items()})
+        _combine(
+            spec,
+            {
+                n: _settle(verdicts[_Job(index, n)], rewards[n], weight)
+                for n, weight in spec.items()
+            },
+        )
         for index, spec in enumerate(specs)
     ]
 
@@ -208,11 +226,15 @@ def _settle(verdict: _Verdict, reward: Reward, weight: float) -> _Verdict:
 
 def _combine(spec: Mapping[str, float], verdicts: Mapping[str, _Verdict]) -> Outcome:
     breakdown = {name: verdict.value for name, verdict in verdicts.items()}
-    breakdown |= {f"{name}.{part}": value for name, v in verdicts.items() for part, value in v.parts.items()}
+    breakdown |= {
+        f"{name}.{part}": value for name, v in verdicts.items() for part, value in v.parts.items()
+    }
     for verdict in sorted(verdicts.values(), key=lambda v: v.kind != "escape"):
         if verdict.kind != "score":
             return Outcome(verdict.kind, None, breakdown)
-    return Outcome("score", math.fsum(spec[n] * float(v.value) for n, v in verdicts.items()), breakdown)
+    return Outcome(
+        "score", math.fsum(spec[n] * float(v.value) for n, v in verdicts.items()), breakdown
+    )
 
 
 class _Worker:
@@ -228,7 +250,9 @@ class _Worker:
     pid: int
     partial: bytes
 
-    def __init__(self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits) -> None:
+    def __init__(
+        self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits
+    ) -> None:
         self.left, self.rows, self.rewards, self.limits = jobs[::-1], rows, rewards, limits
         self.killer: _Job | None = None
         self._start()
@@ -268,7 +292,10 @@ class _Worker:
         states, used = _read_stats(self.pid)
         if used - self.used >= seconds:
             return self.replace(late._replace(ended_by="timeout" if self.limits.punish else ""))
-        if not ({*"RD"} & {*states} or find_sandbox() != PROCESS) or now - self.since >= 10 * seconds:
+        if (
+            not ({*"RD"} & {*states} or find_sandbox() != PROCESS)
+            or now - self.since >= 10 * seconds
+        ):
             return self.replace(late)
         self.due = now + seconds / 4
         return []
@@ -314,7 +341,11 @@ def _read_stats(pid: int) -> tuple[str, float]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
             states, ticks = states + fields[0], ticks + sum(map(int, fields[11:15]))
-            numbers += (n for f in Path(f"/proc/{number}/task").glob("*/children") for n in f.read_text().split())
+            numbers += (
+                n
+                for f in Path(f"/proc/{number}/task").glob("*/children")
+                for n in f.read_text().split()
+            )
     return states, ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -335,13 +366,19 @@ def _own_group(pid: int) -> None:
 
 
 def _serve(
-    pipe: int, jobs: Sequence[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits
+    pipe: int,
+    jobs: Sequence[_Job],
+    rows: Sequence[Row],
+    rewards: Mapping[str, Reward],
+    limits: _Limits,
 ) -> NoReturn:
     """Judge in the child, which never returns into the parent's code, and dies when the parent does."""
     try:
         _own_group(os.getpid())
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage
+            ctypes.CDLL(None).prctl(
+                1, signal.SIGKILL
+            )  # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage
             _limit_memory(limits.memory)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -349,7 +386,9 @@ def _serve(
         os.write(pipe, json.dumps([sum(os.times()[:4])]).encode() + b"\n")
         for job in jobs:
             verdict = _judge(rewards[job.name], rows[job.row])
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would hit the next
+            signal.setitimer(
+                signal.ITIMER_REAL, 0
+            )  # an alarm that it left behind would hit the next
             os.write(pipe, json.dumps([sum(os.times()[:4]), *verdict]).encode() + b"\n")
     finally:
         os._exit(0)
@@ -376,9 +415,14 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
         if reward.trusted and not isinstance(error, Exception):  # this is the caller's process
             raise
-        frames = traceback.extract_tb(error.__traceback__)  # the innermost line of the reward's own says where
+        frames = traceback.extract_tb(
+            error.__traceback__
+        )  # the innermost line of the reward's own says where
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
         return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{at}"[:300])
     if not reward.low <= number <= reward.high:  # NaN fails this, too
-        return _Verdict("infra_error", f"{RETURNED} {number}, outside its range [{reward.low:g}, {reward.high:g}]")
+        return _Verdict(
+            "infra_error",
+            f"{RETURNED} {number}, outside its range [{reward.low:g}, {reward.high:g}]",
+        )
     return _Verdict("score", number, parts)

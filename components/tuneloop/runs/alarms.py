@@ -65,7 +65,11 @@ def _check_entropy(curves: Mapping[str, Points]) -> str | None:
 def _check_clipping(curves: Mapping[str, Points]) -> str | None:
     """Where most tokens are clipped, a step is too large or the rollouts are too old."""
     share = _ends(curves.get("clip_fraction", ()))[1]
-    return f"{share:.0%} of tokens are clipped: lower the learning rate, or updates_per_batch" if share > 0.5 else None
+    return (
+        f"{share:.0%} of tokens are clipped: lower the learning rate, or updates_per_batch"
+        if share > 0.5
+        else None
+    )
 
 
 def _ends(points: Points) -> tuple[float, float]:

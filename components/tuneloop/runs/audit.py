@@ -5,7 +5,14 @@ of them: whoever has the root from somebody they trust need not trust the store.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import DIGEST, MANIFEST, Artifact, hash_canonical_json, parse_manifest, split_ref
+from tuneloop.core.artifacts import (
+    DIGEST,
+    MANIFEST,
+    Artifact,
+    hash_canonical_json,
+    parse_manifest,
+    split_ref,
+)
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.runs.run_record import Entry, Run
@@ -55,7 +62,11 @@ def audit_run(run: Run) -> Iterator[Proof]:
         else:
             if state:
                 same = state.manifest.facts == entry.manifest.facts.get(STATE_FACT)
-                yield _prove(run, state, [] if same else ["its facts are not those that its checkpoint states"])
+                yield _prove(
+                    run,
+                    state,
+                    [] if same else ["its facts are not those that its checkpoint states"],
+                )
 
 
 def prove_chain(run: Run, version: int, entry: Entry, *judged: Entry) -> list[Entry]:
@@ -66,7 +77,10 @@ def prove_chain(run: Run, version: int, entry: Entry, *judged: Entry) -> list[En
             if source.key not in chain:
                 queue.append(chain.setdefault(source.key, source))
     for proof in audit_run(run):
-        flaws = [*proof.problems, *(["its files were deleted"] if proof.deleted and proof.key == entry.key else [])]
+        flaws = [
+            *proof.problems,
+            *(["its files were deleted"] if proof.deleted and proof.key == entry.key else []),
+        ]
         if flaws and (proof.key in chain or proof.files is None):
             raise UserError("VERSION", version, f"does not pass the audit: {proof.key}: {flaws[0]}")
     return sorted(chain.values(), key=lambda each: (each.started, each.key))
@@ -76,16 +90,25 @@ def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
     checked = [*verify_artifact(run, entry)]
     left = {name for name, one in zip(sorted(entry.manifest.files), checked) if one.found}
     # Retention deletes the files of checkpoints that later ones follow, all but their history.
-    followed = [checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None][:-1]
-    deleted = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files} and entry.key in followed
+    followed = [
+        checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None
+    ][:-1]
+    deleted = (
+        left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files}
+        and entry.key in followed
+    )
     wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
-    problems += [f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong]
+    problems += [
+        f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong
+    ]
     return Proof(entry.key, sum(one.good for one in checked), tuple(problems), deleted)
 
 
 def _check_manifest(run: Run, entry: Entry) -> Iterator[str]:
     try:
-        manifest = parse_manifest(f"{run.url}/{entry.key}", Store(run.url).get(f"{entry.key}/{MANIFEST}") or b"")
+        manifest = parse_manifest(
+            f"{run.url}/{entry.key}", Store(run.url).get(f"{entry.key}/{MANIFEST}") or b""
+        )
     except Corrupt as error:
         yield str(error)
     else:

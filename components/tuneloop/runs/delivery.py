@@ -44,10 +44,15 @@ NUMBERS = tuple(f.name for f in fields(Delivery) if f.type == float | None)
 def list_deliveries(run: Run) -> list[Delivery]:
     """List the delivery of every version that was published or brought to a fleet, as last measured."""
     records = read_publications(run.weights_url)
-    found = {version: Delivery(version, "published", **_sent(about)) for version, about in records.items()}
+    found = {
+        version: Delivery(version, "published", **_sent(about))
+        for version, about in records.items()
+    }
     for entry in run.with_role("sampler", "evaluator"):
         if one := _delivery(run, entry, records.get):
-            before = found.get(one.version)  # a fleet is refitted once, and found refitted from then on
+            before = found.get(
+                one.version
+            )  # a fleet is refitted once, and found refitted from then on
             if before is None or before.pause_s is None or one.pause_s is not None:
                 found[one.version] = one
     return [found[version] for version in sorted(found)]
@@ -58,7 +63,9 @@ def find_delivery(run: Run, entry: Entry) -> Delivery | None:
     return _delivery(run, entry, functools.partial(read_publication, Store(run.weights_url)))
 
 
-def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]) -> Delivery | None:
+def _delivery(
+    run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] | None]
+) -> Delivery | None:
     """Do the work of `find_delivery`; `recorded` finds the publisher's record of a version."""
     facts, notes, took = entry.manifest.facts, entry.manifest.notes, entry.manifest.timings
     if "staleness" not in facts:
@@ -66,23 +73,38 @@ def _delivery(run: Run, entry: Entry, recorded: Callable[[int], dict[str, Any] |
     version = _check_told(entry, facts, SAMPLED)["version"]
     refitted = notes.get("refitted") and _check_told(entry, notes["refitted"], REFIT)
     waited = took.get("load", 0.0) + took.get("canary", 0.0)
-    behind = None if "carried" in facts else facts["staleness"].get("mean")  # carried tokens were requested earlier
+    behind = (
+        None if "carried" in facts else facts["staleness"].get("mean")
+    )  # carried tokens were requested earlier
     seen: dict[str, Any] = {"waited_s": waited, "behind": behind}
     if refitted:
         changed = [seconds for seconds in refitted["workers"].values() if seconds]
         seen |= {"pause_s": max(changed, default=None), "replicas": len(refitted["workers"])}
-        seen |= {"materialize_s": max(refitted["updates"].values(), default=None), "converged_s": refitted["seconds"]}
+        seen |= {
+            "materialize_s": max(refitted["updates"].values(), default=None),
+            "converged_s": refitted["seconds"],
+        }
         if checkpoint := run.policy_of(entry):
             files = checkpoint.manifest.files.items()
-            size = sum(file.size for name, file in files if name.startswith("model/") and name.endswith(".safetensors"))
+            size = sum(
+                file.size
+                for name, file in files
+                if name.startswith("model/") and name.endswith(".safetensors")
+            )
             seen |= {"sent_bytes": size, "full_bytes": size}
         return Delivery(version, "refitted", **seen)
     if (about := recorded(version)) is None:
         return None
     # The records of replicas from before `entry` was done; else the answer of the replica that the stage asked.
     recorded_pulls = live.read_pulls(Store(run.weights_url), version)
-    pulls: list[Mapping[str, Any]] = [each for each in recorded_pulls if each["served_at"] <= entry.finished]
-    if not pulls and (own := notes.get("pulled")) and _check_told(entry, own, live.PULL)["version"] == version:
+    pulls: list[Mapping[str, Any]] = [
+        each for each in recorded_pulls if each["served_at"] <= entry.finished
+    ]
+    if (
+        not pulls
+        and (own := notes.get("pulled"))
+        and _check_told(entry, own, live.PULL)["version"] == version
+    ):
         pulls = [own]
     return Delivery(version, "pulled", **_sent(about), **_served(pulls, about["at"]), **seen)
 
@@ -113,7 +135,9 @@ def _sent(about: Mapping[str, Any]) -> dict[str, Any]:
 def _served(pulls: list[Mapping[str, Any]], published_at: float) -> dict[str, Any]:
     if not pulls:
         return {}
-    followed = [about["served_at"] for about in pulls if about["full"] is None]  # leaves out late joiners
+    followed = [
+        about["served_at"] for about in pulls if about["full"] is None
+    ]  # leaves out late joiners
     worst = min(pulls, key=lambda about: about["identical"] / max(about["tensors"], 1))
     return {
         "materialize_s": max(about["fetch_s"] + about["apply_s"] for about in pulls),

@@ -38,32 +38,66 @@ def explain_artifact(run: Run, entry: Entry) -> Iterator[tuple[str, dict[str, st
     chain = [entry]
     for made in chain:
         told = {name: locate_artifact(run, ref) for name, ref in made.manifest.inputs.items()}
-        sources = [run.maker(ref) for name, ref in made.manifest.inputs.items() if name not in ("policy", "reference")]
+        sources = [
+            run.maker(ref)
+            for name, ref in made.manifest.inputs.items()
+            if name not in ("policy", "reference")
+        ]
         chain += [source for source in sources if source and source not in chain]
         if made.manifest.role == "sampler":
             told["asked"] = ", ".join(dict.fromkeys(row["id"] for row in run.samples(made, ["id"])))
             told["engine"] = str(made.manifest.facts.get("engine", ""))
-        told |= {name: str(made.manifest.provenance.get(name, "")) for name in ("code", "image", "packages")}
-        told |= {name: dump_canonical_json(found) for name in TOLD if (found := getattr(made.manifest, name))}
-        yield f"{made.key}@{made.manifest.digest}", {name: told.get(name) or "not recorded" for name in (*told, *TOLD)}
+        told |= {
+            name: str(made.manifest.provenance.get(name, ""))
+            for name in ("code", "image", "packages")
+        }
+        told |= {
+            name: dump_canonical_json(found)
+            for name in TOLD
+            if (found := getattr(made.manifest, name))
+        }
+        yield (
+            f"{made.key}@{made.manifest.digest}",
+            {name: told.get(name) or "not recorded" for name in (*told, *TOLD)},
+        )
 
 
 def rescore_run(run: Run, spec: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Judge the stored rollouts by another reward, a JSON object reward → weight, within the limits of the run's own.
     Yields each iteration and its rows, with the new score as ``rescored`` and its distance from ``score`` as
     ``change``, infinite where only one exists. Raises UserError for an unknown reward, or a run without scores."""
-    scored = {entry.iteration or 0: entry for entry in run.with_role("scorer")}  # a later one adds to an earlier one
+    scored = {
+        entry.iteration or 0: entry for entry in run.with_role("scorer")
+    }  # a later one adds to an earlier one
     if not scored:
         raise UserError("run", run.name, "has no scored rollouts")
-    for (_, params), part in groupby(sorted(scored.items()), lambda at: (at[0] // BATCH, at[1].manifest.params)):
-        rows = [{**row, "iteration": i, "reward_spec": spec} for i, entry in part for row in _read_scored(run, entry)]
-        limits = {"timeout_s": params.get("timeout_s", 5.0), "memory": params.get("memory_mb", 4096) << 20}
-        judged = score_all(rows, **limits, punish=params.get("punish", True), workers=os.cpu_count() or 1)
-        found = [params.get("escape_score") if each.outcome == "escape" else each.score for each in judged]
-        for row, score in zip(rows, pa.array(found, pa.float32()).to_pylist()):  # as precise as those that are stored
+    for (_, params), part in groupby(
+        sorted(scored.items()), lambda at: (at[0] // BATCH, at[1].manifest.params)
+    ):
+        rows = [
+            {**row, "iteration": i, "reward_spec": spec}
+            for i, entry in part
+            for row in _read_scored(run, entry)
+        ]
+        limits = {
+            "timeout_s": params.get("timeout_s", 5.0),
+            "memory": params.get("memory_mb", 4096) << 20,
+        }
+        judged = score_all(
+            rows, **limits, punish=params.get("punish", True), workers=os.cpu_count() or 1
+        )
+        found = [
+            params.get("escape_score") if each.outcome == "escape" else each.score
+            for each in judged
+        ]
+        for row, score in zip(
+            rows, pa.array(found, pa.float32()).to_pylist()
+        ):  # as precise as those that are stored
             change = math.inf if None in (row["score"], score) else abs(score - row["score"])
             row |= {"rescored": score, "change": 0.0 if score == row["score"] else change}
-        yield from ((iteration, [*each]) for iteration, each in groupby(rows, itemgetter("iteration")))
+        yield from (
+            (iteration, [*each]) for iteration, each in groupby(rows, itemgetter("iteration"))
+        )
 
 
 def count_reordered(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -75,7 +109,11 @@ def count_reordered(rows: Sequence[Mapping[str, Any]]) -> str:
 def _read_scored(run: Run, entry: Entry) -> list[dict[str, Any]]:
     rows = run.samples(entry, COLUMNS)
     if missing := {*COLUMNS}.difference(*rows[:1]):
-        raise UserError("artifact", f"{run.url}/{entry.key}", f"has no {min(missing)}: it cannot be judged again")
+        raise UserError(
+            "artifact",
+            f"{run.url}/{entry.key}",
+            f"has no {min(missing)}: it cannot be judged again",
+        )
     return rows
 
 

@@ -53,9 +53,13 @@ def write_record(record: Record, workflow: str, replaced: Record | None = None) 
     place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
     place.put("workflow.yaml", workflow.encode())
     try:
-        place.create("run.json", dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json"))
+        place.create(
+            "run.json", dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json")
+        )
     except Conflict:
-        raise UserError("--run", record.run, "was started by another process just now; choose another name") from None
+        raise UserError(
+            "--run", record.run, "was started by another process just now; choose another name"
+        ) from None
 
 
 def check_name(name: str, field: str = "--run") -> None:
@@ -77,7 +81,9 @@ def read_record(name: str, store: str) -> Record | None:
     """Read the record of the run `name`, if it was started on this machine."""
     check_name(name)
     place = get_run_directory(name, store)
-    told = load_checked_json(Store(str(place)).get("run.json"), f"{name}/run.json", str(place.parent), "restore it")
+    told = load_checked_json(
+        Store(str(place)).get("run.json"), f"{name}/run.json", str(place.parent), "restore it"
+    )
     try:
         return Record.model_validate(told) if told else None
     except ValidationError as error:
@@ -88,7 +94,9 @@ def list_runs(store: str = ROOT) -> list[str]:
     """List the runs below `store` that were started here, also damaged ones; in an object store, everybody's runs."""
     here = {path.parent.name for path in get_run_directory("x", store).parent.glob("*/run.json")}
     if local_path(store) is None:  # the local state of all object stores' runs is in one folder
-        here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {*Store(store).parts()}
+        here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {
+            *Store(store).parts()
+        }
     return sorted(name for name in here if NAME.match(name))
 
 
@@ -118,4 +126,8 @@ def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def find_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """List the dotted keys in which two configurations differ."""
     a, b = dict(list_leaves(ours)), dict(list_leaves(theirs))
-    return sorted(key for key in {*a, *b} if dump_canonical_json(a.get(key)) != dump_canonical_json(b.get(key)))
+    return sorted(
+        key
+        for key in {*a, *b}
+        if dump_canonical_json(a.get(key)) != dump_canonical_json(b.get(key))
+    )

@@ -30,10 +30,17 @@ def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iter
     """Compute an iteration's artifacts again (0: those outside the loop), in this process and in their order; with
     `stage`, the last part of an artifact's key, only that one. Raises UserError if there is none, an input is missing,
     or it was not made by one of tuneloop's own stages in one process."""
-    chosen = [e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)]
+    chosen = [
+        e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)
+    ]
     if not chosen:
-        known = ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration})) or "none"
-        raise UserError("iteration", iteration, f"has no {stage or 'artifact'} in {run.name}; known: {known}")
+        known = (
+            ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration}))
+            or "none"
+        )
+        raise UserError(
+            "iteration", iteration, f"has no {stage or 'artifact'} in {run.name}; known: {known}"
+        )
     for entry in chosen:
         yield _replay(run, entry)
 
@@ -58,7 +65,9 @@ def locate_artifact(run: Run, ref: str) -> str:
 def _replay(run: Run, entry: Entry) -> Replayed:
     made = entry.manifest
     if (component := find_component(f"tuneloop.stages.{made.stage}")) is None:
-        raise UserError("stage", made.stage, "is not one of tuneloop's own: only these can be replayed")
+        raise UserError(
+            "stage", made.stage, "is not one of tuneloop's own: only these can be replayed"
+        )
     if (processes := made.notes.get("world_size", 1)) != 1:
         remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"
         raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
@@ -73,7 +82,11 @@ def _replay(run: Run, entry: Entry) -> Replayed:
             return Replayed(entry, again, None)
         difference = _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch))
         then, now = made.provenance, again.provenance
-        others = [f"{k} {then.get(k)} then, {now.get(k)} now" for k in DECIDING if then.get(k) != now.get(k)]
+        others = [
+            f"{k} {then.get(k)} then, {now.get(k)} now"
+            for k in DECIDING
+            if then.get(k) != now.get(k)
+        ]
         return Replayed(entry, again, "; ".join([difference, *others]))
 
 
@@ -81,12 +94,16 @@ def _find_difference(committed: Artifact, again: Artifact) -> str:
     """Find the first difference of two artifacts: in what they were made from, in files, in what is said of them."""
     one, two = (_state(artifact.manifest) for artifact in (committed, again))
     for field in (*STATED[:6], "files", *STATED[6:8]):
-        for name in sorted({*one[field], *two[field]}, key=lambda name: (".safetensors" not in name, name)):
+        for name in sorted(
+            {*one[field], *two[field]}, key=lambda name: (".safetensors" not in name, name)
+        ):
             ours, theirs = (stated[field].get(name) for stated in (one, two))
             if ours != theirs and field == "files" and ours and theirs:
                 try:
                     return f"file {name}: {_compare_files(committed.part(name), again.part(name))}"
-                except Corrupt:  # retention deletes the files of old checkpoints, and keeps what is said of them
+                except (
+                    Corrupt
+                ):  # retention deletes the files of old checkpoints, and keeps what is said of them
                     return f"file {name}: SHA-256 {ours['sha256']}, {theirs['sha256']}; its bytes are gone"
             if ours != theirs:
                 return f"{field} {name}".rstrip() + f": {ours!r}, {theirs!r}"
@@ -97,7 +114,9 @@ def _state(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """Return what a manifest states: field → name → value; the name is empty for a field without names."""
     told = manifest.model_dump(mode="json", include={*STATED})
     told["inputs"] = {name: split_ref(ref)[1] for name, ref in manifest.inputs.items()}
-    return {field: value if isinstance(value, dict) else {"": value} for field, value in told.items()}
+    return {
+        field: value if isinstance(value, dict) else {"": value} for field, value in told.items()
+    }
 
 
 def _compare_files(one: Path, two: Path) -> str:
@@ -115,10 +134,14 @@ def _compare_files(one: Path, two: Path) -> str:
                 if (places := (ours.nan_to_num() != theirs.nan_to_num()).nonzero()).numel():
                     at = tuple(places[0].tolist())
                     return f"tensor {name}, element {list(at)}: {ours[at]:g}, {theirs[at]:g} ({len(places)} differ)"
-    lines = enumerate(zip_longest(one.read_bytes().splitlines(), two.read_bytes().splitlines()), start=1)
+    lines = enumerate(
+        zip_longest(one.read_bytes().splitlines(), two.read_bytes().splitlines()), start=1
+    )
     number, pair = next(((n, pair) for n, pair in lines if pair[0] != pair[1]), (0, (b"", b"")))
     if not number or one.suffix not in (".json", ".jsonl"):
         return "the bytes differ"
     left, right = ((line or b"").decode() for line in pair)
-    start = max(0, next((i for i, both in enumerate(zip(left, right)) if both[0] != both[1]), 0) - 60)
+    start = max(
+        0, next((i for i, both in enumerate(zip(left, right)) if both[0] != both[1]), 0) - 60
+    )
     return f"line {number}: {left[start:][:200]}, {right[start:][:200]}"

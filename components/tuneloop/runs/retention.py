@@ -29,11 +29,20 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
     the base of adapters, and all since the trainer's state was written. Others keep only manifest and history: the run
     still resumes and reports, but they cannot be loaded. Raises UserError if `keep` is below 1."""
     if keep is not None and keep < 1:
-        raise UserError("--keep", keep, "must be at least 1: the loop goes on from the newest checkpoint")
+        raise UserError(
+            "--keep", keep, "must be at least 1: the loop goes on from the newest checkpoint"
+        )
     store = Store(run.url)
     files = store.stat()
-    roots = {key.removesuffix(MANIFEST): _root(store, key) for key in files if key.rpartition("/")[2] == MANIFEST}
-    roots = {at: root if any(key.startswith(f"{at}{root}/") for key in files) else None for at, root in roots.items()}
+    roots = {
+        key.removesuffix(MANIFEST): _root(store, key)
+        for key in files
+        if key.rpartition("/")[2] == MANIFEST
+    }
+    roots = {
+        at: root if any(key.startswith(f"{at}{root}/") for key in files) else None
+        for at, root in roots.items()
+    }
     found: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for key in files:
@@ -59,7 +68,9 @@ def delete_leftovers(run: Run, items: list[Leftover]) -> None:
 def _root(store: Store, key: str) -> str | None:
     """Return the data directory that the manifest `key` names; None where it is none, or damaged."""
     with contextlib.suppress(Corrupt):
-        return parse_manifest(f"{store.url}/{key.removesuffix(f'/{MANIFEST}')}", store.get(key) or b"").root
+        return parse_manifest(
+            f"{store.url}/{key.removesuffix(f'/{MANIFEST}')}", store.get(key) or b""
+        ).root
     return None
 
 
@@ -71,7 +82,9 @@ def _dead(key: str, roots: Mapping[str, str | None]) -> tuple[str, str] | None:
     for depth in range(1, len(parts)):
         above = "/".join(parts[:depth]) + "/"
         if above not in roots:
-            inside = any(above.startswith(place) for place in roots)  # an artifact whose manifest is further up
+            inside = any(
+                above.startswith(place) for place in roots
+            )  # an artifact whose manifest is further up
             if parts[depth].startswith("data-") and depth < len(parts) - 1 and not inside:
                 return above + parts[depth], "attempt of a stage that did not commit"
             continue
@@ -92,8 +105,16 @@ def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterato
     known = {f"{run.url}/{entry.key}": entry.manifest for entry in run.checkpoints}
     needed = {f"{run.url}/{entry.key}" for entry in looped[-keep:]} | list_pinned(run.url)
     kept = ((url, known[url]) for url in needed & known.keys())
-    needed |= {each for place in kept for each in list_needed(*place, lambda url: known.get(url) or find_manifest(url))}
-    old = {entry.key: entry.manifest for entry in looped[:-keep] if f"{run.url}/{entry.key}" not in needed}
+    needed |= {
+        each
+        for place in kept
+        for each in list_needed(*place, lambda url: known.get(url) or find_manifest(url))
+    }
+    old = {
+        entry.key: entry.manifest
+        for entry in looped[:-keep]
+        if f"{run.url}/{entry.key}" not in needed
+    }
     for key, (size, _) in files.items():
         *place, part, name = key.split("/", 4) if key.count("/") > 3 else ("", "")
         made = old.get("/".join(place))

@@ -46,7 +46,11 @@ class Stage:
         seconds = f"{self.seconds:.{places}f}" if self.done or self.seconds else ""
         retries = "" if self.retries is None else str(self.retries)
         retries += f" ({self.lost_seconds:.{places}f} s lost)" if self.lost_seconds else ""
-        told = (self.phase in BROKEN and self.message) or result_line(self.iteration, self.results) or self.message
+        told = (
+            (self.phase in BROKEN and self.message)
+            or result_line(self.iteration, self.results)
+            or self.message
+        )
         return self.stage, phase, str(self.done or ""), seconds, retries, told
 
 
@@ -65,7 +69,11 @@ def iteration_of(node: Node) -> int:
 def find_job_stage(pod: Node, nodes: Mapping[str, Node]) -> Node | None:
     """Find the stage whose job of several pods `pod` starts, or whose output it reads (`tuneloop.argo.jobset`)."""
     above = nodes.get(pod.parent)
-    return above if above and pod.template in (f"{above.template}-job", f"{above.template}-result") else None
+    return (
+        above
+        if above and pod.template in (f"{above.template}-job", f"{above.template}-result")
+        else None
+    )
 
 
 def list_stages(run: Run) -> list[Stage]:
@@ -81,7 +89,10 @@ def list_stages(run: Run) -> list[Stage]:
 
 def _stage(run: Run, name: str, entries: list[Entry], pods: list[Node]) -> Stage:
     newest, pod = entries[-1] if entries else None, pods[-1] if pods else None
-    phase, under_way = pod.phase if pod else "Committed", bool(pod and pod.phase in ("Running", "Pending"))
+    phase, under_way = (
+        pod.phase if pod else "Committed",
+        bool(pod and pod.phase in ("Running", "Pending")),
+    )
     if pod and under_way:
         phase = "Interrupted" if run.phase == "interrupted" else "Ready" if pod.daemoned else phase
     return Stage(
@@ -108,10 +119,16 @@ def list_cluster_stages(nodes: Mapping[str, Node], waiting: Mapping[str, str]) -
     return [_cluster_stage(nodes, waiting, name, pods) for name, pods in stages.items()]
 
 
-def _cluster_stage(nodes: Mapping[str, Node], waiting: Mapping[str, str], name: str, pods: Sequence[Node]) -> Stage:
+def _cluster_stage(
+    nodes: Mapping[str, Node], waiting: Mapping[str, str], name: str, pods: Sequence[Node]
+) -> Stage:
     newest, ended = pods[-1], [pod for pod in pods if pod.phase == "Succeeded"]
     phase, message, told = newest.phase, newest.message, ended[-1] if ended else newest
-    if (job := find_job_stage(newest, nodes)) and newest.template == f"{job.template}-job" and phase not in BROKEN:
+    if (
+        (job := find_job_stage(newest, nodes))
+        and newest.template == f"{job.template}-job"
+        and phase not in BROKEN
+    ):
         message = waiting.get(job.template, "")
         phase = "Pending" if message else "Running"  # until its output is read
     elif phase == "Pending":
@@ -119,10 +136,14 @@ def _cluster_stage(nodes: Mapping[str, Node], waiting: Mapping[str, str], name: 
     return Stage(
         name,
         phase,
-        done=sum(not (find_job_stage(pod, nodes) and pod.template.endswith("-job")) for pod in ended),
+        done=sum(
+            not (find_job_stage(pod, nodes) and pod.template.endswith("-job")) for pod in ended
+        ),
         seconds=sum(pod.finished - pod.started for pod in ended),
         iteration=iteration_of(told) or None,
-        results={name: float(value) for name, value in told.outputs.items() if format_number(value)},
+        results={
+            name: float(value) for name, value in told.outputs.items() if format_number(value)
+        },
         message=message,
         **_describe_attempts(pods),
     )
@@ -137,7 +158,11 @@ def _describe_attempts(pods: Sequence[Node]) -> dict[str, Any]:
         at = f" of iteration {iteration}" if (iteration := iteration_of(pod)) else ""
         cause = f"attempt {number + 1}{at} ended after {pod.finished - pod.started:.0f} s: {describe_end(pod)}"
     lost = sum(pod.finished - pod.started for _, pod in dead)
-    return {"retries": sum(number > 0 for number, _ in attempts), "lost_seconds": lost, "cause": cause}
+    return {
+        "retries": sum(number > 0 for number, _ in attempts),
+        "lost_seconds": lost,
+        "cause": cause,
+    }
 
 
 def describe_end(pod: Node) -> str:
@@ -145,5 +170,7 @@ def describe_end(pod: Node) -> str:
     said = strip_exit(pod.message)
     if pod.phase == "Failed" and pod.exit_code is None:  # it was stopped
         return said
-    name = classify_end(pod.phase, NO_EXIT_CODE if pod.exit_code is None else pod.exit_code, pod.message).name
+    name = classify_end(
+        pod.phase, NO_EXIT_CODE if pod.exit_code is None else pod.exit_code, pod.message
+    ).name
     return said if said.startswith(name) else f"{name}: {said}"

@@ -17,7 +17,11 @@ def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{max(seconds, 0):.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 def format_size(count: float) -> str:
@@ -29,10 +33,15 @@ def format_size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def summarize_run(run: Run, report: Path | None = None, mirrors: Mapping[str, str] | None = None) -> str:
+def summarize_run(
+    run: Run, report: Path | None = None, mirrors: Mapping[str, str] | None = None
+) -> str:
     """Summarize the results of a run, one aligned line per fact."""
     model = next((entry for entry in reversed(run.entries) if entry.manifest.kind == "model"), None)
-    by_stage = {stage: sum(seconds for _, seconds in points) for stage, points in run.phase_seconds().items()}
+    by_stage = {
+        stage: sum(seconds for _, seconds in points)
+        for stage, points in run.phase_seconds().items()
+    }
     facts = {
         "mean reward": reward_line(run),
         "alarms": "; ".join(find_alarms(run.curves())),
@@ -40,7 +49,10 @@ def summarize_run(run: Run, report: Path | None = None, mirrors: Mapping[str, st
         "seconds": "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in by_stage.items()),
         "ran on": ", ".join(list_devices(run.entries)),
         "model": f"{run.url}/{model.key}/{model.manifest.root}" if model else "",
-        "report": str(report or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")),
+        "report": str(
+            report
+            or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")
+        ),
         **(mirrors or {}),
     }
     return format_facts(facts)
@@ -48,7 +60,9 @@ def summarize_run(run: Run, report: Path | None = None, mirrors: Mapping[str, st
 
 def format_facts(facts: Mapping[str, str]) -> str:
     """Format facts as aligned lines, one per fact that is known."""
-    return "\n".join(f"  {name:<12} {text.replace('file://', '')}" for name, text in facts.items() if text)
+    return "\n".join(
+        f"  {name:<12} {text.replace('file://', '')}" for name, text in facts.items() if text
+    )
 
 
 def reward_line(run: Run, scores: Sequence[Score] = ()) -> str:
@@ -65,18 +79,34 @@ def reward_line(run: Run, scores: Sequence[Score] = ()) -> str:
 
 def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
     """Say in one sentence, with the numbers, whether a run improved; within two standard errors it may be chance."""
-    scores = next((each for each in (run.evaluations(), run.training_rewards()) if len(each) > 1), [])
+    scores = next(
+        (each for each in (run.evaluations(), run.training_rewards()) if len(each) > 1), []
+    )
     if scores:
         samples = [run.samples(score.entry, ("score",)) for score in (scores[0], scores[-1])]
         known = [[row["score"] for row in rows if row.get("score") is not None] for rows in samples]
-        noise = 2 * sum(variance(values) / len(values) for values in known if len(values) > 1) ** 0.5
+        noise = (
+            2 * sum(variance(values) / len(values) for values in known if len(values) > 1) ** 0.5
+        )
         gain, said = scores[-1].value - scores[0].value, f"mean reward {reward_line(run, scores)}"
-    elif loss := next((curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1), []):
+    elif loss := next(
+        (curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1), []
+    ):
         noise, gain, said = 0.0, loss[0] - loss[-1], f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
     else:
         return "It is not known whether the run goes well: nothing was measured twice."
-    well = "well" if gain > noise else "badly" if not gain >= -noise else "without a change that is more than chance"
-    ended = {"failed": "failed, having gone", "interrupted": "was interrupted, having gone", "running": "is going"}
+    well = (
+        "well"
+        if gain > noise
+        else "badly"
+        if not gain >= -noise
+        else "without a change that is more than chance"
+    )
+    ended = {
+        "failed": "failed, having gone",
+        "interrupted": "was interrupted, having gone",
+        "running": "is going",
+    }
     return f"The run {ended.get(run.phase, 'went')} {well}{' (see the alarms)' if alarms else ''}: {said}."
 
 
@@ -88,7 +118,9 @@ def describe_score(run: Run, score: Score) -> str:
 
 def estimate_loop_end(run: Run, most: int | None) -> float | None:
     """Estimate when the last of `most` iterations will have ended, in Unix seconds; None before two have."""
-    ended = {entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration}
+    ended = {
+        entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration
+    }
     newest = sorted(ended)[-RECENT - 1 :]
     if len(newest) < 2 or not most or newest[-1] >= most:
         return None
@@ -102,7 +134,9 @@ def iterations_line(run: Run, most: int | None = None) -> str:
     asked = state.workflow.parameters.get("iterations") if state else most
     if not run.iteration and not asked:
         return ""
-    began = f", forked from {run.origin['run']} after {run.origin['iteration']}" if run.origin else ""
+    began = (
+        f", forked from {run.origin['run']} after {run.origin['iteration']}" if run.origin else ""
+    )
     return f"{run.iteration}" + (f" of at most {asked}" if asked else "") + began
 
 
@@ -110,7 +144,11 @@ def list_devices(entries: Iterable[Entry]) -> list[str]:
     """List every device that the stages report to have run on, and the processor features that were not used."""
     provenances = [entry.manifest.provenance for entry in entries]
     devices = sorted({str(device) for each in provenances if (device := each.get("device"))})
-    limits = {f"AMX not used: {each['processor'].get('why')}" for each in provenances if "processor" in each}
+    limits = {
+        f"AMX not used: {each['processor'].get('why')}"
+        for each in provenances
+        if "processor" in each
+    }
     return [*devices, *sorted(limits)]
 
 

@@ -47,8 +47,14 @@ class Mirror:
         if why := self.tracker.find_trouble():
             told = f"{why}: nothing was mirrored; run `tuneloop track` later to mirror everything"
             raise UserError("tracker", self.name, told)
-        started = record.created if record else min((e.started for e in run.entries), default=time.time())
-        key, pipeline = (record.id, record.pipeline) if record else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
+        started = (
+            record.created if record else min((e.started for e in run.entries), default=time.time())
+        )
+        key, pipeline = (
+            (record.id, record.pipeline)
+            if record
+            else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
+        )
         settings = dict(list_leaves(record.config if record else {}))
         with self._name_errors():
             self.tracker.open_run(key, run.name, pipeline, settings, started)
@@ -67,7 +73,10 @@ class Mirror:
         run, page = self.run, ""
         try:
             page = render(run)
-        except (UserError, Retryable) as error:  # the curves of a damaged run are there all the same
+        except (
+            UserError,
+            Retryable,
+        ) as error:  # the curves of a damaged run are there all the same
             print_diagnostic(f"report: {error}", 0)
         notes = "\n".join(f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in run.curves())
         with self._name_errors():
@@ -83,7 +92,9 @@ class Mirror:
         except Exception as error:
             own = type(error).__module__.startswith((self.name, "sqlite3"))
             if own or (isinstance(error, OSError) and not find_full_disk(error)):
-                raise UserError(self.name, self.tracker.address, " ".join(str(error).split())) from error
+                raise UserError(
+                    self.name, self.tracker.address, " ".join(str(error).split())
+                ) from error
             raise
 
 
@@ -114,7 +125,11 @@ def mirror_store(
     """Mirror the runs below `store`, new ones too, until `going_on` says no; the arguments are `mirror_run`'s. A folder
     is read again after a tenth of the time since its last commit, or since it was first seen if it has none. A run
     without a commit for a day is ignored; one that fails is tried again in a minute, and the failure is printed."""
-    mirrors, done, due = dict[tuple[str, str], Mirror](), dict[tuple[str, str], float](), dict[tuple[str, str], float]()
+    mirrors, done, due = (
+        dict[tuple[str, str], Mirror](),
+        dict[tuple[str, str], float](),
+        dict[tuple[str, str], float](),
+    )
     seen, away = dict[str, float](), ""
     while going_on():
         names, before, away = list[str](), away, ""
@@ -160,7 +175,10 @@ def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
     if run.read_failures():
         return "failed"
     judged = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
-    if any(e.manifest.kind == "model" and e.manifest.inputs.get("policy", "") in judged for e in run.entries):
+    if any(
+        e.manifest.kind == "model" and e.manifest.inputs.get("policy", "") in judged
+        for e in run.entries
+    ):
         return "succeeded"
     return "running" if time.time() - find_newest(run) < DAY else run.phase
 
@@ -179,10 +197,19 @@ def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Ro
         logged[name] = first + len(curve.x)
         for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at)):
             # Several optimizer steps of one iteration share an x: their own count is the step then.
-            place = ("optimizer_step", first + index + 1) if curve.role == "trainer" else ("iteration", int(x))
+            place = (
+                ("optimizer_step", first + index + 1)
+                if curve.role == "trainer"
+                else ("iteration", int(x))
+            )
             rows[*place, at][name] = float(y)
     for entry in fresh:
-        stage, role, step, at = entry.manifest.stage, entry.manifest.role, entry.iteration or 0, entry.finished
+        stage, role, step, at = (
+            entry.manifest.stage,
+            entry.manifest.role,
+            entry.iteration or 0,
+            entry.finished,
+        )
         due = role == "evaluator" or (role == "scorer" and step % BETWEEN == 1)
         if due and (samples := run.samples(entry)[:TABLE]):
             rows["iteration", step, at][f"samples/{entry.stage}"] = samples
@@ -191,11 +218,15 @@ def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Ro
             rows["iteration", step, at] |= {k: v for k, v in stated.items() if k not in logged}
             rows["iteration", step, at][f"seconds/{stage}"] = entry.seconds
             if role == "sampler" and (one := find_delivery(run, entry)):
-                rows["version", one.version, at] |= {f"weights/{k}": v for k, v in get_measurements(one).items()}
+                rows["version", one.version, at] |= {
+                    f"weights/{k}": v for k, v in get_measurements(one).items()
+                }
     return rows
 
 
-def find_referred(run: Run, fresh: Sequence[Entry], seen: set[str]) -> Iterator[tuple[str, Manifest]]:
+def find_referred(
+    run: Run, fresh: Sequence[Entry], seen: set[str]
+) -> Iterator[tuple[str, Manifest]]:
     """Yield models among `fresh` artifacts, and prompts; `seen` remembers those that lie in another run."""
     for entry in fresh:
         if entry.manifest.kind in ("prompts", "model"):
@@ -212,7 +243,9 @@ def list_trackers() -> list[str]:
     listed = os.environ.get("TUNELOOP_TRACKERS", "mlflow" if find_spec("mlflow") else "").split()
     names = [each.partition("+")[0] for each in listed]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError("TUNELOOP_TRACKERS", " ".join(listed), f"names {twice} twice; name each tracker once")
+        raise UserError(
+            "TUNELOOP_TRACKERS", " ".join(listed), f"names {twice} twice; name each tracker once"
+        )
     return listed
 
 
@@ -227,9 +260,16 @@ def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str
             print_diagnostic(f"{name}: {trouble}: the run goes on without it", 0)
             told[name] = f"not mirrored: {trouble}; `tuneloop track {run.name}` does it later"
             continue
-        command, pipe = [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, each], subprocess.PIPE
-        with (run.directory / f"{name}.log").open("w") as log:  # in a new session: Ctrl-C is meant for the run
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, text=True)
+        command, pipe = (
+            [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, each],
+            subprocess.PIPE,
+        )
+        with (run.directory / f"{name}.log").open(
+            "w"
+        ) as log:  # in a new session: Ctrl-C is meant for the run
+            child = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, text=True
+            )
         children[name] = tracker, child
     try:
         yield told
@@ -243,7 +283,10 @@ def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str
 
 def _wait_for_mirror(name: str, tracker: Tracker, child: subprocess.Popen[str]) -> str:
     """Return the last line of the process that mirrors, once it has seen the run's end; empty where it failed."""
-    for patience, then in (ANSWERS, f"takes in the rest, {PATIENCE:g} s at most"), (PATIENCE, "is given up"):
+    for patience, then in (
+        (ANSWERS, f"takes in the rest, {PATIENCE:g} s at most"),
+        (PATIENCE, "is given up"),
+    ):
         try:
             out, _ = child.communicate(timeout=patience)
             return "" if child.returncode else out.strip().rpartition("\n")[2]
@@ -261,5 +304,7 @@ if __name__ == "__main__":
     os.nice(10)
     name, store, chosen = sys.argv[1:]
     # Mirror until standard input closes, as it does whenever and however the run's process ends.
-    said = mirror_run(Run.open(name, store), chosen, lambda: not select.select([sys.stdin], [], [], EVERY)[0])
+    said = mirror_run(
+        Run.open(name, store), chosen, lambda: not select.select([sys.stdin], [], [], EVERY)[0]
+    )
     print(said, flush=True)

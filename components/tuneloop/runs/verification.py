@@ -27,7 +27,11 @@ class Checked:
 def find_state_entry(run: Run, checkpoint: Entry) -> Entry | None:
     """Find the trainer's state below a checkpoint; None where there is none. Raises Corrupt for a damaged manifest."""
     made = find_manifest(f"{run.url}/{checkpoint.key}/{STATE}")
-    return Entry(f"{checkpoint.key}/{STATE}", checkpoint.stage, checkpoint.iteration, made) if made else None
+    return (
+        Entry(f"{checkpoint.key}/{STATE}", checkpoint.stage, checkpoint.iteration, made)
+        if made
+        else None
+    )
 
 
 def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:

@@ -69,7 +69,9 @@ class Document(BaseModel, frozen=True):
         """Record that `ticket` is alive. Raises Refused if it has no seat, or has lost it."""
         if self.seat(ticket) is None:
             raise Refused(f"{ticket} has lost its place")
-        return self._each(lambda seat: seat.model_copy(update={"beat": seat.beat + (seat.ticket == ticket)}))
+        return self._each(
+            lambda seat: seat.model_copy(update={"beat": seat.beat + (seat.ticket == ticket)})
+        )
 
     def take(self, ticket: str, silent: Collection[str] = (), since: float = 0.0) -> "Document":
         """Grant the lease; `silent` tickets lose their seats. Raises Refused if another holds it or is served first."""
@@ -83,9 +85,13 @@ class Document(BaseModel, frozen=True):
             raise Refused(f"{first.who} is to be served before")
         number = self.number + 1
         waiting = tuple(each for each in self.waiting if each != seat and each.ticket not in silent)
-        served = dict(sorted({**self.served, seat.who: number}.items(), key=lambda item: item[1])[-KNOWN:])
+        served = dict(
+            sorted({**self.served, seat.who: number}.items(), key=lambda item: item[1])[-KNOWN:]
+        )
         holder = seat.model_copy(update={"since": since, "beat": seat.beat + 1})
-        return self.model_copy(update={"number": number, "holder": holder, "waiting": waiting, "served": served})
+        return self.model_copy(
+            update={"number": number, "holder": holder, "waiting": waiting, "served": served}
+        )
 
     def quit(self, ticket: str) -> "Document":
         """Release the lease, or stop waiting for it; nothing changes if `ticket` has no seat."""
@@ -97,4 +103,6 @@ class Document(BaseModel, frozen=True):
 
     def _each(self, how: Callable[[Seat], Seat | None]) -> "Document":
         waiting = tuple(filter(None, map(how, self.waiting)))
-        return self.model_copy(update={"holder": self.holder and how(self.holder), "waiting": waiting})
+        return self.model_copy(
+            update={"holder": self.holder and how(self.holder), "waiting": waiting}
+        )

@@ -18,7 +18,14 @@ from typing import Any
 
 from tuneloop.core.errors import Corrupt, Unavailable, UserError
 from tuneloop.core.store import Conflict, Store
-from tuneloop.kube.connection import OWNER, ApiRefusal, Connection, Unreachable, connect_to_cluster, ignore_refusals
+from tuneloop.kube.connection import (
+    OWNER,
+    ApiRefusal,
+    Connection,
+    Unreachable,
+    connect_to_cluster,
+    ignore_refusals,
+)
 from tuneloop.sharing.document import POLICIES, Document, Policy
 from tuneloop.sharing.turns import Turns
 
@@ -43,7 +50,9 @@ class Lease:
 
     def read(self) -> tuple[Document, dict[str, Any] | None]:
         with self._faults():
-            found = self.cluster.custom.get_namespaced_custom_object(*self._place, self.name, _request_timeout=10)
+            found = self.cluster.custom.get_namespaced_custom_object(
+                *self._place, self.name, _request_timeout=10
+            )
             return parse_lease(found), found
         return Document(), None
 
@@ -54,8 +63,12 @@ class Lease:
             if seen is None:
                 api.create_namespaced_custom_object(*place, made, _request_timeout=10)
             elif document.idle:
-                body = {"preconditions": {k: seen["metadata"][k] for k in ("uid", "resourceVersion")}}
-                api.delete_namespaced_custom_object(*place, self.name, body=body, _request_timeout=10)
+                body = {
+                    "preconditions": {k: seen["metadata"][k] for k in ("uid", "resourceVersion")}
+                }
+                api.delete_namespaced_custom_object(
+                    *place, self.name, body=body, _request_timeout=10
+                )
             else:
                 api.replace_namespaced_custom_object(*place, self.name, made, _request_timeout=10)
 
@@ -75,7 +88,10 @@ class Lease:
 
 def read_groups(cluster: Connection) -> dict[str, Document]:
     """Read the document of each group of the namespace, by the group's name."""
-    return {lease["metadata"]["labels"][LABEL]: parse_lease(lease) for lease in cluster.list(*LEASES, selector=LABEL)}
+    return {
+        lease["metadata"]["labels"][LABEL]: parse_lease(lease)
+        for lease in cluster.list(*LEASES, selector=LABEL)
+    }
 
 
 def release_leases(cluster: Connection, run: str) -> None:
@@ -96,18 +112,30 @@ def parse_lease(lease: dict[str, Any]) -> Document:
         return found if found.number else found.model_copy(update={"number": first})
     except (KeyError, ValueError) as error:
         name = lease["metadata"]["name"]
-        raise Corrupt("turns", name, f"is not a Lease of turns (annotation {ANNOTATION}); delete it") from error
+        raise Corrupt(
+            "turns", name, f"is not a Lease of turns (annotation {ANNOTATION}); delete it"
+        ) from error
 
 
-def build_lease(document: Document, name: str, group: str, seen: dict[str, Any] | None) -> dict[str, Any]:
+def build_lease(
+    document: Document, name: str, group: str, seen: dict[str, Any] | None
+) -> dict[str, Any]:
     """Build the Lease that holds `document`, to replace `seen`."""
     now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = (seen or {}).get("spec", {})
     held = document.holder.ticket if document.holder else None
     turns = before.get("leaseTransitions", 0)
-    spec: dict[str, Any] = {"leaseTransitions": turns, "leaseDurationSeconds": math.ceil(document.patience)}
+    spec: dict[str, Any] = {
+        "leaseTransitions": turns,
+        "leaseDurationSeconds": math.ceil(document.patience),
+    }
     if held and held != before.get("holderIdentity"):
-        spec |= {"leaseTransitions": turns + 1, "holderIdentity": held, "acquireTime": now, "renewTime": now}
+        spec |= {
+            "leaseTransitions": turns + 1,
+            "holderIdentity": held,
+            "acquireTime": now,
+            "renewTime": now,
+        }
     elif held:
         spec |= {"holderIdentity": held, "acquireTime": before["acquireTime"], "renewTime": now}
     owners = (seen or {}).get("metadata", {}).get("ownerReferences", [])
@@ -137,7 +165,9 @@ class File:
         try:
             return Document.model_validate_json(data), data
         except ValueError as error:
-            raise Corrupt("turns", f"{self.store.url}/{KEY}", "is not a document of turns; delete it") from error
+            raise Corrupt(
+                "turns", f"{self.store.url}/{KEY}", "is not a document of turns; delete it"
+            ) from error
 
     def write(self, document: Document, seen: bytes | None) -> None:
         self.store.swap(KEY, seen, document.model_dump_json().encode())
@@ -158,11 +188,21 @@ def open_turns(url: str, *, who: str, policy: Policy = "fifo", patience: float =
     if policy not in POLICIES:
         raise UserError("policy", policy, f"use one of {', '.join(POLICIES)}")
     if patience < 1:
-        raise UserError("patience", patience, "seconds, at least 1: a holder shows six times within it that it lives")
+        raise UserError(
+            "patience",
+            patience,
+            "seconds, at least 1: a holder shows six times within it that it lives",
+        )
     if url.startswith("lease://"):
         namespace, _, group = url.removeprefix("lease://").partition("/")
         if not namespace or not group or "/" in group:
             raise UserError("turns", url, "write lease://namespace/group")
-        return Turns(Lease(connect_to_cluster(namespace), group), group, who=who, policy=policy, patience=patience)
+        return Turns(
+            Lease(connect_to_cluster(namespace), group),
+            group,
+            who=who,
+            policy=policy,
+            patience=patience,
+        )
     group = url.rstrip("/").rpartition("/")[2]
     return Turns(File(url), group, who=who, policy=policy, patience=patience)

@@ -62,13 +62,20 @@ class Plan:
 
     def idle(self, role: str) -> float:
         """Return the share of the total in which the devices of `role` did not work."""
-        worked = (schedule.busy(each) for each in (ROLES if self.together else (role,)) for schedule in self.schedules)
+        worked = (
+            schedule.busy(each)
+            for each in (ROLES if self.together else (role,))
+            for schedule in self.schedules
+        )
         return 1 - sum(worked) / self.total
 
 
 def in_turn(tasks: Sequence[Task]) -> list[Task]:
     """Order the loop as it is by default: every task after the one before."""
-    return [dataclasses.replace(task, after=(index - 1,) if index else ()) for index, task in enumerate(tasks)]
+    return [
+        dataclasses.replace(task, after=(index - 1,) if index else ())
+        for index, task in enumerate(tasks)
+    ]
 
 
 def overlap_tasks(tasks: Sequence[Task]) -> list[Task]:
@@ -81,7 +88,9 @@ def overlap_tasks(tasks: Sequence[Task]) -> list[Task]:
             after = (len(ordered) - 1,)
         return after
 
-    parts: list[tuple[list[Task], ...]] = []  # of each iteration: those that make its batch, the update, those after it
+    parts: list[
+        tuple[list[Task], ...]
+    ] = []  # of each iteration: those that make its batch, the update, those after it
     for some in (list(of_one) for _, of_one in groupby(tasks, key=lambda task: task.iteration)):
         at = next(index for index, task in enumerate(some) if task.role == "trainer")
         parts.append((some[:at], [some[at]], some[at + 1 :]))
@@ -93,7 +102,10 @@ def overlap_tasks(tasks: Sequence[Task]) -> list[Task]:
 
 
 def compare_plans(
-    runs: Mapping[str, Sequence[Task]], accelerators: Mapping[str, int], together: bool, rules: Rules
+    runs: Mapping[str, Sequence[Task]],
+    accelerators: Mapping[str, int],
+    together: bool,
+    rules: Rules,
 ) -> dict[str, Plan]:
     """Return every plan by name; `alone` and `asynchronous` are of the first run.
 
@@ -114,10 +126,14 @@ def compare_plans(
 
     return {
         ALONE: plan(ALONE, one, simulate_runs({run: serial[run] for run in one})),
-        OVERLAPPED: plan(OVERLAPPED, one, simulate_runs({run: overlap_tasks(runs[run]) for run in one})),
+        OVERLAPPED: plan(
+            OVERLAPPED, one, simulate_runs({run: overlap_tasks(runs[run]) for run in one})
+        ),
         SERIAL: plan(SERIAL, everyone, *(simulate_runs({run: serial[run]}) for run in everyone)),
         **{
-            name: plan(name, everyone, simulate_runs(serial, dataclasses.replace(rules, policy=policy)))
+            name: plan(
+                name, everyone, simulate_runs(serial, dataclasses.replace(rules, policy=policy))
+            )
             for name, policy in zip(SHARED, POLICIES)
         },
     }

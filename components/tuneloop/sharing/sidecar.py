@@ -30,7 +30,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("group", "run", "namespace", "file"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--policy", choices=POLICIES, default="fifo", help="who is next")
-    parser.add_argument("--patience", type=float, default=30.0, help="seconds after which a silent one is out")
+    parser.add_argument(
+        "--patience", type=float, default=30.0, help="seconds after which a silent one is out"
+    )
     return parser.parse_args(argv)
 
 
@@ -52,11 +54,15 @@ def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> N
     (the stage has begun, and reads it) or `stop` is set, raised as UserError. Raises Retryable as `Turns.acquire`."""
     file = Path(flags.file)
     try:
-        hold_lease(open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop)
+        hold_lease(
+            open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop
+        )
     except UserError as error:
         if stop.is_set() or file.exists():
             raise
-        refusal = fencing.Grant(group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error))
+        refusal = fencing.Grant(
+            group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error)
+        )
         fencing.write_lease_grant(file, refusal)
         print_diagnostic(f"turn: {error}", 0)
         stop.wait()

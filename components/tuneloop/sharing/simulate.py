@@ -111,7 +111,9 @@ class _Simulation:
     def spans(self) -> Iterable[Span]:
         while self.events:
             now = self.events[0][0]
-            while self.events and self.events[0][0] == now:  # all that happens now, before anybody is served
+            while (
+                self.events and self.events[0][0] == now
+            ):  # all that happens now, before anybody is served
                 _, run, index, ends = heapq.heappop(self.events)
                 turn = self.rules.turns.get(self.tasks[run][index].device)
                 if ends:
@@ -133,7 +135,12 @@ class _Simulation:
                 asked, run, index = self.asked[ticket]
                 moved = self.resident.get(turn, run) != run
                 self.resident[turn] = run
-                yield self.start(asked, run, index, now + self.rules.swap * moved + self.rules.handover * (now > asked))
+                yield self.start(
+                    asked,
+                    run,
+                    index,
+                    now + self.rules.swap * moved + self.rules.handover * (now > asked),
+                )
 
     def start(self, asked: float, run: int, index: int, now: float) -> Span:
         task = self.tasks[run][index]

@@ -47,10 +47,14 @@ class Silence:
         seats = [seat for seat in (document.holder, *document.waiting) if seat]
         before = self._seen
         self._seen = {
-            seat.ticket: known if (known := before.get(seat.ticket, (-1, now)))[0] == seat.beat else (seat.beat, now)
+            seat.ticket: known
+            if (known := before.get(seat.ticket, (-1, now)))[0] == seat.beat
+            else (seat.beat, now)
             for seat in seats
         }
-        return {ticket for ticket, (_, since) in self._seen.items() if now - since >= document.patience}
+        return {
+            ticket for ticket, (_, since) in self._seen.items() if now - since >= document.patience
+        }
 
 
 class Place(Protocol):
@@ -66,8 +70,16 @@ class Place(Protocol):
 class Turns:
     """A group's turns, for one run, with the group's `policy` and `patience`: seconds until a silent seat is lost."""
 
-    def __init__(self, place: Place, group: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0) -> None:
-        self.place, self.group, self.who, self.policy, self.patience = place, group, who, policy, patience
+    def __init__(
+        self, place: Place, group: str, *, who: str, policy: Policy = "fifo", patience: float = 30.0
+    ) -> None:
+        self.place, self.group, self.who, self.policy, self.patience = (
+            place,
+            group,
+            who,
+            policy,
+            patience,
+        )
 
     def read(self) -> Document:
         """Read the group's document as it is now."""
@@ -87,7 +99,11 @@ class Turns:
 
     @contextlib.contextmanager
     def acquire(
-        self, timeout: float | None = None, *, stop: threading.Event | None = None, file: Path | None = None
+        self,
+        timeout: float | None = None,
+        *,
+        stop: threading.Event | None = None,
+        file: Path | None = None,
     ) -> "Iterator[Held]":
         """Wait for a turn (at most `timeout` seconds, and until `stop`), hold it, and end it, whatever happens. `file`
         keeps the grant for the process that uses the devices; when that releases its lease (`tuneloop.core.fencing`),
@@ -105,12 +121,18 @@ class Turns:
         silence, started, beaten = Silence(), read_clock(), read_clock()
         document = self.change(lambda now: self.agreed(now).ask(ticket, self.who, time.time()))
         while True:
-            with contextlib.suppress(Retryable):  # an API server that is away: those who wait go on waiting
+            with contextlib.suppress(
+                Retryable
+            ):  # an API server that is away: those who wait go on waiting
                 before = read_clock()
                 document = self.read()
-                if document.holder and document.holder.ticket == ticket:  # taken before; the answer was lost
+                if (
+                    document.holder and document.holder.ticket == ticket
+                ):  # taken before; the answer was lost
                     return Held(self, ticket, document.number, before).beat()
-                number = self._take(ticket, document, silence.look(document, read_clock()) - {ticket})
+                number = self._take(
+                    ticket, document, silence.look(document, read_clock()) - {ticket}
+                )
                 if number is not None:
                     return Held(self, ticket, number, before)
                 if document.seat(ticket) is None or before - beaten > self.patience / 3:
@@ -118,7 +140,9 @@ class Turns:
                     beaten = before
             if timeout is not None and read_clock() - started > timeout:
                 holder = document.holder.who if document.holder else "nobody"
-                raise Unavailable(f"turns: {self.group}: no turn within {timeout:g} s; {holder} has it")
+                raise Unavailable(
+                    f"turns: {self.group}: no turn within {timeout:g} s; {holder} has it"
+                )
             if stop.wait(compute_poll_interval(self.patience)):
                 raise Interrupted(f"turns: {self.group}: stopped while waiting")
 
@@ -126,7 +150,9 @@ class Turns:
         """Take the turn if it can be had, and return its number: most of the time there is nothing to write."""
         try:
             seen.take(ticket, silent)
-            return self.change(lambda now: now.take(ticket, silent & _unmoved(seen, now), time.time())).number
+            return self.change(
+                lambda now: now.take(ticket, silent & _unmoved(seen, now), time.time())
+            ).number
         except Refused:
             return None
 
@@ -146,7 +172,9 @@ class Turns:
         try:
             self.change(lambda document: document.quit(ticket))
         except Retryable as error:
-            log.warning("turn of %s is not given back, others wait %g s: %s", self.who, self.patience, error)
+            log.warning(
+                "turn of %s is not given back, others wait %g s: %s", self.who, self.patience, error
+            )
 
     def leave(self) -> None:
         """Give back all seats of the run, for one that is known to have ended."""
@@ -172,7 +200,9 @@ def compute_poll_interval(patience: float) -> float:
 def _unmoved(before: Document, now: Document) -> set[str]:
     """Return the tickets that have not beaten between two readings."""
     seats = [seat for seat in (before.holder, *before.waiting) if seat]
-    return {seat.ticket for seat in seats if (then := now.seat(seat.ticket)) and then.beat == seat.beat}
+    return {
+        seat.ticket for seat in seats if (then := now.seat(seat.ticket)) and then.beat == seat.beat
+    }
 
 
 class Held:
@@ -187,7 +217,9 @@ class Held:
         """What `tuneloop.core.fencing` needs to know."""
         until = -1.0 if self.lost.is_set() else self.renewed + SAFE * self.turns.patience
         group = self.turns.group
-        return Grant(group=group, number=self.number, ticket=self.ticket, renewed=self.renewed, until=until)
+        return Grant(
+            group=group, number=self.number, ticket=self.ticket, renewed=self.renewed, until=until
+        )
 
     def check(self) -> None:
         """Make sure of the turn, by this machine's clock alone. Raises Retryable where it was lost."""
@@ -201,7 +233,10 @@ class Held:
         before = read_clock()
 
         def mine(document: Document) -> Document:
-            if document.holder is None or (document.holder.ticket, document.number) != (self.ticket, self.number):
+            if document.holder is None or (document.holder.ticket, document.number) != (
+                self.ticket,
+                self.number,
+            ):
                 raise Refused(f"turn {self.number} is over: now is {document.number}")
             return document.beat(self.ticket)
 
@@ -226,7 +261,9 @@ class Held:
                 return
             try:
                 self.beat()
-            except Exception as error:  # in trouble: again in a moment, until the clock says that it is too late
+            except (
+                Exception
+            ) as error:  # in trouble: again in a moment, until the clock says that it is too late
                 log.warning("%s", error)
             tell()
 
@@ -236,5 +273,8 @@ class Held:
                 self.turns.quit(self.ticket)
 
         tell()
-        with repeat_in_background(renew, self.turns.patience / BEATS), repeat_in_background(look, 0.2):
+        with (
+            repeat_in_background(renew, self.turns.patience / BEATS),
+            repeat_in_background(look, 0.2),
+        ):
             yield

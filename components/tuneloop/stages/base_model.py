@@ -18,7 +18,12 @@ from tuneloop.weights.publication import Weights, publish_checkpoint
 
 TINY = ("tiny-qwen3", "tiny-llama")
 TINY_SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
-TINY_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+TINY_SHAPE |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
 PAD, EOS, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -32,12 +37,21 @@ def base_model(
     prompts: OptionalInput,
     *,
     model: Annotated[
-        str, Field(description="tiny-qwen3, tiny-llama, a model directory, or a hub name, as hf://owner/name@revision")
+        str,
+        Field(
+            description="tiny-qwen3, tiny-llama, a model directory, or a hub name, as hf://owner/name@revision"
+        ),
     ] = "tiny-qwen3",
     revision: Annotated[str | None, Field(description="branch, tag or commit on the hub")] = None,
-    trust_remote_code: Annotated[bool, Field(description="run Python code that the model brings")] = False,
-    vocab_size: Annotated[int, Field(ge=260, description="maximum vocabulary of a tiny model")] = 512,
-    max_position_embeddings: Annotated[int, Field(ge=16, description="context length of a tiny model")] = 1024,
+    trust_remote_code: Annotated[
+        bool, Field(description="run Python code that the model brings")
+    ] = False,
+    vocab_size: Annotated[
+        int, Field(ge=260, description="maximum vocabulary of a tiny model")
+    ] = 512,
+    max_position_embeddings: Annotated[
+        int, Field(ge=16, description="context length of a tiny model")
+    ] = 1024,
     save_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Field(description="dtype of the saved weights; auto: the model's own"),
@@ -46,7 +60,9 @@ def base_model(
     publish_weights: Annotated[
         bool, Field(description="false: replicas have them", json_schema_extra=UNTRACKED)
     ] = True,
-    weight_encoding: Annotated[Encoding, Field(description="of deltas", json_schema_extra=UNTRACKED)] = "gap8-xor",
+    weight_encoding: Annotated[
+        Encoding, Field(description="of deltas", json_schema_extra=UNTRACKED)
+    ] = "gap8-xor",
     seed: int = 0,
 ) -> Results:
     """Write version 0 of the policy: weights, configuration, tokenizer and canary.
@@ -78,11 +94,17 @@ def base_model(
         tokenizer.save_pretrained(target)
         del policy
     with stage.timed("canary"):  # from the files: a cast in memory rounds more than the weights
-        policy = AutoModelForCausalLM.from_pretrained(target, dtype="auto", trust_remote_code=trust_remote_code)
-        vocabulary = min(len(tokenizer), policy.config.get_text_config().vocab_size)  # padding rows are never served
+        policy = AutoModelForCausalLM.from_pretrained(
+            target, dtype="auto", trust_remote_code=trust_remote_code
+        )
+        vocabulary = min(
+            len(tokenizer), policy.config.get_text_config().vocab_size
+        )  # padding rows are never served
         write_canary(policy, stage.out / "canary.json", vocabulary)
     parameters = sum(p.numel() for p in policy.parameters())
-    stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=str(dtype).removeprefix("torch."))
+    stage.facts.update(
+        version=0, model=model, parameters=parameters, save_dtype=str(dtype).removeprefix("torch.")
+    )
     stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)
     stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
     return {"parameters": parameters}
@@ -98,7 +120,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
-    apart = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    apart = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
     core.pre_tokenizer = pre_tokenizers.Sequence(apart)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -109,7 +134,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
     )
     core.train_from_iterator(texts, trainer)
     about: dict[str, Any] = {"eos_token": EOS, "pad_token": PAD, "model_max_length": context}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **about)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, clean_up_tokenization_spaces=False, **about
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -118,7 +145,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
 def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
     """Yield the text to train a tokenizer on: training prompts and answers, demonstrations, the contents of chats."""
     if prompts is None:
-        raise UserError("--prompts", None, f"is required for {model}: its tokenizer is trained on their text")
+        raise UserError(
+            "--prompts", None, f"is required for {model}: its tokenizer is trained on their text"
+        )
     for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
         place = prompts.part(f"{file}.parquet", "--prompts", "give it what data_prep made")
         for row in pq.read_table(place).to_pylist():
@@ -133,7 +162,11 @@ def _tiny(name: str, tokenizer: Any, context: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {**TINY_SHAPE, "vocab_size": len(tokenizer), "max_position_embeddings": context}
-    shape |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape |= {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     if name == "tiny-llama":
         return LlamaForCausalLM(LlamaConfig(**shape))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
@@ -148,8 +181,12 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
     about = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, **about)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto", output_loading_info=True, **about)
-    except Exception as error:  # each library has its own errors, and all of them are about this model
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", output_loading_info=True, **about
+        )
+    except (
+        Exception
+    ) as error:  # each library has its own errors, and all of them are about this model
         reason = " ".join(str(error).split())[:300]
         if is_unreachable(error):
             raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
@@ -159,11 +196,17 @@ def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tu
         remedy = f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}; use the config.json they came with"
         raise UserError("base_model.model", model, remedy)
     if tokenizer.eos_token_id is None:
-        raise UserError("base_model.model", model, "its tokenizer has no eos_token; set one in tokenizer_config.json")
+        raise UserError(
+            "base_model.model",
+            model,
+            "its tokenizer has no eos_token; set one in tokenizer_config.json",
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if len(tokenizer) > policy.config.get_text_config().vocab_size:
-        raise UserError("base_model.model", model, "its tokenizer has more tokens than its weights; use its own")
+        raise UserError(
+            "base_model.model", model, "its tokenizer has more tokens than its weights; use its own"
+        )
     return policy, tokenizer
 
 
@@ -180,7 +223,9 @@ def _check_directory(model: str) -> None:
         ("weights", ("*.safetensors", "*.bin")),
     ):
         if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise UserError("base_model.model", model, f"has no {what} ({' or '.join(patterns)}); add it")
+            raise UserError(
+                "base_model.model", model, f"has no {what} ({' or '.join(patterns)}); add it"
+            )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,14 @@ from tuneloop.core.component import UNTRACKED, Results, Stage, component, conver
 from tuneloop.core.errors import UserError
 from tuneloop.core.progress import Progress
 from tuneloop.data import Example, Splits
-from tuneloop.data.tables import Examine, Preparation, build_tables, examine_answers, ray_data, write_tables
+from tuneloop.data.tables import (
+    Examine,
+    Preparation,
+    build_tables,
+    examine_answers,
+    ray_data,
+    write_tables,
+)
 from tuneloop.rewards.scoring import compute_full_marks, find_reward, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
@@ -48,7 +55,9 @@ def source_digest(params: Any) -> dict[str, str]:
 def _find(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
     """Find the loader of a source, and check the names of its arguments; `prefix` begins their errors."""
     load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
-    for name, parameter in plugins.check_variant_args(source, load, arguments, first=2, prefix=prefix).items():
+    for name, parameter in plugins.check_variant_args(
+        source, load, arguments, first=2, prefix=prefix
+    ).items():
         if parameter.default is parameter.empty and name not in arguments:
             raise UserError(f"{prefix}{name}", None, f"is required by {source}")
     return load
@@ -67,7 +76,9 @@ def _fitting(arguments: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     return arguments
 
 
-@component("prompts", image="base", results={"train": int, "eval": int, "sft": int}, identity=source_digest)
+@component(
+    "prompts", image="base", results={"train": int, "eval": int, "sft": int}, identity=source_digest
+)
 def data_prep(
     stage: Stage,
     *,
@@ -77,23 +88,39 @@ def data_prep(
         Field(description="digits, functions, reasoning_gym, jsonl, huggingface, or a dotted path"),
     ] = "digits",
     source_args: Annotated[
-        dict[str, Any], AfterValidator(_fitting), Field(description="the source's own arguments", validate_default=True)
+        dict[str, Any],
+        AfterValidator(_fitting),
+        Field(description="the source's own arguments", validate_default=True),
     ] = {},  # noqa: B006
-    train: Annotated[int, Field(ge=0, description="maximum training prompts, taken after the others")] = 10_000,
+    train: Annotated[
+        int, Field(ge=0, description="maximum training prompts, taken after the others")
+    ] = 10_000,
     eval: Annotated[int, Field(ge=0, description="held-out prompts")] = 256,
     sft: Annotated[int, Field(ge=0, description="demonstrations")] = 2000,
-    preference: Annotated[int, Field(ge=0, description="pairs of a chosen and a rejected completion")] = 0,
+    preference: Annotated[
+        int, Field(ge=0, description="pairs of a chosen and a rejected completion")
+    ] = 0,
     preference_eval: Annotated[int, Field(ge=0, description="held-out pairs")] = 0,
     rewards: Annotated[
-        dict[Annotated[str, plugins.validate_variant("rewards")], float], Field(description="reward → weight")
+        dict[Annotated[str, plugins.validate_variant("rewards")], float],
+        Field(description="reward → weight"),
     ] = {"exact": 1.0},  # noqa: B006
-    reward_args: Annotated[dict[str, Any], Field(description="reward → value of its metadata")] = {},  # noqa: B006
-    chat: Annotated[bool, Field(description="make a plain prompt the user message of a chat")] = False,
+    reward_args: Annotated[
+        dict[str, Any], Field(description="reward → value of its metadata")
+    ] = {},  # noqa: B006
+    chat: Annotated[
+        bool, Field(description="make a plain prompt the user message of a chat")
+    ] = False,
     system: Annotated[str | None, Field(description="system message of every chat")] = None,
-    timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+    timeout_s: Annotated[
+        float, Field(gt=0, description="seconds that one call of a reward may take")
+    ] = 5.0,
     preparation: Annotated[
         Preparation,
-        Field(description="ray: examine rows with Ray Data, on a cluster if there is one", json_schema_extra=UNTRACKED),
+        Field(
+            description="ray: examine rows with Ray Data, on a cluster if there is one",
+            json_schema_extra=UNTRACKED,
+        ),
     ] = "here",
     seed: int = 0,
 ) -> Results:
@@ -110,8 +137,15 @@ def data_prep(
     wanted = dict(zip(SCHEMAS, (eval, sft, preference_eval, preference, train)))
     splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
     pairs = iter(splits.train if splits.preference is None else splits.preference)
-    streams = {"eval": splits.eval, "sft": splits.sft, "preference_eval": pairs, "preference": pairs}
-    judges = {name: weight for name, weight in rewards.items() if not find_reward(name).needs_episode}
+    streams = {
+        "eval": splits.eval,
+        "sft": splits.sft,
+        "preference_eval": pairs,
+        "preference": pairs,
+    }
+    judges = {
+        name: weight for name, weight in rewards.items() if not find_reward(name).needs_episode
+    }
     tally, seen = Tally(judges), set[bytes]()
     judge = functools.partial(examine_answers, rewards=judges, timeout_s=timeout_s)
     bar = stage.progress(sum(wanted.values()), "rows")
@@ -119,14 +153,30 @@ def data_prep(
     def here(given: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
         return map(functools.partial(function, progress=lambda _: stage.check_stop()), given)
 
-    with stage.timed("prepare"), ray_data() if preparation == "ray" else nullcontext(here) as mapped:
+    with (
+        stage.timed("prepare"),
+        ray_data() if preparation == "ray" else nullcontext(here) as mapped,
+    ):
         for name, number in wanted.items():
             rows = _rows(streams.get(name, splits.train), name, number, seen, stage.params)
             tables = _count_rows(stage, name, mapped(build_tables(rows), judge), tally, bar)
-            write_tables(stage.out / f"{name}.parquet", tables, SCHEMAS[name], optional=SCHEMAS[name] is PAIRS)
+            write_tables(
+                stage.out / f"{name}.parquet",
+                tables,
+                SCHEMAS[name],
+                optional=SCHEMAS[name] is PAIRS,
+            )
             if (found := tally.rows.get(name, 0)) < (min(number, 1) if name == "train" else number):
-                ask = "one is needed" if name == "train" else f"ask for fewer (set data.{name}), or give it more data"
-                raise UserError(f"data_prep.{name}", number, f"{source} has only {found} distinct prompts left; {ask}")
+                ask = (
+                    "one is needed"
+                    if name == "train"
+                    else f"ask for fewer (set data.{name}), or give it more data"
+                )
+                raise UserError(
+                    f"data_prep.{name}",
+                    number,
+                    f"{source} has only {found} distinct prompts left; {ask}",
+                )
     tally.check()
     counts = {name: tally.rows[name] for name in wanted if (stage.out / f"{name}.parquet").exists()}
     unchecked = {"unchecked": tally.unchecked} if tally.unchecked else {}
@@ -145,7 +195,9 @@ def _count_rows(
     for table in examined:
         stage.check_stop()
         tally.add(name, table)
-        yield table.set_column(table.column_names.index("answer"), "answer", table["answer"].fill_null(""))
+        yield table.set_column(
+            table.column_names.index("answer"), "answer", table["answer"].fill_null("")
+        )
         bar.update(tally.rows.total())
 
 
@@ -205,9 +257,15 @@ def _check_form(split: Split, example: Example, completion: str | None) -> None:
     """Check that a split can use an example of this form."""
     whole = isinstance(example.prompt, list) and example.prompt[-1]["role"] == "assistant"
     if split == "sft" and completion is None and not whole:
-        raise UserError("data_prep.sft", example.prompt, "has no completion; name its column, or set sft to 0")
+        raise UserError(
+            "data_prep.sft", example.prompt, "has no completion; name its column, or set sft to 0"
+        )
     if whole and (split != "sft" or completion is not None):
-        raise UserError(f"data_prep.{split}", example.prompt, "ends with the assistant's message; only sft takes that")
+        raise UserError(
+            f"data_prep.{split}",
+            example.prompt,
+            "ends with the assistant's message; only sft takes that",
+        )
 
 
 def _prompt(prompt: str | list[dict[str, Any]], chat: bool, system: str | None) -> str:
@@ -223,7 +281,9 @@ def _json(metadata: Mapping[str, Any], name: str) -> str:
     try:
         return json.dumps(metadata, sort_keys=True, ensure_ascii=False)
     except TypeError as error:
-        raise UserError(f"data_prep {name}", metadata, f"its metadata is not JSON ({error})") from error
+        raise UserError(
+            f"data_prep {name}", metadata, f"its metadata is not JSON ({error})"
+        ) from error
 
 
 class Tally:
@@ -246,7 +306,9 @@ class Tally:
         """Check that every gold answer earned full marks. Raises UserError with the first ones that did not."""
         if self.wrong:
             best, of = compute_full_marks(self.rewards), self.rows.total() - self.unchecked
-            told = f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "
+            told = (
+                f"{self.wrong} of {of} gold answers earn less than {best:g} from their own reward: "
+            )
             remedy = f"{told}{'; '.join(self.examples)}; correct the data or choose another reward"
             raise UserError("data_prep.rewards", dict(self.rewards), remedy)
 

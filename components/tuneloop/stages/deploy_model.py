@@ -35,11 +35,19 @@ Promotion = dict[str, Any]
 class DeployOptions(Options):
     """The Deployment that serves an exported model, and the mean reward that the model needs."""
 
-    deployment: str = Field("tuneloop-model", description="Deployment that serves models; its pods read $MODEL")
+    deployment: str = Field(
+        "tuneloop-model", description="Deployment that serves models; its pods read $MODEL"
+    )
     namespace: str | None = Field(None, description="namespace of the Deployment; none: this pod's")
-    url: str = Field("http://tuneloop-model:8000", description="URL of its Service", json_schema_extra=UNTRACKED)
-    at_least: float | None = Field(None, description="minimum; none: the served one's", json_schema_extra=UNTRACKED)
-    ready_s: float = Field(1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED)
+    url: str = Field(
+        "http://tuneloop-model:8000", description="URL of its Service", json_schema_extra=UNTRACKED
+    )
+    at_least: float | None = Field(
+        None, description="minimum; none: the served one's", json_schema_extra=UNTRACKED
+    )
+    ready_s: float = Field(
+        1200, gt=0, description="seconds until all pods are ready", json_schema_extra=UNTRACKED
+    )
 
 
 @component("promotion", account="tuneloop-deployer")
@@ -51,12 +59,21 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
             the former model is served again; or another run has replaced it meanwhile.
         UserError: `metrics` are of another policy; there is no such Deployment, or the account may not change it.
     """
-    judged, exported = (each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model))
+    judged, exported = (
+        each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model)
+    )
     if "mean_reward" not in metrics.manifest.results or judged != exported:
-        raise UserError("--metrics", metrics.ref, f"does not evaluate the policy that {model.url} exports")
+        raise UserError(
+            "--metrics", metrics.ref, f"does not evaluate the policy that {model.url} exports"
+        )
     name, url, least, ready_s = options.deployment, options.url, options.at_least, options.ready_s
-    namespace = options.namespace or (OWN_NAMESPACE.read_text() if OWN_NAMESPACE.is_file() else NAMESPACE)
-    score, server = metrics.manifest.results["mean_reward"], Server(connect_to_cluster(namespace), name)
+    namespace = options.namespace or (
+        OWN_NAMESPACE.read_text() if OWN_NAMESPACE.is_file() else NAMESPACE
+    )
+    score, server = (
+        metrics.manifest.results["mean_reward"],
+        Server(connect_to_cluster(namespace), name),
+    )
     prompt = pq.read_table(metrics.part("samples.parquet"))["prompt"][0].as_py()
 
     def begin(now: Promotion) -> Promotion:
@@ -66,18 +83,24 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
         stands.pop("former", None)
         wanted = stands.get("mean_reward", score) if least is None else least
         if not score >= wanted:
-            remedy = f"is below {wanted:g}: {name} still serves {stands['model'] or 'its own model'}"
+            remedy = (
+                f"is below {wanted:g}: {name} still serves {stands['model'] or 'its own model'}"
+            )
             raise NotPromoted("mean_reward", score, remedy)
         return {"model": model.ref, "mean_reward": score, "proved": False, "former": stands}
 
     def end(now: Promotion) -> Promotion:
         if now["model"] != model.ref:
-            raise NotPromoted("--model", model.ref, f"was replaced at {name} meanwhile by {now['model']}")
+            raise NotPromoted(
+                "--model", model.ref, f"was replaced at {name} meanwhile by {now['model']}"
+            )
         return now.get("former", now) if wrong else {**now, "proved": True}
 
     server.change(begin)
     wrong = wait_until_right(stage, server.find_unready, ready_s)
-    wrong = wrong or wait_until_right(stage, lambda: ask_model(url, model.ref, prompt), min(PROBE_S, ready_s))
+    wrong = wrong or wait_until_right(
+        stage, lambda: ask_model(url, model.ref, prompt), min(PROBE_S, ready_s)
+    )
     now = server.change(end)
     if wrong:
         left = wait_until_right(stage, server.find_unready, ready_s)
@@ -99,13 +122,26 @@ class Server:
     def read(self) -> tuple[dict[str, Any], Promotion]:
         """Read the Deployment, and the promotion in its annotation, if that is about the model that it serves."""
         found = self.cluster.get("apps", "v1", "deployments", self.name)
-        variables = (each for part in found["spec"]["template"]["spec"]["containers"] for each in part.get("env", ()))
+        variables = (
+            each
+            for part in found["spec"]["template"]["spec"]["containers"]
+            for each in part.get("env", ())
+        )
         named: dict[str, Any] = next((each for each in variables if each["name"] == MODEL), {})
         if "valueFrom" in named:
-            raise UserError("--deployment", self.name, f"takes ${MODEL} from elsewhere (valueFrom); give it a value")
-        told, model = json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}")), named.get("value")
+            raise UserError(
+                "--deployment",
+                self.name,
+                f"takes ${MODEL} from elsewhere (valueFrom); give it a value",
+            )
+        told, model = (
+            json.loads(found["metadata"].get("annotations", {}).get(PROMOTION, "{}")),
+            named.get("value"),
+        )
         known = (each for each in (told, told.get("former", {})) if each.get("model", "") == model)
-        return found, next(known, {"model": model})  # it may be the former one, if the user has rolled back
+        return found, next(
+            known, {"model": model}
+        )  # it may be the former one, if the user has rolled back
 
     def change(self, decide: Callable[[Promotion], Promotion]) -> Promotion:
         """Change the promotion to what `decide` returns for it, and return that; retry after a concurrent change."""
@@ -113,14 +149,22 @@ class Server:
             found, now = self.read()
             if (new := decide(now)) == now:
                 return now
-            own = [{"name": MODEL, "value": new["model"]}] if new["model"] else []  # without, a ConfigMap names it
+            own = (
+                [{"name": MODEL, "value": new["model"]}] if new["model"] else []
+            )  # without, a ConfigMap names it
             pod = {
-                kind: [{**each, "env": own + [e for e in each.get("env", ()) if e["name"] != MODEL]} for each in parts]
+                kind: [
+                    {**each, "env": own + [e for e in each.get("env", ()) if e["name"] != MODEL]}
+                    for each in parts
+                ]
                 for kind, parts in found["spec"]["template"]["spec"].items()
                 if kind in ("initContainers", "containers")
             }
             told, seen = {PROMOTION: json.dumps(new)}, found["metadata"]["resourceVersion"]
-            about = {"annotations": told, "resourceVersion": seen}  # the API refuses it after a concurrent change
+            about = {
+                "annotations": told,
+                "resourceVersion": seen,
+            }  # the API refuses it after a concurrent change
             body = {"metadata": about, "spec": {"template": {"spec": pod}}}
             place = ("apps", "v1", self.cluster.namespace, "deployments", self.name)
             with ignore_refusals(409):
@@ -131,9 +175,13 @@ class Server:
         """Return what is wrong unless all of its pods have the newest template and are ready; else an empty text."""
         found, _ = self.read()
         status, wanted = found.get("status", {}), found["spec"].get("replicas", 1)
-        counts = [status.get(which, 0) for which in ("replicas", "updatedReplicas", "availableReplicas")]
+        counts = [
+            status.get(which, 0) for which in ("replicas", "updatedReplicas", "availableReplicas")
+        ]
         seen = status.get("observedGeneration", 0) >= found["metadata"]["generation"]
-        return "" if seen and counts == [wanted] * 3 else f"the pods of {self.name} are not all ready"
+        return (
+            "" if seen and counts == [wanted] * 3 else f"the pods of {self.name} are not all ready"
+        )
 
 
 def wait_until_right(stage: Stage, look: Callable[[], str], seconds: float) -> str:

@@ -26,7 +26,9 @@ class EvaluateOptions(SamplingOptions):
     iteration: int = Field(0, ge=0, description="the iteration of the loop")
     limit: int = Field(256, ge=1, description="maximum number of prompts")
     temperature: float = Field(0.0, ge=0, description="0: the likeliest token, always")
-    reward_timeout_s: float = Field(5.0, gt=0, description="seconds that one call of a reward may take")
+    reward_timeout_s: float = Field(
+        5.0, gt=0, description="seconds that one call of a reward may take"
+    )
 
 
 @generate.sampling_stage("metrics", "evaluator", mean_reward=float)
@@ -41,7 +43,9 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         Retryable: as `rollout`, or nothing could be scored because of these.
     """
     held_out = open_rows(prompts, "eval.parquet", generate.COLUMNS, "--prompts", "data_prep")
-    rows = read_rows(held_out, range(min(options.limit, held_out.metadata.num_rows)), generate.COLUMNS)
+    rows = read_rows(
+        held_out, range(min(options.limit, held_out.metadata.num_rows)), generate.COLUMNS
+    )
     groups = [f"i{options.iteration:06d}-e{i:05d}" for i in range(len(rows))]
     with generate.open_engine(options) as engine:
         job = generate.Job(rows, groups, 1, options)
@@ -49,7 +53,9 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     heard = [build_reward_inputs(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
     judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]
     with stage.timed("score"):
-        outcomes = score_all(judged, timeout_s=options.reward_timeout_s, progress=lambda _: stage.check_stop())
+        outcomes = score_all(
+            judged, timeout_s=options.reward_timeout_s, progress=lambda _: stage.check_stop()
+        )
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
     if not scores:

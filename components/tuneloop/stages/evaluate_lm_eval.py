@@ -24,14 +24,30 @@ from tuneloop.inference.generate import compare_with_canary, read_canary
 class LmEvalOptions(Options):
     """The tasks and how they are run; options that lm-eval has, too, have lm-eval's names."""
 
-    tasks: list[str] = Field(min_length=1, description="names of tasks, groups or tags, of lm-eval or your own")
-    include_path: str | None = Field(None, description="folder of your tasks", json_schema_extra=UNTRACKED)
-    metric: str | None = Field(None, description="metric of each task, as acc_norm; none: its first")
-    engine: Literal["transformers", "endpoint"] = Field("transformers", description="in process, or an OpenAI API")
-    endpoint: str | None = Field(None, description="URL: http://host:8000/v1", json_schema_extra=UNTRACKED)
-    model_args: dict[str, Any] = Field({}, description="arguments of lm-eval's hf, or local-completions")
-    num_fewshot: int | None = Field(None, ge=0, description="examples in a prompt; none: as the task says")
-    limit: float | None = Field(None, gt=0, description="documents of each task; below 1: share of them")
+    tasks: list[str] = Field(
+        min_length=1, description="names of tasks, groups or tags, of lm-eval or your own"
+    )
+    include_path: str | None = Field(
+        None, description="folder of your tasks", json_schema_extra=UNTRACKED
+    )
+    metric: str | None = Field(
+        None, description="metric of each task, as acc_norm; none: its first"
+    )
+    engine: Literal["transformers", "endpoint"] = Field(
+        "transformers", description="in process, or an OpenAI API"
+    )
+    endpoint: str | None = Field(
+        None, description="URL: http://host:8000/v1", json_schema_extra=UNTRACKED
+    )
+    model_args: dict[str, Any] = Field(
+        {}, description="arguments of lm-eval's hf, or local-completions"
+    )
+    num_fewshot: int | None = Field(
+        None, ge=0, description="examples in a prompt; none: as the task says"
+    )
+    limit: float | None = Field(
+        None, gt=0, description="documents of each task; below 1: share of them"
+    )
     apply_chat_template: bool = Field(False, description="use the policy's chat template")
     gen_kwargs: dict[str, Any] = Field({}, description="arguments of generation (temperature, …)")
     canary_tolerance: float = Field(0.05, gt=0, description="for a server, as of `rollout`")
@@ -44,7 +60,14 @@ def hash_own(params: Any) -> dict[str, Any]:
     return {"task_files": own and {k: f.digest for k, f in hash_files(Path(own)).items()}}
 
 
-@component("metrics", image="rollout", accelerator=True, role="evaluator", results={"score": float}, identity=hash_own)
+@component(
+    "metrics",
+    image="rollout",
+    accelerator=True,
+    role="evaluator",
+    results={"score": float},
+    identity=hash_own,
+)
 def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> Results:
     """Run lm-eval's tasks on a checkpoint, with their own prompts and metrics, and lm-eval's own seeds.
 
@@ -58,33 +81,65 @@ def evaluate_lm_eval(stage: Stage, policy: Input, *, options: LmEvalOptions) -> 
     import lm_eval.tasks
     from aiohttp import ClientError
 
-    with stage.timed("load"), name_errors("tasks", options.tasks, Exception):  # whatever their data and code raise
-        loaded = (manager := lm_eval.tasks.TaskManager(include_path=options.include_path)).load(options.tasks)
+    with (
+        stage.timed("load"),
+        name_errors("tasks", options.tasks, Exception),
+    ):  # whatever their data and code raise
+        loaded = (manager := lm_eval.tasks.TaskManager(include_path=options.include_path)).load(
+            options.tasks
+        )
         for name, task in loaded["tasks"].items():
             metrics = {f"{metric},none": 0 for metric in task.aggregation()}
             find_metrics(name, metrics, options.metric and options.metric.partition("/")[0])
     with stage.timed("load"), name_errors("model_args", options.model_args, TypeError, ValueError):
         model = open_model(policy, options)
     if options.engine == "endpoint":
-        with stage.timed("load"), name_errors("--endpoint", options.endpoint, Exception):  # whatever its answers lack
+        with (
+            stage.timed("load"),
+            name_errors("--endpoint", options.endpoint, Exception),
+        ):  # whatever its answers lack
             stage.facts["canary"] = prove_server(model, policy, options.canary_tolerance)
-    model.set_cache_hook(SimpleNamespace(add_partial=lambda *_: stage.check_stop()))  # called after every answer
+    model.set_cache_hook(
+        SimpleNamespace(add_partial=lambda *_: stage.check_stop())
+    )  # called after every answer
     manager.load = lambda _: loaded  # once is enough
     how = options.model_dump(include={"num_fewshot", "limit", "apply_chat_template", "gen_kwargs"})
     away = name_errors("--endpoint", options.endpoint, OSError, ClientError)
     with stage.timed("evaluate"), name_errors("arguments", how, ValueError), away:
         told = lm_eval.simple_evaluate(model, tasks=options.tasks, task_manager=manager, **how)
-    found = {name: each for name, said in told["results"].items() if (each := find_metrics(name, said, options.metric))}
+    found = {
+        name: each
+        for name, said in told["results"].items()
+        if (each := find_metrics(name, said, options.metric))
+    }
     if others := [name for name in told["samples"] if name not in found]:
         raise UserError("tasks", others, "have no metric that is a number")
-    inside = {child for name, children in told["group_subtasks"].items() if name in found for child in children}
+    inside = {
+        child
+        for name, children in told["group_subtasks"].items()
+        if name in found
+        for child in children
+    }
     scores = [next(iter(found[name].values())) for name in found if name not in inside]
-    rows = [row for name, samples in told["samples"].items() for row in list_samples(name, samples, found[name])]
+    rows = [
+        row
+        for name, samples in told["samples"].items()
+        for row in list_samples(name, samples, found[name])
+    ]
     pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), stage.out / "samples.parquet")
     at = policy.manifest.facts["version"]
-    stage.metric(at, **{f"{name}/{key}": value for name in found for key, value in found[name].items()})
-    stage.facts.update(version=at, digest=policy.manifest.digest, engine=options.engine, lm_eval=lm_eval.__version__)
-    stage.facts["tasks"] = {name: {"samples": told["results"][name].get("sample_len"), **found[name]} for name in found}
+    stage.metric(
+        at, **{f"{name}/{key}": value for name in found for key, value in found[name].items()}
+    )
+    stage.facts.update(
+        version=at,
+        digest=policy.manifest.digest,
+        engine=options.engine,
+        lm_eval=lm_eval.__version__,
+    )
+    stage.facts["tasks"] = {
+        name: {"samples": told["results"][name].get("sample_len"), **found[name]} for name in found
+    }
     return {"score": sum(scores) / len(scores)}
 
 
@@ -94,24 +149,44 @@ def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
 
     files = policy.part("model", "--policy", "give it a checkpoint")
     if options.engine == "transformers":
-        return get_model("hf")(pretrained=str(files), **{"device": "", **options.model_args})  # "": a GPU, if any
+        return get_model("hf")(
+            pretrained=str(files), **{"device": "", **options.model_args}
+        )  # "": a GPU, if any
     if not (options.endpoint or "").startswith("http"):
-        raise UserError("--endpoint", options.endpoint, "is required: an OpenAI API, as http://host:8000/v1")
+        raise UserError(
+            "--endpoint", options.endpoint, "is required: an OpenAI API, as http://host:8000/v1"
+        )
     made = get_model("local-completions")
-    plugins.check_variant_args("lm-eval", made.__base__.__init__, options.model_args, first=1, prefix="model_args.")
+    plugins.check_variant_args(
+        "lm-eval", made.__base__.__init__, options.model_args, first=1, prefix="model_args."
+    )
     context = json.loads((files / "config.json").read_text()).get("max_position_embeddings", 2048)
-    given = {"model": "tuneloop", "max_length": context, "tokenizer_backend": "huggingface", **options.model_args}
+    given = {
+        "model": "tuneloop",
+        "max_length": context,
+        "tokenizer_backend": "huggingface",
+        **options.model_args,
+    }
     return made(base_url=f"{options.endpoint}/completions", tokenizer=str(files), **given)
 
 
 def prove_server(model: Any, policy: Artifact, tolerance: float) -> dict[str, float]:
     """Prove that a server has the policy, by log-probabilities of its canary. Raises UserError where it has not."""
     ids = read_canary(policy)["ids"]
-    logprobs = model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][1 : len(ids)]
-    known = {"version": policy.manifest.facts["version"], "digest": policy.manifest.digest}  # this API has neither
-    proof = compare_with_canary(SimpleNamespace(name="endpoint", score=lambda _: logprobs, **known), policy, tolerance)
+    logprobs = model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][
+        1 : len(ids)
+    ]
+    known = {
+        "version": policy.manifest.facts["version"],
+        "digest": policy.manifest.digest,
+    }  # this API has neither
+    proof = compare_with_canary(
+        SimpleNamespace(name="endpoint", score=lambda _: logprobs, **known), policy, tolerance
+    )
     if isinstance(proof, str):
-        raise UserError("--endpoint", model.base_url, f"serves something else than {policy.url}: {proof}")
+        raise UserError(
+            "--endpoint", model.base_url, f"serves something else than {policy.url}: {proof}"
+        )
     return proof
 
 
@@ -126,7 +201,11 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
         answer = getattr(error, "response", None)
         status = getattr(error, "status", 0) if answer is None else answer.status_code
         said = " ".join(str(error if answer is None else answer.text).split())[:300]
-        if status >= 500 or status in (408, 429) or (is_unreachable(error) and "offline" not in said.lower()):
+        if (
+            status >= 500
+            or status in (408, 429)
+            or (is_unreachable(error) and "offline" not in said.lower())
+        ):
             raise Unavailable(f"lm-eval: {field} {value}: {said}") from error
         raise UserError(field, value, f"lm-eval refuses it: {said}") from error
 
@@ -134,7 +213,11 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
 def find_metrics(name: str, said: Mapping[str, Any], wanted: str | None) -> dict[str, float]:
     """Find lm-eval's metrics of a task or group, as ``acc``, ``acc_stderr``, ``exact_match/strict-match``, the `wanted`
     one first. Raises UserError if it has only other metrics."""
-    numbers = {key: float(number) for key, number in said.items() if "," in key and isinstance(number, int | float)}
+    numbers = {
+        key: float(number)
+        for key, number in said.items()
+        if "," in key and isinstance(number, int | float)
+    }
     found = {key.removesuffix(",none").replace(",", "/"): number for key, number in numbers.items()}
     first = [key for key in found if wanted in (None, key, key.partition("/")[0])][:1]
     if found and not first:
@@ -152,7 +235,11 @@ def list_samples(task: str, samples: Any, metrics: Mapping[str, float]) -> Itera
             said = [asked[max(range(len(asked)), key=lambda i: said[i][0])][1]]
         texts = map(str, (f"{task}/{sample['doc_id']}", asked[0][0], said[0], answer))
         score = float(sample[metric]) if isinstance(sample.get(metric), int | float) else None
-        yield {**dict(zip(TEXTS, texts)), "score": score, "outcome": "unverifiable" if score is None else "score"}
+        yield {
+            **dict(zip(TEXTS, texts)),
+            "score": score,
+            "outcome": "unverifiable" if score is None else "score",
+        }
 
 
 if __name__ == "__main__":

@@ -49,33 +49,66 @@ def write_adapter(policy: Artifact, target: Path, title: str) -> None:
     base. Raises UserError where it was not trained with LoRA, or its adapters or their base are gone."""
     options, held = (trainer_state(policy) or {}).get("lora"), find_state(policy)
     if not (options and held):
-        why = "has no adapters any more, or they were not written (state_every)" if options else "is not of LoRA"
+        why = (
+            "has no adapters any more, or they were not written (state_every)"
+            if options
+            else "is not of LoRA"
+        )
         raise UserError("adapter", policy.url, f"{why}; take the whole model, or another version")
     base, rows = lora_base(policy), defaultdict[str, list[Any]](list)
-    for path in sorted(held.part("trainer").glob("*.safetensors")):  # of each rank, in the order of their rows
+    for path in sorted(
+        held.part("trainer").glob("*.safetensors")
+    ):  # of each rank, in the order of their rows
         data = np.memmap(path, np.uint8, "r")
         for name, part in read_header(path).tensors.items():
             if name.startswith("model."):
                 own = data[part.start : part.end].view(np.float32).reshape(part.shape)
                 rows[f"base_model.{name.removesuffix('.default.weight')}.weight"].append(own)
     tensors = {name: np.concatenate(parts) for name, parts in rows.items()}
-    file, entries = target / "adapter_model.safetensors", {k: ("F32", v.shape, v.nbytes) for k, v in tensors.items()}
+    file, entries = (
+        target / "adapter_model.safetensors",
+        {k: ("F32", v.shape, v.nbytes) for k, v in tensors.items()},
+    )
     target.mkdir(parents=True)
     preallocate_safetensors(file, entries, {"format": "pt"})
     for name, place in read_header(file).tensors.items():
         write_bytes_at(file, place.start, tensors[name].reshape(-1).view(np.uint8))
-    given, revision = str(base.manifest.params.get("model")), base.manifest.params.get("revision")  # of base_model
+    given, revision = (
+        str(base.manifest.params.get("model")),
+        base.manifest.params.get("revision"),
+    )  # of base_model
     known = given.startswith("hf://")  # a name without it may have been that of a folder
     hub, revision = split_hub_address("model", given, revision) if known else (None, None)
-    pins = [how.format(revision) if revision else "" for how in (', revision="{}"', " --revision {}")]
-    config = {**options, "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": hub}
+    pins = [
+        how.format(revision) if revision else "" for how in (', revision="{}"', " --revision {}")
+    ]
+    config = {
+        **options,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": hub,
+    }
     if options["target_modules"] == "all-linear":
         config["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
-    (target / "adapter_config.json").write_text(dump_canonical_json({**config, "revision": revision}))
-    sums = [f"`{k}` {v.sha256}" for k, v in base.manifest.files.items() if re.match(r"model/.*\.safetensors", k)]
-    about = {"made": policy.manifest, "base": base.manifest, "r": options["r"], "sums": ", ".join(sums), "title": title}
+    (target / "adapter_config.json").write_text(
+        dump_canonical_json({**config, "revision": revision})
+    )
+    sums = [
+        f"`{k}` {v.sha256}"
+        for k, v in base.manifest.files.items()
+        if re.match(r"model/.*\.safetensors", k)
+    ]
+    about = {
+        "made": policy.manifest,
+        "base": base.manifest,
+        "r": options["r"],
+        "sums": ", ".join(sums),
+        "title": title,
+    }
     card = Path(__file__).with_name("adapter_card.md").read_text()
-    card = card.format(front=f"base_model: {hub}\n" if hub else "", place=hub or "BASE", pins=pins, **about)
+    card = card.format(
+        front=f"base_model: {hub}\n" if hub else "", place=hub or "BASE", pins=pins, **about
+    )
     (target / "README.md").write_text(card)
 
 

@@ -17,14 +17,18 @@ from tuneloop.training.options import ScoringOptions
 from tuneloop.training.pairs import score_documents
 
 
-@component("rewards", image="trainer", accelerator=True, role="scorer", results={"mean_reward": float})
+@component(
+    "rewards", image="trainer", accelerator=True, role="scorer", results={"mean_reward": float}
+)
 def model_reward(
     stage: Stage,
     rollouts: Input,
     scorer: Input,
     *,
     weight: Annotated[float, Field(description="weight of the model's score in the sum")] = 1.0,
-    per_device_eval_batch_size: Annotated[int, Field(ge=1, description="rollouts in a micro-batch")] = 64,
+    per_device_eval_batch_size: Annotated[
+        int, Field(ge=1, description="rollouts in a micro-batch")
+    ] = 64,
     options: ScoringOptions,
 ) -> Results:
     """Score the very tokens that were sampled with a reward model, which must have the policy's tokenizer.
@@ -39,23 +43,43 @@ def model_reward(
     from tuneloop.training.scorer import Scorer
 
     table = read_rollouts(rollouts)
-    sequences = [a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())]
+    sequences = [
+        a + b for a, b in zip(table["prompt_ids"].to_pylist(), table["completion_ids"].to_pylist())
+    ]
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("load"):
-        model = Scorer(scorer.part("model"), ranks, max_length=max(map(len, sequences)) + 1, **options.model_options)
+        model = Scorer(
+            scorer.part("model"),
+            ranks,
+            max_length=max(map(len, sequences)) + 1,
+            **options.model_options,
+        )
     if max(max(ids) for ids in sequences) >= model.vocab_size:
-        raise UserError("--scorer", scorer.url, "has a smaller vocabulary; train it from a model with this tokenizer")
+        raise UserError(
+            "--scorer",
+            scorer.url,
+            "has a smaller vocabulary; train it from a model with this tokenizer",
+        )
     with stage.timed("score"):
         documents = [Document(ids, [False] * len(ids)) for ids in sequences]
-        found = score_documents(stage, model, documents, per_device_eval_batch_size, Scorer.scores).tolist()
+        found = score_documents(
+            stage, model, documents, per_device_eval_batch_size, Scorer.scores
+        ).tolist()
     table = add_model_scores(table, found, weight)
     scores = [score for score in table["score"].to_pylist() if score is not None]
     mean = sum(scores) / len(scores) if scores else 0.0
     if stage.leader:
         pq.write_table(table, stage.out / "rewards.parquet")
         pass_carried(rollouts, stage.out)
-    about = {"mean": mean, "model": sum(found) / len(found), "weight": weight, "scored": len(scores)}
-    stage.facts.update({**rollouts.manifest.facts, "model_reward": about, "scorer": scorer.manifest.digest})
+    about = {
+        "mean": mean,
+        "model": sum(found) / len(found),
+        "weight": weight,
+        "scored": len(scores),
+    }
+    stage.facts.update(
+        {**rollouts.manifest.facts, "model_reward": about, "scorer": scorer.manifest.digest}
+    )
     stage.metric(int(rollouts.manifest.facts.get("version", 0)), mean=mean)
     return {"mean_reward": mean}
 
@@ -63,9 +87,16 @@ def model_reward(
 def read_rollouts(rollouts: Artifact) -> pa.Table:
     """Read rollouts, scored or not; refuse an artifact without any."""
     for name in ("rewards.parquet", "rollouts.parquet"):
-        if name in rollouts.manifest.files and (table := pq.read_table(rollouts.part(name))).num_rows:
+        if (
+            name in rollouts.manifest.files
+            and (table := pq.read_table(rollouts.part(name))).num_rows
+        ):
             return table
-    raise UserError("--rollouts", rollouts.url, "holds no rollouts; give it what the stage rollout or reward made")
+    raise UserError(
+        "--rollouts",
+        rollouts.url,
+        "holds no rollouts; give it what the stage rollout or reward made",
+    )
 
 
 def add_model_scores(table: pa.Table, found: list[float], weight: float) -> pa.Table:
@@ -75,11 +106,18 @@ def add_model_scores(table: pa.Table, found: list[float], weight: float) -> pa.T
         table = table.drop_columns(["outcome", "score", "breakdown"])
     else:
         before = [{"outcome": "score", "score": 0.0, "breakdown": "{}"}] * table.num_rows
-    sums = [None if row["score"] is None else row["score"] + weight * value for row, value in zip(before, found)]
+    sums = [
+        None if row["score"] is None else row["score"] + weight * value
+        for row, value in zip(before, found)
+    ]
     parts = [json.loads(row["breakdown"]) | {"model": value} for row, value in zip(before, found)]
-    table = table.append_column("outcome", pa.array([row["outcome"] for row in before], pa.string()))
+    table = table.append_column(
+        "outcome", pa.array([row["outcome"] for row in before], pa.string())
+    )
     table = table.append_column("score", pa.array(sums, pa.float32()))
-    return table.append_column("breakdown", pa.array((json.dumps(part, sort_keys=True) for part in parts), pa.string()))
+    return table.append_column(
+        "breakdown", pa.array((json.dumps(part, sort_keys=True) for part in parts), pa.string())
+    )
 
 
 if __name__ == "__main__":

@@ -41,23 +41,57 @@ class PolicyUpdateOptions(TrainerOptions):
     """Options of a trainer on rollouts."""
 
     flags: ClassVar[tuple[str, ...]] = (
-        *("learning_rate", "warmup_steps", "lr_scheduler_type", "max_steps", "adam_beta1", "adam_beta2"),
-        *("weight_decay", "max_grad_norm", "updates_per_batch", "per_device_train_batch_size", "max_staleness"),
-        *("packing", "gradient_checkpointing", "lora", "cpu_offload", "torch_compile", "use_liger_kernel"),
-        *("dtype", "save_dtype", "attn_implementation", "device", "state_every", "save_total_limit"),
+        *(
+            "learning_rate",
+            "warmup_steps",
+            "lr_scheduler_type",
+            "max_steps",
+            "adam_beta1",
+            "adam_beta2",
+        ),
+        *(
+            "weight_decay",
+            "max_grad_norm",
+            "updates_per_batch",
+            "per_device_train_batch_size",
+            "max_staleness",
+        ),
+        *(
+            "packing",
+            "gradient_checkpointing",
+            "lora",
+            "cpu_offload",
+            "torch_compile",
+            "use_liger_kernel",
+        ),
+        *(
+            "dtype",
+            "save_dtype",
+            "attn_implementation",
+            "device",
+            "state_every",
+            "save_total_limit",
+        ),
         "expected_world_size",
     )
 
     learning_rate: float = Field(5e-4, gt=0)
     warmup_steps: int = Field(5, ge=0, description="counted over all iterations")
     max_steps: Annotated[int, AfterValidator(_check_schedule)] = Field(
-        0, ge=0, description="of all iterations: where linear and cosine schedules reach 0", validate_default=True
+        0,
+        ge=0,
+        description="of all iterations: where linear and cosine schedules reach 0",
+        validate_default=True,
     )
     updates_per_batch: int = Field(
-        1, ge=1, description="optimizer steps: the groups are split into so many mini-batches, each used once"
+        1,
+        ge=1,
+        description="optimizer steps: the groups are split into so many mini-batches, each used once",
     )
     per_device_train_batch_size: int = Field(128, ge=1, description="rollouts in a micro-batch")
-    max_staleness: int = Field(0, ge=0, description="versions that rollouts may be older than the policy")
+    max_staleness: int = Field(
+        0, ge=0, description="versions that rollouts may be older than the policy"
+    )
     state_every: int = Field(
         1,
         ge=1,
@@ -79,7 +113,9 @@ def policy_update(
     rewards: Input,
     reference: OptionalInput,
     *,
-    iteration: Annotated[int, Field(ge=0, description="of the loop, and part of each random stream's name")] = 0,
+    iteration: Annotated[
+        int, Field(ge=0, description="of the loop, and part of each random stream's name")
+    ] = 0,
     algorithm: Annotated[
         epochs.AlgorithmName,
         epochs.validate_kind(PolicyGradient),
@@ -87,7 +123,9 @@ def policy_update(
     ] = "grpo",
     algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
     options: PolicyUpdateOptions,
-    reset_optimizer: Annotated[bool, Field(description="begin with a new optimizer and new adapters")] = False,
+    reset_optimizer: Annotated[
+        bool, Field(description="begin with a new optimizer and new adapters")
+    ] = False,
     weights: Weights = None,
     seed: int = 0,
 ) -> Results:
@@ -116,11 +154,17 @@ def policy_update(
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
     ranks = checkpoint.open_ranks(stage, options)
-    about: dict[str, Any] = {"iteration": iteration, "reset_optimizer": reset_optimizer, "options": options}
+    about: dict[str, Any] = {
+        "iteration": iteration,
+        "reset_optimizer": reset_optimizer,
+        "options": options,
+    }
     about |= {"algorithm": algorithm, "algorithm_args": algorithm_args}
     trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
     checkpoint.release_device(stage, trainer)
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype, state_as="facts")
+    version = checkpoint.write_checkpoint(
+        stage, trainer, policy, options.saved_dtype, state_as="facts"
+    )
     if stage.leader:
         pass_carried(rewards, stage.out)
     due = iteration % options.state_every == 0
@@ -149,18 +193,24 @@ def train_policy(
     """Train on the rewards with the parameters of `policy_update`, and return the trainer and each step's loss."""
     objective = epochs.open_algorithm(algorithm, algorithm_args, PolicyGradient)
     if objective.beta and reference is None:
-        raise UserError("algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0")
+        raise UserError(
+            "algorithm_args.beta", objective.beta, "needs --reference, a checkpoint; or set it to 0"
+        )
     temperature = check_sampling(policy, rewards, options.max_staleness)
     samples = read_samples(rewards, int(policy.manifest.facts["version"]), options.max_staleness)
     with stage.timed("load"):
         trainer, optimizer = open_trainer(stage, policy, ranks, options, reset_optimizer)
-        samples, updates = keep_groups(stage, rewards, samples, options.updates_per_batch, trainer.step)
+        samples, updates = keep_groups(
+            stage, rewards, samples, options.updates_per_batch, trainer.step
+        )
         check_ids(samples, trainer.vocab_size)
         trainer.max_length = max((len(sample.document.ids) for sample in samples), default=1)
         stage.facts.update(trainer.chosen(), optimizer=optimizer)
         stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     learner = Objective(stage, objective, temperature, options.per_device_train_batch_size)
-    scored = [sample for sample in samples if sample.score is not None and sample.document.target_count]
+    scored = [
+        sample for sample in samples if sample.score is not None and sample.document.target_count
+    ]
     if objective.beta and reference is not None:
         with stage.timed("reference"), open_reference_policy(reference, trainer, options) as frozen:
             learner.score(frozen, scored, "reference")
@@ -208,7 +258,9 @@ def open_trainer(
     kept, same = checkpoint.RESIDENT.take(policy, options)
     state, written = checkpoint.trainer_state(policy), checkpoint.find_state(policy)
     (missed,) = ranks.max([float(written is None)])
-    written = None if missed else written  # the same for all ranks, also where it is committed just now
+    written = (
+        None if missed else written
+    )  # the same for all ranks, also where it is committed just now
     fresh = explain_fresh_state(state, optimization, about, reset)
     if not (fresh or written or kept):
         replay_updates(stage, policy, ranks)
@@ -228,9 +280,17 @@ def open_trainer(
         trainer.copy_state(kept)
     elif written:
         trainer.load(written.part("trainer"), state["step"])
-        same = policy.manifest.notes.get("world_size") == ranks.world  # else it is sharded differently
-        if same and "digest" in state and (found := trainer.compute_state_digest()) != state["digest"]:
-            raise Corrupt("artifact", written.url, f"holds the state {found}, {state['digest']} was committed")
+        same = (
+            policy.manifest.notes.get("world_size") == ranks.world
+        )  # else it is sharded differently
+        if (
+            same
+            and "digest" in state
+            and (found := trainer.compute_state_digest()) != state["digest"]
+        ):
+            raise Corrupt(
+                "artifact", written.url, f"holds the state {found}, {state['digest']} was committed"
+            )
     return trainer, f"carried on from step {state['step']}"
 
 
@@ -242,7 +302,9 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
     made = policy
     try:
         chain = [policy]
-        while (before := chain[0].manifest.inputs["policy"]) != policy.manifest.notes[checkpoint.SINCE]:
+        while (before := chain[0].manifest.inputs["policy"]) != policy.manifest.notes[
+            checkpoint.SINCE
+        ]:
             chain.insert(0, Artifact(before))
         told = {"from_version": chain[0].manifest.facts["version"] - 1, "updates": len(chain)}
         stage.log(f"the trainer's state is replayed: {told}")
@@ -258,7 +320,9 @@ def replay_updates(stage: Stage, policy: Artifact, ranks: Ranks) -> None:
 def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
     """Repeat the update that made a checkpoint, and verify that the result has the same bits."""
     theirs, ours = made.manifest.provenance, collect_provenance(0.0, ranks.world)
-    differ = {name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")}
+    differ = {
+        name: (theirs.get(name), ours[name]) for name in ("world_size", "device", "threads", "code")
+    }
     differ["torch"] = (theirs["packages"]["torch"], ours["packages"]["torch"])
     told = ", ".join(f"{name} {then} then, {now} now" for name, (then, now) in differ.items())
     remedy = f"({told}); continue where it was made, or begin another run at a checkpoint that has its state"
@@ -266,7 +330,9 @@ def repeat_update(stage: Stage, made: Artifact, ranks: Ranks) -> None:
         found = f"the update was made by {theirs['world_size']} processes, and another number gives other bits"
         raise UserError("--expected-world-size", ranks.world, f"{found} {remedy}")
     params = policy_update.validate(made.manifest.params)
-    arguments = policy_update.build_arguments(params, {k: Artifact(ref) for k, ref in made.manifest.inputs.items()})
+    arguments = policy_update.build_arguments(
+        params, {k: Artifact(ref) for k, ref in made.manifest.inputs.items()}
+    )
     with tempfile.TemporaryDirectory() as scratch, _as_before(stage, params, Path(scratch)):
         trainer, _ = train_policy(stage, ranks, **arguments)
     wanted = made.manifest.facts[checkpoint.STATE_FACT]["digest"]
@@ -287,7 +353,10 @@ def _as_before(stage: Stage, params: Params, out: Path) -> Iterator[None]:
 
 
 def explain_fresh_state(
-    state: Mapping[str, Any] | None, optimization: Optimization, about: Mapping[str, Any], reset: bool
+    state: Mapping[str, Any] | None,
+    optimization: Optimization,
+    about: Mapping[str, Any],
+    reset: bool,
 ) -> str | None:
     """Say why the optimizer cannot continue from ``trainer/state.json``; None if it can."""
     if state is None:
@@ -295,13 +364,22 @@ def explain_fresh_state(
     if reset:
         return "reset_optimizer"
     lora = about["lora"] and about["lora"].model_dump(mode="json")
-    if state["stage"] != policy_update.name or state["betas"] != [optimization.adam_beta1, optimization.adam_beta2]:
+    if state["stage"] != policy_update.name or state["betas"] != [
+        optimization.adam_beta1,
+        optimization.adam_beta2,
+    ]:
         return f"{state['stage']} wrote it with betas {state['betas']}"
     return None if state.get("lora") == lora else f"it was written with lora {state.get('lora')}"
 
 
 def take_steps(
-    stage: Stage, trainer: Trainer, learner: Objective, samples: Sequence[Sample], updates: int, *, watch: bool
+    stage: Stage,
+    trainer: Trainer,
+    learner: Objective,
+    samples: Sequence[Sample],
+    updates: int,
+    *,
+    watch: bool,
 ) -> list[float]:
     """Take an optimizer step on each mini-batch that has a gradient; return the losses.
 
@@ -311,7 +389,11 @@ def take_steps(
     """
     losses = []
     with stage.timed("train"):
-        batches = [part for part in split_mini_batches(stage, samples, updates) if any(sample.used for sample in part)]
+        batches = [
+            part
+            for part in split_mini_batches(stage, samples, updates)
+            if any(sample.used for sample in part)
+        ]
         for number, batch in enumerate(batches, start=1):
             with trainer.watched() if watch and number == len(batches) else nullcontext():
                 losses.append(learner.step(trainer, batch))
@@ -330,7 +412,9 @@ def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None
     if algorithm.beta and algorithm.kl_in == "reward":
         nothing = [[0.0] * s.document.target_count for s in samples]
         old, reference = (
-            torch.tensor([v for s, zeros in zip(samples, nothing) for v in getattr(s, name) or zeros])
+            torch.tensor(
+                [v for s, zeros in zip(samples, nothing) for v in getattr(s, name) or zeros]
+            )
             for name in ("old", "reference")
         )
         kl = estimate_kl(old, reference, algorithm.kl_estimator)
@@ -347,7 +431,9 @@ def set_advantages(algorithm: PolicyGradient, samples: Sequence[Sample]) -> None
     for sample, part in zip(samples, values.split(targets.tolist())):
         sample.advantages = array("f", part.tolist())
         teaches = bool(part.any()) or bool(algorithm.beta and algorithm.kl_in == "loss")
-        taken = sample.score is not None and not (algorithm.mask_truncated_completions and sample.truncated)
+        taken = sample.score is not None and not (
+            algorithm.mask_truncated_completions and sample.truncated
+        )
         sample.counted = taken and (teaches or not algorithm.dynamic_sampling)
         sample.used = taken and teaches and bool(sample.document.target_count)
 
@@ -358,14 +444,24 @@ def split_mini_batches(stage: Stage, samples: Sequence[Sample], count: int) -> l
 
     groups = sorted({sample.group for sample in samples})
     if count > len(groups):
-        raise UserError("--updates-per-batch", count, f"is more than the {len(groups)} groups of rollouts; lower it")
-    shuffle = torch.randperm(len(groups), generator=torch.Generator().manual_seed(stage.seed("mini_batches"))).tolist()
+        raise UserError(
+            "--updates-per-batch",
+            count,
+            f"is more than the {len(groups)} groups of rollouts; lower it",
+        )
+    shuffle = torch.randperm(
+        len(groups), generator=torch.Generator().manual_seed(stage.seed("mini_batches"))
+    ).tolist()
     part = {groups[place]: k % count for k, place in enumerate(shuffle)}
-    return [[s for s in samples if part[s.group] == k and s.score is not None] for k in range(count)]
+    return [
+        [s for s in samples if part[s.group] == k and s.score is not None] for k in range(count)
+    ]
 
 
 @contextmanager
-def open_reference_policy(reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions) -> Iterator[Policy]:
+def open_reference_policy(
+    reference: Artifact, trainer: Trainer, options: PolicyUpdateOptions
+) -> Iterator[Policy]:
     """Open the reference for scoring: another model, or the trainer's own without adapters, if only these differ."""
     from tuneloop.training.fsdp.policy import Policy
 
@@ -373,7 +469,9 @@ def open_reference_policy(reference: Artifact, trainer: Trainer, options: Policy
         with disable_adapters(trainer.model):
             yield trainer
         return
-    policy = Policy(checkpoint.model_dir(reference), trainer.ranks, **{**options.model_options, "lora": None})
+    policy = Policy(
+        checkpoint.model_dir(reference), trainer.ranks, **{**options.model_options, "lora": None}
+    )
     policy.max_length = trainer.max_length
     checkpoint.load_masters(policy, reference)
     yield policy
@@ -385,9 +483,15 @@ def _report(stage: Stage, samples: Sequence[Sample], iteration: int, steps: int)
     counts = {"rollouts": len(samples), "scored": len(scored), "used": len(used), "updates": steps}
     stage.facts.update(counts, iteration=iteration)
     if not steps:
-        why = "no rollout has a score" if samples and not scored else "in every group all rewards are equal"
+        why = (
+            "no rollout has a score"
+            if samples and not scored
+            else "in every group all rewards are equal"
+        )
         stage.facts["skipped"] = f"{why}: no step taken, same parameters"
-    stage.log(stage.facts.get("skipped") or f"{steps} steps on {len(used)} of {len(samples)} rollouts")
+    stage.log(
+        stage.facts.get("skipped") or f"{steps} steps on {len(used)} of {len(samples)} rollouts"
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ def preference(
     logprobs: Input,
     *,
     algorithm: Annotated[
-        epochs.AlgorithmName, epochs.validate_kind(Preference), Field(description="dpo, ipo, kto, or pkg.mod:attr")
+        epochs.AlgorithmName,
+        epochs.validate_kind(Preference),
+        Field(description="dpo, ipo, kto, or pkg.mod:attr"),
     ] = "dpo",
     algorithm_args: epochs.AlgorithmArgs = {},  # noqa: B006
     options: PreferenceOptions,
@@ -71,17 +73,23 @@ def preference(
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
-        epochs.check_fits([*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length)
+        epochs.check_fits(
+            [*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length
+        )
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
-    learner = Learner(stage, trainer, objective, pairs, reference, options.per_device_train_batch_size)
+    learner = Learner(
+        stage, trainer, objective, pairs, reference, options.per_device_train_batch_size
+    )
     if not options.backend:
         loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
     elif logprobs.manifest.facts["digest"] == policy.manifest.digest:
         loss = train_by_backend(stage, trainer, policy, prompts)
     else:
-        raise UserError("--logprobs", logprobs.url, f"is not of --policy, the reference of {options.backend}")
+        raise UserError(
+            "--logprobs", logprobs.url, f"is not of --policy, the reference of {options.backend}"
+        )
     with stage.timed("evaluate"):
         after = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
@@ -101,15 +109,27 @@ def read_reference(logprobs: Artifact, pairs: Pairs, split: Split, needs_kl: boo
         remedy = f"{logprobs.url} has other tokens for it; run reference_logprobs on these very pairs and tokenizer"
         raise UserError("--logprobs", pairs.ids[other].as_py(), remedy)
     if needs_kl and "chosen_kl" not in found.column_names:
-        raise UserError("--logprobs", logprobs.url, "lacks what kto needs; set reference_logprobs' mismatched_pairs")
-    return {name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")}
+        raise UserError(
+            "--logprobs",
+            logprobs.url,
+            "lacks what kto needs; set reference_logprobs' mismatched_pairs",
+        )
+    return {
+        name: found[name].to_numpy() for name in found.column_names if name not in ("id", "tokens")
+    }
 
 
 class Learner:
     """Takes optimizer steps on pairs, with at most `limit` pairs in a micro-batch."""
 
     def __init__(
-        self, stage: Stage, trainer: "Trainer", objective: Preference, pairs: Pairs, reference: Reference, limit: int
+        self,
+        stage: Stage,
+        trainer: "Trainer",
+        objective: Preference,
+        pairs: Pairs,
+        reference: Reference,
+        limit: int,
     ) -> None:
         self.stage, self.trainer, self.objective = stage, trainer, objective
         self.reference, self.limit = reference, limit
@@ -124,7 +144,9 @@ class Learner:
         totals: dict[str, float] = {}
         for micro, batch in self.trainer.accumulate(prepared.batches):
             found = sum_logprobs(self.trainer, batch)
-            known = [self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")]
+            known = [
+                self.reference[side][chosen[i]] for i in micro for side in ("chosen", "rejected")
+            ]
             counts = batch.counts.to(found.device)
             judged = Judged(found - found.new_tensor(known), counts, found.new_tensor(divergence))
             loss = self.objective.loss(judged).sum() / len(chosen)
@@ -132,9 +154,17 @@ class Learner:
             for name, values in {"loss": loss.detach(), **self.objective.measures(judged)}.items():
                 totals[name] = totals.get(name, 0.0) + float(values.sum())
         norm, rate = self.trainer.update()
-        names = ["loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+        names = [
+            "loss",
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/margins",
+            "rewards/accuracies",
+        ]
         summed = dict(zip(names, self.trainer.ranks.sum([totals.get(name, 0.0) for name in names])))
-        measures = {name: value / (1 if name == "loss" else len(chosen)) for name, value in summed.items()}
+        measures = {
+            name: value / (1 if name == "loss" else len(chosen)) for name, value in summed.items()
+        }
         measures |= {"grad_norm": norm, "learning_rate": rate}
         return measures | ({"kl": divergence} if self.others else {})
 

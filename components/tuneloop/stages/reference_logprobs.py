@@ -24,8 +24,12 @@ def reference_logprobs(
     policy: Input,
     prompts: Input,
     *,
-    mismatched_pairs: Annotated[bool, Field(description="also score mismatched pairs, which KTO needs")] = False,
-    per_device_eval_batch_size: Annotated[int, Field(ge=1, description="completions in a micro-batch")] = 64,
+    mismatched_pairs: Annotated[
+        bool, Field(description="also score mismatched pairs, which KTO needs")
+    ] = False,
+    per_device_eval_batch_size: Annotated[
+        int, Field(ge=1, description="completions in a micro-batch")
+    ] = 64,
     options: ReferenceOptions,
 ) -> Results:
     """Score every chosen and rejected completion under `policy`, the reference that `preference` stays close to.
@@ -47,9 +51,16 @@ def reference_logprobs(
         epochs.check_fits(pairs.documents.extremes, model, options.max_length)
         with stage.timed("score"):
             found = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
-            rows = {"id": pairs.ids, "tokens": pairs.digests(), "chosen": found[0::2], "rejected": found[1::2]}
+            rows = {
+                "id": pairs.ids,
+                "tokens": pairs.digests(),
+                "chosen": found[0::2],
+                "rejected": found[1::2],
+            }
             if mismatched_pairs:
-                found = score_documents(stage, model, Mismatched(pairs.documents), per_device_eval_batch_size)
+                found = score_documents(
+                    stage, model, Mismatched(pairs.documents), per_device_eval_batch_size
+                )
                 rows |= {"chosen_kl": found[0::2], "rejected_kl": found[1::2]}
         counts[split] = len(pairs)
         if stage.leader:

@@ -19,7 +19,14 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, ROWS, open_rows
-from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, may_pass, parse_spec, score_all
+from tuneloop.rewards.scoring import (
+    KINDS,
+    Outcome,
+    compute_full_marks,
+    may_pass,
+    parse_spec,
+    score_all,
+)
 
 
 @component("rewards", image="base", role="scorer", results={"mean_reward": float})
@@ -31,13 +38,23 @@ def reward(
         dict[Annotated[str, plugins.validate_variant("rewards")], float] | None,
         Field(description="reward → weight; default: each row's own"),
     ] = None,
-    timeout_s: Annotated[float, Field(gt=0, description="seconds that one call of a reward may take")] = 5.0,
+    timeout_s: Annotated[
+        float, Field(gt=0, description="seconds that one call of a reward may take")
+    ] = 5.0,
     escape_score: Annotated[
-        float | None, Field(description="score of attempts to leave the sandbox; default: none, so not trained on")
+        float | None,
+        Field(
+            description="score of attempts to leave the sandbox; default: none, so not trained on"
+        ),
     ] = None,
-    error_budget: Annotated[float, Field(ge=0, le=1, description="share of rollouts that may go unscored")] = 0.05,
+    error_budget: Annotated[
+        float, Field(ge=0, le=1, description="share of rollouts that may go unscored")
+    ] = 0.05,
     punish: Annotated[
-        bool, Field(description="completions that use up a reward's time or memory, or crash it, get its least score")
+        bool,
+        Field(
+            description="completions that use up a reward's time or memory, or crash it, get its least score"
+        ),
     ] = True,
     memory_mb: Annotated[int, Field(ge=1, description="memory of each process that judges")] = 4096,
     workers: Annotated[int, Field(ge=1, description="processes")] = 1,
@@ -67,13 +84,22 @@ def reward(
 
     with stage.timed("score"):
         outcomes = score_all(
-            rows, timeout_s=timeout_s, memory=memory_mb << 20, punish=punish, workers=workers, progress=advance
+            rows,
+            timeout_s=timeout_s,
+            memory=memory_mb << 20,
+            punish=punish,
+            workers=workers,
+            progress=advance,
         )
     if escape_score is not None:
-        outcomes = [replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes]
+        outcomes = [
+            replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes
+        ]
     _check_budget(outcomes, error_budget)
     if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
-        stage.log(f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say")
+        stage.log(
+            f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say"
+        )
     _write(sampled, outcomes, stage.out / "rewards.parquet")
     pass_carried(rollouts, stage.out)
     facts = summarize_rewards(rows, outcomes)
@@ -97,7 +123,9 @@ def _write(file: pq.ParquetFile, outcomes: Sequence[Outcome], scored: Path) -> N
             out.write_batch(pa.record_batch([*batch.columns, *arrays], schema=out.schema))
 
 
-def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summarize_rewards(
+    rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]
+) -> dict[str, Any]:
     """Summarize the output of `reward`; rows without a score count in `outcomes` alone. One must have a score."""
     scores: list[float] = []
     solved: list[bool] = []
@@ -119,7 +147,9 @@ def summarize_rewards(rows: Sequence[dict[str, Any]], outcomes: Sequence[Outcome
         "solved": fmean(solved),
         "outcomes": {kind: counts[kind] for kind in KINDS},
         # A mean of NAME.part is over the rows that the reward NAME judged.
-        "breakdown": {k: fsum(v) / len(parts.get(k.rpartition(".")[0]) or v) for k, v in sorted(parts.items())},
+        "breakdown": {
+            k: fsum(v) / len(parts.get(k.rpartition(".")[0]) or v) for k, v in sorted(parts.items())
+        },
         "zero_variance": fmean(max(g) == min(g) for g in groups.values()),
     }
 
@@ -129,13 +159,17 @@ def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:
     if len(failed) <= budget * len(outcomes) and len(failed) < len(outcomes):
         return
     kinds = Counter(outcome.outcome for outcome in failed)
-    said = (item for outcome in failed for item in outcome.breakdown.items() if isinstance(item[1], str))
+    said = (
+        item for outcome in failed for item in outcome.breakdown.items() if isinstance(item[1], str)
+    )
     causes = Counter(f"{name}: {what}" for name, what in said)
     listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(5))
     story = f"{len(failed)} of {len(outcomes)} rollouts have no score ({dict(kinds)}): {listed}"
     lasting = len(failed) - sum(map(may_pass, failed))
     if lasting <= budget * len(outcomes) and lasting < len(outcomes):
-        raise Retryable(f"reward: {story}; the budget is {budget:.0%}. If it happens again, correct the reward")
+        raise Retryable(
+            f"reward: {story}; the budget is {budget:.0%}. If it happens again, correct the reward"
+        )
     escaping = "read what the policy tries; escape_score teaches it not to"
     remedy = escaping if kinds["escape"] else "correct the data or the rewards"
     raise UserError("reward.error_budget", budget, f"{story}; {remedy}")

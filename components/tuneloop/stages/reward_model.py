@@ -17,13 +17,21 @@ if TYPE_CHECKING:
     from tuneloop.training.scorer import ScoreTrainer
 
 
-@component("scorer", image="trainer", accelerator=True, role="trainer", results={"loss": float, "accuracy": float})
+@component(
+    "scorer",
+    image="trainer",
+    accelerator=True,
+    role="trainer",
+    results={"loss": float, "accuracy": float},
+)
 def reward_model(
     stage: Stage,
     policy: Input,
     prompts: Input,
     *,
-    center_rewards_coefficient: Annotated[float, Field(ge=0, description="pulls a pair's summed scores to 0")] = 0.0,
+    center_rewards_coefficient: Annotated[
+        float, Field(ge=0, description="pulls a pair's summed scores to 0")
+    ] = 0.0,
     options: PairOptions,
     seed: int = 0,
 ) -> Results:
@@ -44,23 +52,31 @@ def reward_model(
         held_out = read_pairs(prompts, policy, "preference_eval") or pairs
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks, options)
-        epochs.check_fits([*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length)
+        epochs.check_fits(
+            [*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length
+        )
     step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):
-        right = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores)
+        right = compute_accuracy(
+            stage, trainer, held_out, 2 * options.per_device_train_batch_size, ScoreTrainer.scores
+        )
     checkpoint.release_device(stage, trainer)
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
+            shutil.copytree(
+                source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*")
+            )
         trainer.export(source, target, options.saved_dtype)
     stage.facts.update(step=trainer.step, save_dtype=options.save_dtype, accuracy=right)
     stage.log(f"accuracy {right:.3f} on {len(held_out)} pairs")
     return {"loss": loss, "accuracy": right}
 
 
-def train_step(stage: Stage, trainer: "ScoreTrainer", prepared: epochs.Prepared, center: float) -> dict[str, float]:
+def train_step(
+    stage: Stage, trainer: "ScoreTrainer", prepared: epochs.Prepared, center: float
+) -> dict[str, float]:
     """Take one optimizer step and return its metrics, under TRL's names."""
     import torch
 
@@ -71,7 +87,9 @@ def train_step(stage: Stage, trainer: "ScoreTrainer", prepared: epochs.Prepared,
         loss = bradley_terry(chosen, rejected, center).sum() / len(prepared.indices)
         loss.backward()
         margin = chosen - rejected
-        totals += torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()]).double().cpu()
+        totals += (
+            torch.stack([loss.detach(), (margin > 0).sum(), margin.detach().sum()]).double().cpu()
+        )
     norm, rate = trainer.update()
     loss_, right, margins = trainer.ranks.sum(totals.tolist())
     count = len(prepared.indices)

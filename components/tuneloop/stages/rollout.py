@@ -23,18 +23,26 @@ from tuneloop.inference.rounds import Rounds, bound_staleness
 def _check_rounds(size: int | None, info: ValidationInfo) -> int | None:
     most = info.data.get("max_tokens")
     if size and info.data.get("environment") is not None:
-        raise ValueError("an environment's state cannot continue in another iteration: unset one of the two")
+        raise ValueError(
+            "an environment's state cannot continue in another iteration: unset one of the two"
+        )
     if size and most and most % size:
         raise ValueError(f"must divide max_tokens ({most})")
     return size
 
 
 def _check_oversampling(asked: int | None, info: ValidationInfo) -> int | None:
-    wanted, n, carrying = (info.data.get(name) for name in ("prompts_per_iteration", "n", "carry_after"))
+    wanted, n, carrying = (
+        info.data.get(name) for name in ("prompts_per_iteration", "n", "carry_after")
+    )
     if carrying and not asked:
-        raise ValueError("goes with carry_after: set it to the groups under way, at least prompts_per_iteration")
+        raise ValueError(
+            "goes with carry_after: set it to the groups under way, at least prompts_per_iteration"
+        )
     if asked and wanted and asked < wanted:
-        raise ValueError(f"must be at least prompts_per_iteration ({wanted}), the groups that the update takes")
+        raise ValueError(
+            f"must be at least prompts_per_iteration ({wanted}), the groups that the update takes"
+        )
     if asked and n == 1 and not carrying:
         remedy = "set n to 2 or more, or leave this out"
         raise ValueError(f"no group would be kept, as a single reward does not differ: {remedy}")
@@ -46,7 +54,11 @@ class RolloutOptions(SamplingOptions):
 
     flags: ClassVar[tuple[str, ...]] = (
         *("engine", "endpoint", "iteration", "prompts_per_iteration", "n", "temperature"),
-        *(*generate.SHARED_FLAGS, "carry_after", "oversampled_prompts"),  # checked against the flags before them
+        *(
+            *generate.SHARED_FLAGS,
+            "carry_after",
+            "oversampled_prompts",
+        ),  # checked against the flags before them
     )
 
     iteration: int = Field(0, ge=0, description="which batch of prompts")
@@ -87,25 +99,43 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         StaleWeights: the engine serves other weights.
     """
     train = rollouts.open_rows(prompts, "train.parquet", generate.COLUMNS, "--prompts", "data_prep")
-    total, iteration, wanted = train.metadata.num_rows, options.iteration, options.prompts_per_iteration
+    total, iteration, wanted = (
+        train.metadata.num_rows,
+        options.iteration,
+        options.prompts_per_iteration,
+    )
     size, told = options.oversampled_prompts or wanted, dict[str, float]()
     rounds, drawn = _open_rounds(stage, policy, options)
     begun = rounds.begun if rounds else {}
-    places = draw_indices(total, drawn, size - len(begun), partial(derive_seed, options.seed, "prompts"))
-    chosen = [*(each.row for each in begun.values()), *rollouts.read_rows(train, places, generate.COLUMNS)]
+    places = draw_indices(
+        total, drawn, size - len(begun), partial(derive_seed, options.seed, "prompts")
+    )
+    chosen = [
+        *(each.row for each in begun.values()),
+        *rollouts.read_rows(train, places, generate.COLUMNS),
+    ]
     groups = [*begun, *(f"i{iteration:06d}-p{p:05d}" for p in range(len(places)))]
     if len({*groups}) < len(groups):
-        raise UserError("--iteration", iteration, "has begun groups that the policy carries; use a later iteration")
+        raise UserError(
+            "--iteration",
+            iteration,
+            "has begun groups that the policy carries; use a later iteration",
+        )
     with generate.open_engine(options) as engine:
         job = generate.Job(chosen, groups, options.n, options, rounds)
         tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
     batch = every = [*zip(chosen, requests, completions)]
     if rounds:
-        batch, left = ([every[i] for i in some] for some in rounds.divide_groups(completions, options.max_tokens))
+        batch, left = (
+            [every[i] for i in some]
+            for some in rounds.divide_groups(completions, options.max_tokens)
+        )
         about = {"drawn": drawn + len(places), "options": _shared_options(options)}
         _write(stage.out / CARRIED, tokenizer, left, {ABOUT: json.dumps(about, sort_keys=True)})
         bound = int(stage.facts["staleness"]["bound"])
-        stage.facts["staleness"] = generate.measure_staleness(policy, [said for *_, said in batch], bound)
+        stage.facts["staleness"] = generate.measure_staleness(
+            policy, [said for *_, said in batch], bound
+        )
         stage.facts["carried"] = {"taken": len(begun), "left": len(left)}
         told = {"carried": len(left), "staleness": stage.facts["staleness"]["mean"]}
     elif options.oversampled_prompts:
@@ -114,7 +144,9 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     made = [said for *_, group in batch for said in group]
     mean = sum(len(said.ids) for said in made) / len(made)
     cut = sum(said.finish_reason == "length" for said in made) / len(made)
-    stage.metric(iteration, completions=len(made), mean_length=mean, cut=cut, **told, **stage.facts["canary"])
+    stage.metric(
+        iteration, completions=len(made), mean_length=mean, cut=cut, **told, **stage.facts["canary"]
+    )
     return {"completions": len(made), "mean_length": mean}
 
 
@@ -122,12 +154,22 @@ Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]
 """A row of prompts, its request, and its completions."""
 
 
-def _open_rounds(stage: Stage, policy: Artifact, options: RolloutOptions) -> tuple[Rounds | None, int]:
+def _open_rounds(
+    stage: Stage, policy: Artifact, options: RolloutOptions
+) -> tuple[Rounds | None, int]:
     """Return the rounds of this iteration with the groups to continue, and how many prompts were drawn before."""
-    size, wanted, groups = options.carry_after, options.prompts_per_iteration, options.oversampled_prompts
+    size, wanted, groups = (
+        options.carry_after,
+        options.prompts_per_iteration,
+        options.oversampled_prompts,
+    )
     begun, about = read_carried(policy)
-    if begun and about["options"] != (asked := _shared_options(options)):  # a fork with other settings
-        stage.log(f"{len(begun)} carried groups are dropped: they were sampled with {about['options']}, not {asked}")
+    if begun and about["options"] != (
+        asked := _shared_options(options)
+    ):  # a fork with other settings
+        stage.log(
+            f"{len(begun)} carried groups are dropped: they were sampled with {about['options']}, not {asked}"
+        )
         begun = {}
     if not (size and groups):
         return None, options.iteration * (groups or wanted)
@@ -137,11 +179,20 @@ def _open_rounds(stage: Stage, policy: Artifact, options: RolloutOptions) -> tup
 
 def _shared_options(options: RolloutOptions) -> dict[str, Any]:
     """Return the options that must be equal for all groups of a batch, carried or new."""
-    shared = {"prompts_per_iteration", "n", "carry_after", "oversampled_prompts", "temperature", "max_tokens"}
+    shared = {
+        "prompts_per_iteration",
+        "n",
+        "carry_after",
+        "oversampled_prompts",
+        "temperature",
+        "max_tokens",
+    }
     return options.model_dump(include=shared)
 
 
-def _write(path: Path, tokenizer: Any, groups: Iterable[Group], about: Mapping[str, str] | None = None) -> None:
+def _write(
+    path: Path, tokenizer: Any, groups: Iterable[Group], about: Mapping[str, str] | None = None
+) -> None:
     rows = (rollouts.make_rows(tokenizer, *each) for each in groups)
     rollouts.write_rollouts(path, itertools.chain.from_iterable(rows), about)
 

@@ -22,8 +22,12 @@ class SftOptions(BackendOptions):
     """Options of a trainer on demonstrations."""
 
     max_steps: int = Field(250, ge=1, description="optimizer steps")
-    per_device_train_batch_size: int = Field(32, ge=1, description="demonstrations in a micro-batch")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="a step has batch x this x processes demonstrations")
+    per_device_train_batch_size: int = Field(
+        32, ge=1, description="demonstrations in a micro-batch"
+    )
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="a step has batch x this x processes demonstrations"
+    )
     learning_rate: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -31,7 +35,13 @@ class SftOptions(BackendOptions):
 
 @checkpoint.checkpoint_stage(loss=float, version=int)
 def sft(
-    stage: Stage, policy: Input, prompts: Input, *, options: SftOptions, weights: Weights = None, seed: int = 0
+    stage: Stage,
+    policy: Input,
+    prompts: Input,
+    *,
+    options: SftOptions,
+    weights: Weights = None,
+    seed: int = 0,
 ) -> Results:
     """Fine-tune on demonstrations: cross-entropy of the completion's tokens and its end of sequence.
 
@@ -48,7 +58,11 @@ def sft(
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         if not (documents := read_corpus(prompts, policy, "sft")):
-            raise UserError("--prompts", prompts.url, "holds no demonstrations; set data_prep's sft, or leave sft out")
+            raise UserError(
+                "--prompts",
+                prompts.url,
+                "holds no demonstrations; set data_prep's sft, or leave sft out",
+            )
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
         epochs.check_fits(documents.extremes, trainer, options.max_length)
@@ -58,7 +72,9 @@ def sft(
         loss = train_by_backend(stage, trainer, policy, prompts)
     else:
         step = partial(train_step, stage, trainer)
-        loss = epochs.train_epochs(stage, trainer, len(documents), options, lambda i: [documents[i]], step)
+        loss = epochs.train_epochs(
+            stage, trainer, len(documents), options, lambda i: [documents[i]], step
+        )
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}

@@ -24,7 +24,9 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
             write_corpus(file, tokenize_split(prompts, policy, split, stage.check_stop))
             made[split] = Corpus(file)
     if not any(map(len, made.values())):
-        raise UserError("--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference")
+        raise UserError(
+            "--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference"
+        )
     tokens = {split: corpus.tokens for split, corpus in made.items()}
     stage.facts.update(tokens=tokens, tokenizer=digest_tokenizer(policy))
     stage.log(f"tokens: {tokens}")

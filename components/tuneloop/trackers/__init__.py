@@ -25,7 +25,9 @@ class Tracker(Protocol):
         """Return which address cannot be reached just now, and why; empty if it can."""
         return ""
 
-    def open_run(self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float) -> None:
+    def open_run(
+        self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float
+    ) -> None:
         """Find or make the place of the run that has this key, always the same 32 hexadecimal digits."""
 
     def log_rows(self, rows: Rows) -> None:
@@ -46,6 +48,8 @@ def find_tracker(chosen: str) -> Tracker:
     name, _, address = chosen.partition("+")
     kind: type[Tracker] = load_variant("trackers", name, "Tracker")
     # These come with extras. A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.
-    if name in ("mlflow", "tensorboard", "trackio", "wandb") and not getattr(find_spec(name), "origin", None):
+    if name in ("mlflow", "tensorboard", "trackio", "wandb") and not getattr(
+        find_spec(name), "origin", None
+    ):
         raise UserError("tracker", name, f"is not installed; install tuneloop[{name}]")
     return kind(address)

@@ -23,7 +23,9 @@ class Tracker(trackers.Tracker):
 
     def __init__(self, address: str) -> None:
         self.uri = address or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-        self.address = re.sub(r"(?<=://)[^/]*@", "", self.uri)  # for people: without user and password
+        self.address = re.sub(
+            r"(?<=://)[^/]*@", "", self.uri
+        )  # for people: without user and password
 
     def find_trouble(self) -> str:
         """Ask whether the server is there, where MLflow's client would try again for minutes."""
@@ -33,8 +35,12 @@ class Tracker(trackers.Tracker):
 
         def ask() -> None:
             try:  # through a proxy, as MLflow does, which may also have been told to trust any certificate
-                status = httpx2.get(f"{self.address.rstrip('/')}/health", timeout=ANSWERS, verify=False).status_code
-                why.append(f"status {status}" if status in (502, 503, 504) else "")  # which a proxy says of who is away
+                status = httpx2.get(
+                    f"{self.address.rstrip('/')}/health", timeout=ANSWERS, verify=False
+                ).status_code
+                why.append(
+                    f"status {status}" if status in (502, 503, 504) else ""
+                )  # which a proxy says of who is away
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 why.append(str(error))
 
@@ -45,7 +51,9 @@ class Tracker(trackers.Tracker):
             return why[-1] and f"{self.address} does not answer ({why[-1]})"
         return ""
 
-    def open_run(self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float) -> None:
+    def open_run(
+        self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float
+    ) -> None:
         """Find or make the run, with its settings as parameters; those that are there already stay."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -56,10 +64,14 @@ class Tracker(trackers.Tracker):
         at = str(made.experiment_id if made else self.client.create_experiment(self.experiment))
         found = list(self.client.search_runs([at], f"tags.tuneloop_key = '{key}'", max_results=1))
         tags = {"tuneloop_key": key, "tuneloop.run": name}
-        self.run = found[0] if found else self.client.create_run(at, int(started * 1000), tags, name)
+        self.run = (
+            found[0] if found else self.client.create_run(at, int(started * 1000), tags, name)
+        )
         self.id = self.run.info.run_id
         self.client.update_run(self.id, status="RUNNING")  # a resumed run goes on in the same one
-        flat = [Param(k, str(v)[:6000]) for k, v in settings.items() if k not in self.run.data.params]
+        flat = [
+            Param(k, str(v)[:6000]) for k, v in settings.items() if k not in self.run.data.params
+        ]
         for start in range(0, len(flat), 100):
             self.client.log_batch(self.id, params=flat[start : start + 100])
 
@@ -67,18 +79,29 @@ class Tracker(trackers.Tracker):
         """Log values as metrics, and each table as a file ``samples/<stage>-<step>.json``."""
         from mlflow.entities import Metric
 
-        each = [(name, v, int(at * 1000), step) for (_, step, at), row in rows.items() for name, v in row.items()]
+        each = [
+            (name, v, int(at * 1000), step)
+            for (_, step, at), row in rows.items()
+            for name, v in row.items()
+        ]
         values = [Metric(*one) for one in each if isinstance(one[1], float)]
         for start in range(0, len(values), 1000):
             self.client.log_batch(self.id, metrics=values[start : start + 1000])
-        for file, table in ((f"{name}-{step:06}.json", v) for name, v, _, step in each if isinstance(v, list)):
+        for file, table in (
+            (f"{name}-{step:06}.json", v) for name, v, _, step in each if isinstance(v, list)
+        ):
             with _go_on_without(file):
                 if file not in {f.path for f in self.client.list_artifacts(self.id, "samples")}:
-                    self.client.log_table(self.id, {k: [row[k] for row in table] for k in table[0]}, file)
+                    self.client.log_table(
+                        self.id, {k: [row[k] for row in table] for k in table[0]}, file
+                    )
 
     def log_artifact(self, ref: str, made: Manifest) -> None:
         """Log prompts as a dataset, and a model as one that is also registered. Their files stay where they are."""
-        place, log = f"{split_ref(ref)[0]}/{made.root}", self._log_data if made.kind == "prompts" else self._log_model
+        place, log = (
+            f"{split_ref(ref)[0]}/{made.root}",
+            self._log_data if made.kind == "prompts" else self._log_model,
+        )
         with _go_on_without(ref):
             log(made, place, {REF: ref, "tuneloop.run": str(self.run.info.run_name)})
 
@@ -88,7 +111,9 @@ class Tracker(trackers.Tracker):
 
         kind = place.partition(":")[0].replace("file", "local")  # as MLflow calls it
         source, profile = json.dumps({"uri": place}), json.dumps(made.facts)
-        data = Dataset(made.place, made.digest.partition(":")[2][:36], kind, source, profile=profile)
+        data = Dataset(
+            made.place, made.digest.partition(":")[2][:36], kind, source, profile=profile
+        )
         listed = [InputTag(*each) for each in {"mlflow.data.context": "training", **tags}.items()]
         self.client.log_inputs(self.id, [DatasetInput(data, listed)])
 
@@ -99,9 +124,14 @@ class Tracker(trackers.Tracker):
 
         said = {"version": made.facts.get("version"), "policy": made.inputs.get("policy")}
         tags |= {f"tuneloop.{name}": str(each) for name, each in said.items() if each is not None}
-        at, same = [self.run.info.experiment_id], f"tags.`{REF}` = '{tags[REF]}' AND source_run_id = '{self.id}'"
+        at, same = (
+            [self.run.info.experiment_id],
+            f"tags.`{REF}` = '{tags[REF]}' AND source_run_id = '{self.id}'",
+        )
         known = self.client.search_logged_models(at, same, max_results=1)
-        model = known[0] if known else self.client.create_logged_model(*at, made.place, self.id, tags)
+        model = (
+            known[0] if known else self.client.create_logged_model(*at, made.place, self.id, tags)
+        )
         self.client.finalize_logged_model(model.model_id, "READY")
         outputs = self.client.get_run(self.id).outputs
         if not outputs or model.model_id not in {each.model_id for each in outputs.model_outputs}:

@@ -11,7 +11,9 @@ from tuneloop import trackers
 class Tracker(trackers.Tracker):
     """A directory of event files."""
 
-    def open_run(self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float) -> None:
+    def open_run(
+        self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float
+    ) -> None:
         """Begin a file in place of those that are there."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -27,9 +29,13 @@ class Tracker(trackers.Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if not self.file.exists():
-            raise FileNotFoundError(f"{self.file} was deleted: another mirror of this run has begun")
+            raise FileNotFoundError(
+                f"{self.file} was deleted: another mirror of this run has begun"
+            )
         for (_, step, at), row in rows.items():
-            values = [Summary.Value(tag=k, simple_value=v) for k, v in row.items() if isinstance(v, float)]
+            values = [
+                Summary.Value(tag=k, simple_value=v) for k, v in row.items() if isinstance(v, float)
+            ]
             self.writer.add_event(Event(step=step, wall_time=at, summary=Summary(value=values)))
         self.writer.flush()
 

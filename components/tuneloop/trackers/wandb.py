@@ -14,17 +14,31 @@ from tuneloop import trackers
 class Tracker(trackers.Tracker):
     """A directory of offline runs."""
 
-    def open_run(self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float) -> None:
+    def open_run(
+        self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float
+    ) -> None:
         """Begin an offline run in place of those that have this key as their id."""
         import wandb
 
         root = Path(self.address or os.environ.get("WANDB_DIR") or ".").absolute()
-        (root / "wandb").mkdir(parents=True, exist_ok=True)  # else W&B would write to the temporary folder
+        (root / "wandb").mkdir(
+            parents=True, exist_ok=True
+        )  # else W&B would write to the temporary folder
         for old in root.glob(f"wandb/offline-run-*-{key}"):
-            shutil.rmtree(old.rename(old.with_name(f"deleted-{old.name}")), ignore_errors=True)  # W&B may write there
-        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+            shutil.rmtree(
+                old.rename(old.with_name(f"deleted-{old.name}")), ignore_errors=True
+            )  # W&B may write there
+        quiet = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True
+        )
         self.defined, project = set[str](), os.environ.get("WANDB_PROJECT") or pipeline
-        given: dict[str, Any] = {"dir": root, "id": key, "project": project, "name": name, "config": dict(settings)}
+        given: dict[str, Any] = {
+            "dir": root,
+            "id": key,
+            "project": project,
+            "name": name,
+            "config": dict(settings),
+        }
         self.run = wandb.init(mode="offline", settings=quiet, **given)
 
     def log_rows(self, rows: trackers.Rows) -> None:
@@ -37,7 +51,9 @@ class Tracker(trackers.Tracker):
                 if name not in self.defined:
                     self.run.define_metric(name, step_metric=axis)
                 if isinstance(value, list):
-                    values[name] = wandb.Table(columns=[*value[0]], data=[[*each.values()] for each in value])
+                    values[name] = wandb.Table(
+                        columns=[*value[0]], data=[[*each.values()] for each in value]
+                    )
             self.defined |= row.keys()
             self.run.log(values)
 

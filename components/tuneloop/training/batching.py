@@ -39,10 +39,14 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device. From pinned memory it is copied asynchronously."""
         own = (self.input_ids, self.position_ids, self.index, self.labels, self.counts)
-        return Batch(*(each if each is None else each.to(device, non_blocking=True) for each in own))  # type: ignore[arg-type]
+        return Batch(
+            *(each if each is None else each.to(device, non_blocking=True) for each in own)
+        )  # type: ignore[arg-type]
 
 
-def plan_micro_batches(lengths: Sequence[int], limit: int, world: int, packed: bool) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], limit: int, world: int, packed: bool
+) -> list[list[list[int]]]:
     """Deal documents to ranks, at most `limit` in a micro-batch: rank → micro-batches → indices into `lengths`.
 
     Every rank gets equally many micro-batches, as the collectives of a sharded model require; some may be empty. Ranks
@@ -67,7 +71,9 @@ def count_batch_tokens(batch: Sequence[int], lengths: Sequence[int], packed: boo
     return sum(own) if packed else len(own) * max(own, default=0)
 
 
-def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+def cut_into_rectangles(
+    order: Sequence[int], lengths: Sequence[int], limit: int
+) -> list[list[int]]:
     """Cut documents sorted by length into rectangles at minimal cost: the sum of their areas, including padding, and a
     `FORWARD_COST` for each. Dynamic programming: the best cut of k documents extends a best cut of fewer documents."""
     # For the first k documents: the minimal cost, and the start of the last rectangle.
@@ -88,7 +94,9 @@ def cut_into_rectangles(order: Sequence[int], lengths: Sequence[int], limit: int
 def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack documents into rows of at most `capacity` tokens by best-fit decreasing (arXiv 2404.10830)."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the best fit is found by bisection
+    room: list[
+        tuple[int, int]
+    ] = []  # (tokens left, row), sorted: the best fit is found by bisection
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect.bisect_left(room, (lengths[i], 0))
         left, row = room.pop(at) if at < len(room) else (capacity, len(rows))
@@ -99,14 +107,22 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def collate_documents(documents: Sequence[Document], device: torch.device, capacity: int | None = None) -> Batch:
+def collate_documents(
+    documents: Sequence[Document], device: torch.device, capacity: int | None = None
+) -> Batch:
     """Lay documents out on the host, one in each row or packed into rows of at most `capacity` tokens; in pinned memory
     for a GPU. Without documents the batch has one token and no target, for an idle rank to take part in collectives."""
     if not documents:
         one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
-        return Batch(one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing)
+        return Batch(
+            one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing
+        )
     lengths = np.array([len(document.ids) for document in documents])
-    rows = [[i] for i in range(len(documents))] if capacity is None else pack_documents(lengths.tolist(), capacity)
+    rows = (
+        [[i] for i in range(len(documents))]
+        if capacity is None
+        else pack_documents(lengths.tolist(), capacity)
+    )
     width = max(int(lengths[row].sum()) for row in rows)
     start, first = np.empty(len(documents), np.int64), np.cumsum(lengths) - lengths
     for r, row in enumerate(rows):
@@ -114,11 +130,15 @@ def collate_documents(documents: Sequence[Document], device: torch.device, capac
     # For every token, document by document: its position in the document, and in the flattened batch.
     within = np.arange(lengths.sum()) - np.repeat(first, lengths)
     place = np.repeat(start, lengths) + within
-    tokens, targets = (_join_tokens(getattr(d, name) for d in documents) for name in ("ids", "targets"))
+    tokens, targets = (
+        _join_tokens(getattr(d, name) for d in documents) for name in ("ids", "targets")
+    )
     wanted = np.flatnonzero(targets)
     labels = _join_tokens(d.labels or d.ids for d in documents)[wanted]
 
-    def spread(values: np.ndarray) -> Tensor:  # position 0 for padding: each pad is a document of its own
+    def spread(
+        values: np.ndarray,
+    ) -> Tensor:  # position 0 for padding: each pad is a document of its own
         flat = np.zeros(len(rows) * width, np.int64)
         flat[place] = values
         return _make_tensor(flat.reshape(-1, width), device)
@@ -135,7 +155,9 @@ def collate_documents(documents: Sequence[Document], device: torch.device, capac
 def _make_tensor(values: np.ndarray, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.from_numpy(values)
-    with torch.cuda.device(device):  # a new thread's current device is the first GPU, where it would allocate memory
+    with torch.cuda.device(
+        device
+    ):  # a new thread's current device is the first GPU, where it would allocate memory
         return torch.from_numpy(values).pin_memory()
 
 

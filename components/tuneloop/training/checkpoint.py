@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuneloop.core import fencing
-from tuneloop.core.artifacts import Artifact, Manifest, dump_canonical_json, find_manifest, split_ref
+from tuneloop.core.artifacts import (
+    Artifact,
+    Manifest,
+    dump_canonical_json,
+    find_manifest,
+    split_ref,
+)
 from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.threads import BACKGROUND
@@ -45,13 +51,22 @@ def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Comp
         publish_checkpoint(stage, manifest)
         delete_old_checkpoints(stage, manifest)
 
-    return component("checkpoint", image="trainer", accelerator=True, role="trainer", results=results, after=finish)
+    return component(
+        "checkpoint",
+        image="trainer",
+        accelerator=True,
+        role="trainer",
+        results=results,
+        after=finish,
+    )
 
 
 def model_dir(policy: Artifact) -> Path:
     """Return the directory ``model/`` of a checkpoint. Raises UserError where `policy` is not one."""
     if "model/config.json" not in policy.manifest.files or "version" not in policy.manifest.facts:
-        raise UserError("checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint")
+        raise UserError(
+            "checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint"
+        )
     return policy.part("model")
 
 
@@ -71,7 +86,11 @@ def find_state(policy: Artifact) -> Artifact | None:
         return None
     found = Artifact(place)
     if split_ref(found.manifest.inputs["checkpoint"])[1] != policy.manifest.digest:
-        raise Corrupt("artifact", place, f"is not the state behind {policy.ref}; delete it, and it is computed again")
+        raise Corrupt(
+            "artifact",
+            place,
+            f"is not the state behind {policy.ref}; delete it, and it is computed again",
+        )
     return found
 
 
@@ -79,7 +98,9 @@ def open_ranks(stage: Stage, options: TrainerOptions) -> Ranks:
     """Join the processes that train; note their device and number. Raises UserError if these are not as required."""
     from tuneloop.training.fsdp.ranks import Ranks
 
-    ranks = Ranks(options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size)
+    ranks = Ranks(
+        options.device, 1 if getattr(stage.params, "backend", None) else options.expected_world_size
+    )
     stage.barrier = ranks.barrier
     stage.notes.update(device=ranks.device.type, world_size=ranks.world)
     if options.device == "auto" and ranks.device.type == "cpu":
@@ -159,9 +180,17 @@ def write_checkpoint(
             shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
         written = trainer.export(source, stage.out / "model", dtype)
         betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
-        state: dict[str, Any] = {"format": 1, "stage": stage.name, "step": trainer.step, "betas": betas}
+        state: dict[str, Any] = {
+            "format": 1,
+            "stage": stage.name,
+            "step": trainer.step,
+            "betas": betas,
+        }
         if trainer.lora:
-            state |= {"lora": trainer.lora.model_dump(mode="json"), "base": trainer.base.manifest.digest}
+            state |= {
+                "lora": trainer.lora.model_dump(mode="json"),
+                "base": trainer.base.manifest.digest,
+            }
             stage.facts["base"] = trainer.base.ref
         if state_as == "facts":
             stage.facts[STATE_FACT] = {**state, "digest": trainer.compute_state_digest()}
@@ -172,14 +201,22 @@ def write_checkpoint(
                 (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
-            known = "canary.json" in policy.manifest.files  # its ids keep to tokens that the tokenizer knows
+            known = (
+                "canary.json" in policy.manifest.files
+            )  # its ids keep to tokens that the tokenizer knows
             before = json.loads(policy.part("canary.json").read_text()) if known else {}
             ids = before.get("ids") or canary_ids(trainer.vocab_size)
-            about = {"ids": ids, "logprobs": canary_logprobs(written, ids), "before": before.get("logprobs")}
+            about = {
+                "ids": ids,
+                "logprobs": canary_logprobs(written, ids),
+                "before": before.get("logprobs"),
+            }
             (stage.out / "canary.json").write_text(json.dumps(about))
     stage.facts.update(version=version, step=trainer.step, save_dtype=dtype)
     kept = ("model", "architecture", "parameters", "vocab_size")
-    stage.facts.update({key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts})
+    stage.facts.update(
+        {key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts}
+    )
     return version
 
 
@@ -206,7 +243,10 @@ class ResidentTrainer:
         self.trainer = self.options = None
         if known is None or attempt != policy.manifest.root:
             return None, False
-        return found, (known.optimization, known.model_options) == (options.optimization, options.model_options)
+        return found, (known.optimization, known.model_options) == (
+            options.optimization,
+            options.model_options,
+        )
 
 
 RESIDENT = ResidentTrainer()

@@ -9,9 +9,18 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact, File, hash_canonical_json
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Corpus, Document, build_document
-from tuneloop.formats.tokens import encode_completion, encode_conversation, encode_prompt, load_tokenizer
+from tuneloop.formats.tokens import (
+    encode_completion,
+    encode_conversation,
+    encode_prompt,
+    load_tokenizer,
+)
 
-SIDES = {"sft": ("completion",), "preference": ("chosen", "rejected"), "preference_eval": ("chosen", "rejected")}
+SIDES = {
+    "sft": ("completion",),
+    "preference": ("chosen", "rejected"),
+    "preference_eval": ("chosen", "rejected"),
+}
 """Split with fixed rows → the columns that follow the prompt; each gives one document."""
 CONFIG = "model/config.json"
 
@@ -26,7 +35,9 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
         return Corpus(str(prompts.part(f"{split}.arrow")))
     known = f"{split}.parquet" in prompts.manifest.files
     if required and not known:
-        raise UserError("--prompts", prompts.url, f"holds no {split}.parquet; set data_prep's {split}")
+        raise UserError(
+            "--prompts", prompts.url, f"holds no {split}.parquet; set data_prep's {split}"
+        )
     return Corpus.from_documents(tokenize_split(prompts, policy, split) if known else ())
 
 
@@ -37,14 +48,18 @@ def tokenize_split(
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     for column in (columns := ["id", "prompt", "chat", *SIDES[split]]):
         if column not in table.schema_arrow.names:
-            raise UserError("--prompts", column, f"is not a column of {split}.parquet; make the data again")
+            raise UserError(
+                "--prompts", column, f"is not a column of {split}.parquet; make the data again"
+            )
     for name in find_tokenizer_files(policy):
         policy.part(name)
     tokenizer = load_tokenizer(policy.part(CONFIG).parent)
     for batch in table.iter_batches(1024, columns=columns):
         check_stop()
         for row in batch.to_pylist():
-            yield from ((row["id"], document) for document in _encode_row(tokenizer, row, SIDES[split]))
+            yield from (
+                (row["id"], document) for document in _encode_row(tokenizer, row, SIDES[split])
+            )
 
 
 def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) -> list[Document]:
@@ -57,7 +72,9 @@ def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) ->
 
 def digest_tokenizer(policy: Artifact) -> str:
     """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds."""
-    return hash_canonical_json({name: file.sha256 for name, file in find_tokenizer_files(policy).items()})
+    return hash_canonical_json(
+        {name: file.sha256 for name, file in find_tokenizer_files(policy).items()}
+    )
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
@@ -65,4 +82,8 @@ def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
     if CONFIG not in (files := policy.manifest.files):
         raise UserError("checkpoint", policy.url, f"holds no {CONFIG}; give it a checkpoint")
     others = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")
-    return {name: file for name, file in files.items() if name.startswith("model/") and not others.fullmatch(name)}
+    return {
+        name: file
+        for name, file in files.items()
+        if name.startswith("model/") and not others.fullmatch(name)
+    }

@@ -33,9 +33,13 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
 class BackendOptions(TrainerOptions):
     """Options of a stage that can train with another backend."""
 
-    backend_args: dict[str, Any] | None = Field(None, description="options of another backend, under its own names")
+    backend_args: dict[str, Any] | None = Field(
+        None, description="options of another backend, under its own names"
+    )
     backend: Annotated[str | None, AfterValidator(_check_backend)] = Field(
-        None, description="the trainer: native (the default), trl, or pkg.mod:attr", validate_default=True
+        None,
+        description="the trainer: native (the default), trl, or pkg.mod:attr",
+        validate_default=True,
     )
 
 
@@ -46,7 +50,10 @@ def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Arti
 
     from tuneloop.training.fsdp.policy import open_model
 
-    given = stage.params.model_dump() | {"attn_implementation": trainer.attention, "device": trainer.ranks.device.type}
+    given = stage.params.model_dump() | {
+        "attn_implementation": trainer.attention,
+        "device": trainer.ranks.device.type,
+    }
     with tempfile.TemporaryDirectory() as work, stage.timed("train"):
         places = {"model": str(model_dir(policy)), "data": f"{work}/data", "out": f"{work}/out"}
         fetch_artifact(f"{prompts.ref}#{stage.name}.parquet", Path(places["data"]), messages=True)
@@ -54,7 +61,11 @@ def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Arti
         if code := run_here(backend):
             stage.check_stop()
             said = f"ended with exit code {code}; its log says why"
-            raise UserError("backend", name, said) if 0 < code < EXIT_RETRY else Retryable(f"{name} {said}")
+            raise (
+                UserError("backend", name, said)
+                if 0 < code < EXIT_RETRY
+                else Retryable(f"{name} {said}")
+            )
         made = Path(places["out"], f"checkpoint-{given['max_steps']}")
         trainer.model.load_state_dict(open_model(made, torch.float32, "sdpa").state_dict())
         rows = json.loads((made / "trainer_state.json").read_text())["log_history"]

@@ -24,5 +24,9 @@ DEVICES = {
 def find_device(name: str) -> Device | None:
     """Find a device by CUDA's name; None if it is unknown, another variant of a known one, or a MIG partition."""
     words = {*name.replace("-", " ").split()}
-    known = [each for each in DEVICES if words.issuperset(each.split()) and words.isdisjoint(("NVL", "MIG"))]
+    known = [
+        each
+        for each in DEVICES
+        if words.issuperset(each.split()) and words.isdisjoint(("NVL", "MIG"))
+    ]
     return DEVICES[max(known, key=len)] if known else None

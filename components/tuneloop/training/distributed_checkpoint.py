@@ -29,7 +29,9 @@ class _Writer(HuggingFaceStorageWriter):
             assert item.tensor_data is not None  # bytes are not among `tensors`
             own[item.index.fqn] = planner.resolve_data(item).detach().cpu().contiguous()  # type: ignore[union-attr]
             places[item.index.fqn] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
-        save_file(own, _file(Path(self.path), dist.get_rank()), {CUSTOM_METADATA_KEY: json.dumps(places)})
+        save_file(
+            own, _file(Path(self.path), dist.get_rank()), {CUSTOM_METADATA_KEY: json.dumps(places)}
+        )
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # the files themselves say what is in them
         return written
@@ -51,5 +53,11 @@ def save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
 def load_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     """Fill `tensors` in place, from whatever number of ranks wrote them; called by all ranks."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that there is no process group, as no_dist already says
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=not dist.is_initialized())
+        warnings.simplefilter(
+            "ignore"
+        )  # it warns that there is no process group, as no_dist already says
+        dcp.load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(directory)),
+            no_dist=not dist.is_initialized(),
+        )

@@ -43,7 +43,9 @@ def find_algorithm(name: str, kind: type[Kind]) -> type[Kind]:
     return found
 
 
-def open_algorithm(name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args.") -> Kind:
+def open_algorithm(
+    name: str, options: dict[str, Any], kind: type[Kind], prefix: str = "algorithm_args."
+) -> Kind:
     """Make the algorithm `name`. Raises UserError as `find_algorithm`, or with `prefix` before an option it refuses."""
     found = find_algorithm(name, kind)
     try:
@@ -86,7 +88,9 @@ AlgorithmArgs = Annotated[
 """Options of the algorithm that the preceding parameter ``algorithm`` names."""
 
 
-def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", options: TrainerOptions) -> Any:
+def open_trainer(
+    stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", options: TrainerOptions
+) -> Any:
     """Open a trainer of class `kind` on the model of `policy`, from its float32 masters where it has some."""
     trainer = new_trainer(stage, kind, policy, ranks, options.optimization, options.model_options)
     checkpoint.load_masters(trainer, policy)
@@ -95,7 +99,12 @@ def open_trainer(stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", opti
 
 
 def new_trainer(
-    stage: Stage, kind: Any, policy: Artifact, ranks: "Ranks", optimization: Optimization, about: Mapping[str, Any]
+    stage: Stage,
+    kind: Any,
+    policy: Artifact,
+    ranks: "Ranks",
+    optimization: Optimization,
+    about: Mapping[str, Any],
 ) -> Any:
     """Make a trainer of the model in `policy`, before its masters are read; adapters begin the same on all ranks."""
     import torch
@@ -124,8 +133,16 @@ def prepare_step(
     picked = [read(i) for i in indices]
     lengths = [sum(len(document.ids) for document in each) for each in picked]
     plan = trainer.plan(lengths, limit)
-    batches = [(micro, trainer.collate([document for i in micro for document in picked[i]])) for micro in plan]
-    return Prepared(indices, batches, sum(lengths), sum(document.target_count for each in picked for document in each))
+    batches = [
+        (micro, trainer.collate([document for i in micro for document in picked[i]]))
+        for micro in plan
+    ]
+    return Prepared(
+        indices,
+        batches,
+        sum(lengths),
+        sum(document.target_count for each in picked for document in each),
+    )
 
 
 def train_epochs(
@@ -144,7 +161,10 @@ def train_epochs(
     examples; it is called on another thread, which prepares the next step. `step` takes one optimizer step and returns
     its metrics, including ``loss``. Metrics, resume points and ``timings.tokens_per_s`` go to `stage`. Raises
     Interrupted after SIGTERM, once a resume point is committed."""
-    max_steps, examples = options.max_steps, options.per_device_train_batch_size * options.gradient_accumulation_steps
+    max_steps, examples = (
+        options.max_steps,
+        options.per_device_train_batch_size * options.gradient_accumulation_steps,
+    )
     batch = _resume(stage, trainer, examples * trainer.ranks.world)
     bar = stage.progress(max_steps, "steps", trainer.step)
     loss, seen, began = float("nan"), 0, time.perf_counter()
@@ -158,13 +178,17 @@ def train_epochs(
         for prepared in map_ahead(prepare, range(trainer.step, max_steps)):
             with trainer.watched() if trainer.step == second else nullcontext():
                 measures = step(prepared)
-            (stop,) = trainer.ranks.max([float(stage.stopping)])  # decided together, or one rank would wait for ever
+            (stop,) = trainer.ranks.max(
+                [float(stage.stopping)]
+            )  # decided together, or one rank would wait for ever
             stage.metric(trainer.step, **measures)
             loss, seen = measures["loss"], seen + prepared.tokens
             bar.update(trainer.step, loss=loss)
             due = options.save_steps and trainer.step % options.save_steps == 0
             if (stop or due) and trainer.step < max_steps:
-                stage.save_resume(trainer.step, lambda path: _write_resume(stage, trainer, batch, path))
+                stage.save_resume(
+                    trainer.step, lambda path: _write_resume(stage, trainer, batch, path)
+                )
                 if stop:  # a signal during the save counts for the next step, so that all ranks leave together
                     stage.stopping = True
                     stage.check_stop()
@@ -173,14 +197,24 @@ def train_epochs(
     return loss
 
 
-def check_fits(documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int) -> None:
+def check_fits(
+    documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int
+) -> None:
     """Raise UserError for a document longer than `max_length` or the model's context, or ids beyond its vocabulary."""
     limit = min(max_length, policy.context)
     for name, document in documents:
         if len(document.ids) > limit:
             part = "completion" if any(document.targets[:limit]) else "prompt"
-            over = f"max_length {max_length}; raise it" if max_length <= policy.context else f"context of {limit}"
-            raise UserError(f"{part} of {name}", len(document.ids), f"tokens in all, over the {over}, or drop the row")
+            over = (
+                f"max_length {max_length}; raise it"
+                if max_length <= policy.context
+                else f"context of {limit}"
+            )
+            raise UserError(
+                f"{part} of {name}",
+                len(document.ids),
+                f"tokens in all, over the {over}, or drop the row",
+            )
         if max(document.ids) >= policy.vocab_size:
             remedy = f"its tokenizer goes beyond its vocabulary of {policy.vocab_size}"
             raise UserError("--policy", max(document.ids), remedy)
@@ -198,7 +232,9 @@ def _resume(stage: Stage, trainer: Any, batch: int) -> int:
     stage.notes.update(resumed_from=about["step"])
     if about["world_size"] != trainer.ranks.world:
         stage.notes["resumed_world_size"] = about["world_size"]
-    stage.log(f"resumed after step {about['step']}, {about['world_size']} → {trainer.ranks.world} processes")
+    stage.log(
+        f"resumed after step {about['step']}, {about['world_size']} → {trainer.ranks.world} processes"
+    )
     return int(about["batch"])
 
 

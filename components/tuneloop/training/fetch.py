@@ -29,11 +29,16 @@ def fetch_artifact(source: str, into: Path, *, messages: bool = False) -> None:
     """Copy `source` to the directory `into`, replacing the files of an earlier call. Raises UserError if there is no
     such artifact or part, `messages` cannot convert a row, or `into` has files that no earlier call wrote."""
     into = into.resolve()
-    mark, said = into.with_name(f".{into.name}.fetched"), f"{source} --messages" if messages else source
+    mark, said = (
+        into.with_name(f".{into.name}.fetched"),
+        f"{source} --messages" if messages else source,
+    )
     if into.is_dir() and mark.is_file() and mark.read_text() == said:
         return
     if into.exists() and not (into.is_dir() and (mark.is_file() or not any(into.iterdir()))):
-        raise UserError("--into", str(into), "holds files that no fetch has written; choose another directory")
+        raise UserError(
+            "--into", str(into), "holds files that no fetch has written; choose another directory"
+        )
     ref, _, part = source.partition("#")
     artifact = Artifact(ref)
     path = artifact.part(part) if part else artifact.path
@@ -65,7 +70,9 @@ def rewrite_chats(path: Path) -> None:
         return
     kinds = {_kind(row) for batch in table.iter_batches() for row in batch.to_pylist()}
     if len(kinds) > 1:
-        raise UserError("--messages", path.name, f"holds {' and '.join(sorted(kinds))}: keep one kind a file")
+        raise UserError(
+            "--messages", path.name, f"holds {' and '.join(sorted(kinds))}: keep one kind a file"
+        )
     if kinds in ({"plain text"}, set()):
         return
     kept = [field for field in table.schema_arrow if field.name not in ("prompt", "chat", *ANSWERS)]
@@ -89,8 +96,14 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     said = json.loads(row["prompt"])
     for message in said:
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
-            raise UserError(f"prompt of {row['id']}", str(message)[:60], "must have only a role and a text")
-    answers = {name: [{"role": "assistant", "content": row[name]}] for name in ANSWERS if row.get(name) is not None}
+            raise UserError(
+                f"prompt of {row['id']}", str(message)[:60], "must have only a role and a text"
+            )
+    answers = {
+        name: [{"role": "assistant", "content": row[name]}]
+        for name in ANSWERS
+        if row.get(name) is not None
+    }
     return {**row, "prompt": said, "messages": said, **answers}
 
 
@@ -99,7 +112,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tuneloop.training.fetch")
     parser.add_argument("source", nargs="?", default=os.environ.get("STORAGE_URI"), metavar="REF")
     parser.add_argument("--into", type=Path, required=True)
-    parser.add_argument("--messages", action="store_true", help="chats as lists of messages, as TRL reads them")
+    parser.add_argument(
+        "--messages", action="store_true", help="chats as lists of messages, as TRL reads them"
+    )
     given = parser.parse_args(argv)
     if not given.source:
         raise UserError("storageUri", given.source, "is required: the reference of an artifact")

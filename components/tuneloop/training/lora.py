@@ -24,9 +24,12 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
     lora_alpha: float = Field(32.0, gt=0, description="adapters are scaled by lora_alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = Field(
-        "all-linear", description="all-linear: every linear layer but the output layer; names, or a regular expression"
+        "all-linear",
+        description="all-linear: every linear layer but the output layer; names, or a regular expression",
     )
-    use_rslora: bool = Field(False, description="scale by lora_alpha / √r instead (arXiv 2312.03732)")
+    use_rslora: bool = Field(
+        False, description="scale by lora_alpha / √r instead (arXiv 2312.03732)"
+    )
 
     def inject(self, model: Any) -> None:
         """Freeze a model of transformers and give it adapters: A random from torch's own stream, B zero. Raises
@@ -34,10 +37,20 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        targets = (
+            self.target_modules
+            if isinstance(self.target_modules, str)
+            else list(self.target_modules)
+        )
         task = "SEQ_CLS" if model.get_output_embeddings() is None else "CAUSAL_LM"
         config = LoraConfig(**{**self.model_dump(), "target_modules": targets}, task_type=task)
-        known = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if not list(part.children())})
+        known = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, part in model.named_modules()
+                if not list(part.children())
+            }
+        )
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
@@ -45,7 +58,9 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
             raise UserError("lora.target_modules", targets, remedy) from error
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             if isinstance(part, BaseTunerLayer):
-                raise UserError("lora.target_modules", targets, "leave embeddings and the output layer out")
+                raise UserError(
+                    "lora.target_modules", targets, "leave embeddings and the output layer out"
+                )
 
 
 def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
@@ -53,7 +68,9 @@ def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":
     import torch
     from peft.tuners.lora import LoraLayer
 
-    layers: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    layers: dict[str, Any] = {
+        name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)
+    }
     for name, value in model.state_dict().items():
         owner, _, leaf = name.rpartition(BASE)
         if leaf == "weight" and owner in layers:

@@ -26,15 +26,23 @@ def pin_artifact(made: Artifact, who: str) -> None:
     if not loop:
         return
     Store(run).put(pin := f"{PINS}{loop}{key}/{who}", b"")
-    there = {*Store(f"{made.url}/{made.manifest.root}").keys("")}  # checked after pinning: from then on they are kept
+    there = {
+        *Store(f"{made.url}/{made.manifest.root}").keys("")
+    }  # checked after pinning: from then on they are kept
     if there <= {HISTORY} and not made.manifest.files.keys() <= {HISTORY}:
         Store(run).delete(pin)
-        raise UserError("artifact", made.url, "has lost its files to retention (save_total_limit, gc); take another")
+        raise UserError(
+            "artifact",
+            made.url,
+            "has lost its files to retention (save_total_limit, gc); take another",
+        )
 
 
 def list_pinned(run: str) -> set[str]:
     """List the URLs of the pinned artifacts of the run at the URL `run`."""
-    return {f"{run}/{key.removeprefix(f'{PINS}/').rpartition('/')[0]}" for key in Store(run).keys(PINS)}
+    return {
+        f"{run}/{key.removeprefix(f'{PINS}/').rpartition('/')[0]}" for key in Store(run).keys(PINS)
+    }
 
 
 def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]) -> Iterator[str]:

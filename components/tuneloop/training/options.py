@@ -45,7 +45,9 @@ class Optimization:
         if self.lr_scheduler_type == "constant":
             return self.learning_rate
         done = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps))
-        left = 1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+        left = (
+            1 - done if self.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+        )
         return self.learning_rate * left
 
 
@@ -56,7 +58,9 @@ class TrainerOptions(Options):
 
     max_steps: int = Field(100, ge=1, description="optimizer steps")
     per_device_train_batch_size: int = Field(32, ge=1, description="examples in a micro-batch")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="a step is batch x accumulation x processes examples")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="a step is batch x accumulation x processes examples"
+    )
     learning_rate: float = Field(1e-4, gt=0)
     lr_scheduler_type: Schedule = "constant"
     warmup_steps: int = Field(10, ge=0)
@@ -64,29 +68,44 @@ class TrainerOptions(Options):
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
-    max_length: int = Field(256, ge=2, description="tokens of prompt and completion; longer is an error")
+    max_length: int = Field(
+        256, ge=2, description="tokens of prompt and completion; longer is an error"
+    )
     packing: Packing = Field("auto", description="auto: packed with FlashAttention, else padded")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in place of keeping them"
+    )
     lora: Lora | None = Field(None, description="train adapters by peft, with peft's option names")
-    cpu_offload: bool = Field(False, description="FSDP shards and optimizer in the host's memory; several GPUs only")
-    torch_compile: bool = Field(False, description="compile layers; resuming is then exact to float tolerance only")
+    cpu_offload: bool = Field(
+        False, description="FSDP shards and optimizer in the host's memory; several GPUs only"
+    )
+    torch_compile: bool = Field(
+        False, description="compile layers; resuming is then exact to float tolerance only"
+    )
     use_liger_kernel: bool = Field(False, description="liger-kernel's Triton kernels; GPUs only")
     dtype: Dtype = Field("float32", description="of the computation; parameters are float32")
     attn_implementation: str = Field(
-        "auto", description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa"
+        "auto",
+        description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa",
     )
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="dtype of model/, which is sampled from; auto: as dtype, so that both compute alike"
+        "auto",
+        description="dtype of model/, which is sampled from; auto: as dtype, so that both compute alike",
     )
     save_steps: int = Field(0, ge=0, description="steps between resume points; 0: only on SIGTERM")
     device: Device = Field("auto", description="auto: CUDA if available")
     expected_world_size: int | None = Field(
-        None, ge=1, description="refuse to train with another number of processes", json_schema_extra=UNTRACKED
+        None,
+        ge=1,
+        description="refuse to train with another number of processes",
+        json_schema_extra=UNTRACKED,
     )
 
     @property
     def optimization(self) -> Optimization:
-        return Optimization(**{field.name: getattr(self, field.name) for field in fields(Optimization)})
+        return Optimization(
+            **{field.name: getattr(self, field.name) for field in fields(Optimization)}
+        )
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -104,10 +123,18 @@ class PairOptions(TrainerOptions):
     sequences: ClassVar[int] = 2
 
     per_device_train_batch_size: int = Field(32, ge=1, description="pairs in a micro-batch")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="a step is batch x accumulation x processes pairs")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="a step is batch x accumulation x processes pairs"
+    )
 
 
 class ScoringOptions(TrainerOptions):
     """Options of a stage that computes with a model and does not train it."""
 
-    flags: ClassVar[tuple[str, ...]] = ("packing", "dtype", "attn_implementation", "device", "expected_world_size")
+    flags: ClassVar[tuple[str, ...]] = (
+        "packing",
+        "dtype",
+        "attn_implementation",
+        "device",
+        "expected_world_size",
+    )

@@ -36,7 +36,10 @@ class Pairs(Places[list[Document]]):
 
     def digests(self) -> pa.StringArray:
         """Compute the xxh3-64 of each pair's documents: tells whether two stages saw the same tokens."""
-        parts = ([bytes(part) for document in pair for part in (document.ids, document.targets)] for pair in self)
+        parts = (
+            [bytes(part) for document in pair for part in (document.ids, document.targets)]
+            for pair in self
+        )
         return pa.array((xxhash.xxh3_64_hexdigest(b"".join(each)) for each in parts), pa.string())
 
 
@@ -46,7 +49,9 @@ class Mismatched(Places[Document]):
     def __init__(self, documents: Sequence[Document]) -> None:
         def mix(place: int) -> Document:
             own, other = documents[place], documents[place - 2]
-            return build_document(own.ids[: own.targets.index(True)], other.ids[other.targets.index(True) :])
+            return build_document(
+                own.ids[: own.targets.index(True)], other.ids[other.targets.index(True) :]
+            )
 
         super().__init__(len(documents), mix)
 
@@ -67,7 +72,11 @@ def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "
 
 
 def score_documents(
-    stage: Stage | None, policy: Any, documents: Sequence[Document], limit: int, score: "Score" = sum_logprobs
+    stage: Stage | None,
+    policy: Any,
+    documents: Sequence[Document],
+    limit: int,
+    score: "Score" = sum_logprobs,
 ) -> "array[float]":
     """Compute `score` of any number of documents, at most `limit` at once, on every rank. On SIGTERM `stage` ends; it
     is None within an optimizer step, which must be completed, so that a resume point can follow."""
@@ -86,7 +95,9 @@ def score_documents(
     return scores
 
 
-def compute_accuracy(stage: Stage, policy: Any, pairs: Pairs, limit: int, score: "Score" = sum_logprobs) -> float:
+def compute_accuracy(
+    stage: Stage, policy: Any, pairs: Pairs, limit: int, score: "Score" = sum_logprobs
+) -> float:
     """Compute the share of pairs whose chosen completion has a higher `score` than the rejected one."""
     found = score_documents(stage, policy, pairs.documents, limit, score)
     return sum(chosen > rejected for chosen, rejected in zip(found[0::2], found[1::2])) / len(pairs)

@@ -30,7 +30,9 @@ class Objective:
     temperature: float
     limit: int
 
-    def score(self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]) -> None:
+    def score(
+        self, policy: Policy, samples: Sequence[Sample], name: Literal["old", "reference"]
+    ) -> None:
         """Set `name` of all samples to the log-probabilities under `policy`, on every rank."""
         found: dict[int, list[float]] = {}
         documents = [sample.document for sample in samples]
@@ -39,7 +41,9 @@ class Objective:
             for micro, batch in zip(plan, policy.collate_ahead(documents, plan)):
                 checkpoint.check_stop(self.stage, policy)
                 values, _ = policy.logprobs(batch, self.temperature)
-                found |= {i: part.tolist() for i, part in zip(micro, values.split(batch.counts.tolist()))}
+                found |= {
+                    i: part.tolist() for i, part in zip(micro, values.split(batch.counts.tolist()))
+                }
         for i, logprobs in policy.ranks.merge(found).items():
             setattr(samples[i], name, array("f", logprobs))
 
@@ -49,7 +53,9 @@ class Objective:
 
         counted = [sample for sample in samples if sample.counted]
         used = [sample for sample in counted if sample.used]
-        weights = self.algorithm.token_weights(torch.tensor([s.document.target_count for s in counted]))
+        weights = self.algorithm.token_weights(
+            torch.tensor([s.document.target_count for s in counted])
+        )
         weight = {sample.id: value for sample, value in zip(counted, weights.tolist())}
         torch.manual_seed(self.stage.seed("dropout", trainer.step, self.stage.rank))
         tally = Tally(trainer.ranks)
@@ -121,12 +127,16 @@ class Tally:
         import torch
 
         whole = {name: torch.cat(parts) for name, parts in self.parts.items()}
-        count, *sums = self.ranks.sum([float(len(whole["loss"])), *(float(values.sum()) for values in whole.values())])
+        count, *sums = self.ranks.sum(
+            [float(len(whole["loss"])), *(float(values.sum()) for values in whole.values())]
+        )
         self.count = round(count)
         result = {name: total / count for name, total in zip(whole, sums)}
         if "logprob_gap" in whole:
             gap, weight = whole["logprob_gap"], whole["importance_weight"]
             (result["logprob_gap_max"],) = self.ranks.max([float(gap.max()) if len(gap) else 0.0])
             (squares,) = self.ranks.sum([float(weight.square().sum())])
-            result["importance_ess"] = (result["importance_weight"] * count) ** 2 / (count * squares)
+            result["importance_ess"] = (result["importance_weight"] * count) ** 2 / (
+                count * squares
+            )
         return result

@@ -37,12 +37,24 @@ def main(argv: Sequence[str]) -> int:
 
     def on(node: int, function: Any) -> Any:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-        options = {"num_cpus": 1, "num_gpus": given.gpus, "max_retries": 0, "scheduling_strategy": place}
+        options = {
+            "num_cpus": 1,
+            "num_gpus": given.gpus,
+            "max_retries": 0,
+            "scheduling_strategy": place,
+        }
         return ray.remote(**options)(function)
 
     first = ray.get(on(0, ray.util.get_node_ip_address).remote())
-    shared = {"PET_NNODES": given.nodes, "PET_NPROC_PER_NODE": given.processes, "PET_MASTER_ADDR": first}
-    shared |= {"PET_MASTER_PORT": PORT, "PET_RDZV_ID": ray.get_runtime_context().get_job_id() + os.urandom(4).hex()}
+    shared = {
+        "PET_NNODES": given.nodes,
+        "PET_NPROC_PER_NODE": given.processes,
+        "PET_MASTER_ADDR": first,
+    }
+    shared |= {
+        "PET_MASTER_PORT": PORT,
+        "PET_RDZV_ID": ray.get_runtime_context().get_job_id() + os.urandom(4).hex(),
+    }
     ranks = [{**shared, "PET_NODE_RANK": node} for node in range(given.nodes)]
     codes = ray.get([on(node, _run).remote(given.command, env) for node, env in enumerate(ranks)])
     return exit_code(codes) if any(codes) else 0
@@ -50,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(command: Sequence[str], env: dict[str, Any]) -> int:
     own = {name: str(value) for name, value in env.items()}
-    return subprocess.run(command, env={**os.environ, **own}, stdout=sys.stdout, stderr=sys.stderr).returncode
+    return subprocess.run(
+        command, env={**os.environ, **own}, stdout=sys.stdout, stderr=sys.stderr
+    ).returncode
 
 
 if __name__ == "__main__":

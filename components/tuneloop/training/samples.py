@@ -54,7 +54,11 @@ def check_sampling(policy: Artifact, rewards: Artifact, max_staleness: int) -> f
     facts, version = rewards.manifest.facts, policy.manifest.facts["version"]
     for name in ("version", "digest", "sampling"):
         if name not in facts:
-            raise UserError("--rewards", rewards.url, f"does not state its {name}; give the output of the stage reward")
+            raise UserError(
+                "--rewards",
+                rewards.url,
+                f"does not state its {name}; give the output of the stage reward",
+            )
     age = version - facts["version"]
     if facts["digest"] != policy.manifest.digest and not 0 < age <= max_staleness:
         sampled = f"{rewards.url}, sampled by version {facts['version']} ({facts['digest']})"
@@ -71,7 +75,10 @@ def read_samples(rewards: Artifact, version: int, max_staleness: int) -> list[Sa
     """Read scored rollouts. Raises UserError: none, a missing column, a token's version out of bounds, wrong values."""
     groups: dict[str, int] = {}
     rows = _rows(open_rows(rewards, "rewards.parquet", COLUMNS, "--rewards", "the stage reward"))
-    return [_sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness) for row in rows]
+    return [
+        _sample(row, groups.setdefault(row["group"], len(groups)), version, max_staleness)
+        for row in rows
+    ]
 
 
 def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample], dict[str, int]]:
@@ -88,7 +95,9 @@ def select_groups(samples: Sequence[Sample], wanted: int) -> tuple[list[Sample],
     kept = {group: place for place, group in enumerate(telling[:wanted])}
     counts = {"asked": len(scores), "kept": len(kept), "rejected": len(scores) - len(telling)}
     counts["unused"] = len(telling) - len(kept)
-    return [replace(sample, group=kept[sample.group]) for sample in samples if sample.group in kept], counts
+    return [
+        replace(sample, group=kept[sample.group]) for sample in samples if sample.group in kept
+    ], counts
 
 
 def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
@@ -97,7 +106,11 @@ def check_ids(samples: Sequence[Sample], vocab_size: int) -> None:
         ids = np.asarray(sample.document.ids)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):
-            raise UserError(f"ids of {sample.id}", int(wrong[0]), f"must be from 0 to {vocab_size - 1}; sample again")
+            raise UserError(
+                f"ids of {sample.id}",
+                int(wrong[0]),
+                f"must be from 0 to {vocab_size - 1}; sample again",
+            )
 
 
 def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
@@ -105,29 +118,50 @@ def _rows(table: pq.ParquetFile) -> Iterator[dict[str, Any]]:
     others = [name for name in COLUMNS if name not in TOKENS]
     for batch in table.iter_batches(ROWS, columns=list(COLUMNS)):
         for i, row in enumerate(batch.select(others).to_pylist()):
-            yield row | {name: batch[name][i].values.to_numpy(zero_copy_only=False) for name in TOKENS}
+            yield row | {
+                name: batch[name][i].values.to_numpy(zero_copy_only=False) for name in TOKENS
+            }
 
 
 def _sample(row: dict[str, Any], group: int, version: int, max_staleness: int) -> Sample:
-    name, prompt, mask, versions = row["request_id"], row["prompt_ids"], row["loss_mask"], row["policy_versions"]
+    name, prompt, mask, versions = (
+        row["request_id"],
+        row["prompt_ids"],
+        row["loss_mask"],
+        row["policy_versions"],
+    )
     length = len(row["completion_ids"])
     for column in ("logprobs", "loss_mask", "policy_versions"):
         if len(row[column]) != length:
-            raise UserError(f"{column} of {name}", len(row[column]), f"must be {length}, one a token")
+            raise UserError(
+                f"{column} of {name}", len(row[column]), f"must be {length}, one a token"
+            )
     ids = np.concatenate([prompt, row["completion_ids"]])
     if ids.dtype.kind != "i" or not np.array_equal(ids, ids.astype(np.int32)):
-        raise UserError(f"ids of {name}", f"{ids.dtype} up to {ids.max()}", "must be int32, as rollout writes them")
+        raise UserError(
+            f"ids of {name}",
+            f"{ids.dtype} up to {ids.max()}",
+            "must be int32, as rollout writes them",
+        )
     engine = row["logprobs"][mask.astype(bool)]
     if not np.isfinite(engine).all():
         lost = float(engine[~np.isfinite(engine)][0])
-        raise UserError(f"logprobs of {name}", lost, "must be finite; sample with an engine that returns them")
+        raise UserError(
+            f"logprobs of {name}", lost, "must be finite; sample with an engine that returns them"
+        )
     wrong = versions[(versions < version - max_staleness) | (versions > version)]
     if len(wrong):
         remedy = f"the policy is version {version} and max_staleness {max_staleness}; sample again"
         raise UserError(f"policy_versions of {name}", int(wrong[0]), remedy)
-    score = row["score"] if row["outcome"] in ("score", "escape") else None  # an escape has one if it is punished
+    score = (
+        row["score"] if row["outcome"] in ("score", "escape") else None
+    )  # an escape has one if it is punished
     if row["outcome"] == "score" and (score is None or not math.isfinite(score)):
-        raise UserError(f"score of {name}", score, "must be a finite number where outcome is score; run reward again")
+        raise UserError(
+            f"score of {name}",
+            score,
+            "must be a finite number where outcome is score; run reward again",
+        )
     targets = array("b", bytes(len(prompt)) + mask.astype(np.uint8).tobytes())
     return Sample(
         name,

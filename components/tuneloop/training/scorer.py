@@ -31,7 +31,9 @@ class _Scoring(torch.nn.Module):
     def forward(self, **inputs: Any) -> Any:
         from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-        return SequenceClassifierOutputWithPast(logits=self.score(self.model(**inputs).last_hidden_state))
+        return SequenceClassifierOutputWithPast(
+            logits=self.score(self.model(**inputs).last_hidden_state)
+        )
 
 
 class Scorer(Policy):
@@ -44,7 +46,9 @@ class Scorer(Policy):
 
     def collate(self, documents: Sequence[Document]) -> Batch:
         # A target is predicted at the position before it: so a target after the end selects the last position.
-        return super().collate([Document([*each.ids, 0], [False] * len(each.ids) + [True]) for each in documents])
+        return super().collate(
+            [Document([*each.ids, 0], [False] * len(each.ids) + [True]) for each in documents]
+        )
 
     def scores(self, documents: Sequence[Document] | Batch) -> Tensor:
         """Score documents in one forward pass: the head's number at each one's last token, with gradient."""
@@ -54,7 +58,8 @@ class Scorer(Policy):
     def load_masters(self, directory: Path) -> None:
         """Load the parameters of a language model, which does not have such a head."""
         distributed_checkpoint.load_tensors(
-            {name: value for name, value in self.masters().items() if name != "model.score.weight"}, directory
+            {name: value for name, value in self.masters().items() if name != "model.score.weight"},
+            directory,
         )
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:

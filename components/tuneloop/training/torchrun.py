@@ -26,13 +26,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(parse_args(list(argv)))
     except SignalException as error:  # the ranks have ended by now
-        return print_diagnostic(f"{INTERRUPTED}: torchrun: {signal.Signals(error.sigval).name}", EXIT_RETRY)
+        return print_diagnostic(
+            f"{INTERRUPTED}: torchrun: {signal.Signals(error.sigval).name}", EXIT_RETRY
+        )
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         print(f"torchrun: ranks ended with {codes}", file=sys.stderr, flush=True)
         return exit_code(codes.values())
     except (DistError, RendezvousError) as error:
-        return print_diagnostic(f"{UNAVAILABLE}: torchrun: another node is missing: {error}", EXIT_RETRY)
+        return print_diagnostic(
+            f"{UNAVAILABLE}: torchrun: another node is missing: {error}", EXIT_RETRY
+        )
     return 0
 
 

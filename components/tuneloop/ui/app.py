@@ -35,11 +35,18 @@ POLICY = (
     "form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 """Content security policy: only the page's own scripts run, whatever a completion contains."""
-HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 
 def build_app(
-    store: str, cluster: Connection | None = None, hosts: Sequence[str] = ("*",), ask: describe.Ask | None = None
+    store: str,
+    cluster: Connection | None = None,
+    hosts: Sequence[str] = ("*",),
+    ask: describe.Ask | None = None,
 ) -> Starlette:
     """Build the application for the runs below `store`, a path or URL; `cluster`, or `ask`, knows the state of runs
     there. It answers only for the host names `hosts`, as another site may point its name here (DNS rebinding)."""
@@ -53,7 +60,9 @@ def build_app(
             return set()
 
     def answer_runs(_: Request) -> Response:
-        return _answer({"store": store, "runs": sorted({*list_runs(store), *list_submitted(UNCOMMITTED)})})
+        return _answer(
+            {"store": store, "runs": sorted({*list_runs(store), *list_submitted(UNCOMMITTED)})}
+        )
 
     def read_on(run: Run | None, name: str, *, whole: bool) -> Run:
         """Return a run in its current state: the known object, unless the run was deleted or replaced by another."""
@@ -66,7 +75,9 @@ def build_app(
             return Run.open(name, store)
         except UserError:
             with suppress(UserError):
-                if cluster and list_cluster_runs(cluster, normalize_url(store), f"{RUN_LABEL}={name}"):
+                if cluster and list_cluster_runs(
+                    cluster, normalize_url(store), f"{RUN_LABEL}={name}"
+                ):
                     return Run(name, store)  # submitted, but without a commit
             raise
 
@@ -81,12 +92,18 @@ def build_app(
 
     return Starlette(
         routes=[
-            *(Route(path, lambda _, name=name: FileResponse(STATIC / name, headers=HEADERS)) for path, name in FILES),
+            *(
+                Route(path, lambda _, name=name: FileResponse(STATIC / name, headers=HEADERS))
+                for path, name in FILES
+            ),
             Route("/api/runs", answer_runs),
             route_run("", lambda run, _: describe.describe_run(run)),
             route_run("/now", lambda run, _: describe.describe_state(run, cluster, ask)),
             route_run("/weights", lambda run, _: describe.describe_weights(run)),
-            route_run("/samples/{at:path}", lambda run, r: samples.read_page(run, r.path_params["at"], r.query_params)),
+            route_run(
+                "/samples/{at:path}",
+                lambda run, r: samples.read_page(run, r.path_params["at"], r.query_params),
+            ),
         ],
         middleware=[hosted, Middleware(GZipMiddleware, compresslevel=1)],
         exception_handlers=dict.fromkeys((UserError, Retryable, HTTPException, Exception), _refuse),

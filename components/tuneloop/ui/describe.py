@@ -39,11 +39,19 @@ def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None)
             stands["message"] = str(error)
     rewards = [score.value for score in run.training_rewards() or run.evaluations()]
     return {
-        **{"name": run.name, "record": run.record, "committed": len(run.entries), "iteration": run.iteration},
+        **{
+            "name": run.name,
+            "record": run.record,
+            "committed": len(run.entries),
+            "iteration": run.iteration,
+        },
         **{"iterations": iterations_line(run, most), "reward": reward_line(run)},
         "loop_end": estimate_loop_end(run, most) if stands["phase"] == "running" else None,
         "evaluation": next((e.key for e in reversed(run.with_role("evaluator"))), None),
-        **{"rewards": rewards[:: max(1, len(rewards) // 60)], **stands},  # about 60, for a line a hundred pixels wide
+        **{
+            "rewards": rewards[:: max(1, len(rewards) // 60)],
+            **stands,
+        },  # about 60, for a line a hundred pixels wide
     }
 
 
@@ -51,13 +59,26 @@ def describe_run(run: Run) -> dict[str, Any]:
     """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow."""
     curves, rendered = run.curves(), run.record and (run.directory / "workflow.yaml").is_file()
     workflow = run.read_workflow() if rendered else {}
-    phases, artifacts = run.phase_seconds().items(), [_describe_artifact(run, entry) for entry in run.entries]
+    phases, artifacts = (
+        run.phase_seconds().items(),
+        [_describe_artifact(run, entry) for entry in run.entries],
+    )
     return {
-        **{"name": run.name, "record": run.record, "url": run.url, "devices": list_devices(run.entries)},
+        **{
+            "name": run.name,
+            "record": run.record,
+            "url": run.url,
+            "devices": list_devices(run.entries),
+        },
         **{"curves": curves, "alarms": find_alarms(curves), "failures": run.read_failures()},
-        "templates": [each for each in workflow["spec"]["templates"] if "dag" in each] if workflow else [],
+        "templates": [each for each in workflow["spec"]["templates"] if "dag" in each]
+        if workflow
+        else [],
         **{"artifacts": artifacts, "bytes": sum(each["bytes"] for each in artifacts)},
-        "phases": [{"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)} for k, p in phases],
+        "phases": [
+            {"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)}
+            for k, p in phases
+        ],
         "medians": run.seconds_an_iteration(),
         "packages": _list_packages(run),
     }
@@ -67,7 +88,11 @@ def describe_weights(run: Run) -> dict[str, Any]:
     """Describe the published versions of a run, their delivery times, and which replica serves which version."""
     published = Store(run.weights_url)
     served = live.list_served_versions(published)
-    return {"published": list_versions(published), "deliveries": list_deliveries(run), "served": served}
+    return {
+        "published": list_versions(published),
+        "deliveries": list_deliveries(run),
+        "served": served,
+    }
 
 
 def _list_packages(run: Run) -> list[tuple[str, str]]:
@@ -82,13 +107,24 @@ def _list_packages(run: Run) -> list[tuple[str, str]]:
 def _describe_artifact(run: Run, entry: Entry) -> dict[str, Any]:
     made = entry.manifest
     return {
-        **{name: getattr(entry, name) for name in ("key", "stage", "iteration", "started", "seconds")},
+        **{
+            name: getattr(entry, name)
+            for name in ("key", "stage", "iteration", "started", "seconds")
+        },
         **{name: getattr(made, name) for name in ("role", "kind", "digest", "results")},
         **{name: made.provenance.get(name) for name in ("device", "world_size", "code", "image")},
-        **{"efficiency": made.notes.get("efficiency"), "tokens_per_s": made.timings.get("tokens_per_s")},
-        "inputs": {name: maker.key if (maker := run.maker(ref)) else ref for name, ref in made.inputs.items()},
+        **{
+            "efficiency": made.notes.get("efficiency"),
+            "tokens_per_s": made.timings.get("tokens_per_s"),
+        },
+        "inputs": {
+            name: maker.key if (maker := run.maker(ref)) else ref
+            for name, ref in made.inputs.items()
+        },
         "version": made.facts.get("version", run.version_of(entry)),
         "bytes": sum(file.size for file in made.files.values()),
-        "model_bytes": sum(file.size for name, file in made.files.items() if name.startswith("model/")),
+        "model_bytes": sum(
+            file.size for name, file in made.files.items() if name.startswith("model/")
+        ),
         "params": made.params if entry.iteration is None else {},
     }

@@ -21,7 +21,9 @@ from tuneloop.ui.samples import FILES, TOKENS, open_file, read_page
 from tuneloop.weights.inspect import list_versions
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = [f"{name}.js" for name in ("frozen", "dom", "chart", "run", "runs", "weights", "samples", "app")]
+SCRIPTS = [
+    f"{name}.js" for name in ("frozen", "dom", "chart", "run", "runs", "weights", "samples", "app")
+]
 """The page's modules, each after those that it imports."""
 POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-{}'; style-src "
@@ -37,14 +39,29 @@ def render_page(run: Run) -> str:
     """Render the report of `run` as an HTML page of at most 1 MB. Raises Corrupt if an artifact in it was changed."""
     at, found = f"/runs/{quote(run.name, safe='')}", describe_run(run)
     verdict = judge_run(run, found["curves"], found["alarms"])
-    left = {*[each["key"] for each in found["artifacts"] if each["iteration"] is not None][:-ARTIFACTS]}
-    found |= {"artifacts": [each for each in found["artifacts"] if each["key"] not in left], "left_out": len(left)}
-    found |= {"phases": [{**each, "points": _thin(each["points"], MOST)} for each in found["phases"]]}
+    left = {
+        *[each["key"] for each in found["artifacts"] if each["iteration"] is not None][:-ARTIFACTS]
+    }
+    found |= {
+        "artifacts": [each for each in found["artifacts"] if each["key"] not in left],
+        "left_out": len(left),
+    }
+    found |= {
+        "phases": [{**each, "points": _thin(each["points"], MOST)} for each in found["phases"]]
+    }
     found |= {"curves": _thin_curves(found["curves"]), "verdict": verdict}
-    weights = {"published": list_versions(run.weights_url, VERSIONS), "deliveries": list_deliveries(run)[-VERSIONS:]}
+    weights = {
+        "published": list_versions(run.weights_url, VERSIONS),
+        "deliveries": list_deliveries(run)[-VERSIONS:],
+    }
     samples = {f"{at}/samples/{place}": page for place, page in _read_samples(run)}
     open_file.cache_clear()  # a server keeps files open, but a report needs them once
-    answers = {at: found, f"{at}/now": describe_state(run, None), f"{at}/weights": {**weights, "served": {}}, **samples}
+    answers = {
+        at: found,
+        f"{at}/now": describe_state(run, None),
+        f"{at}/weights": {**weights, "served": {}},
+        **samples,
+    }
     return freeze_page(run.name, at, answers, verdict)
 
 
@@ -53,7 +70,9 @@ def render_metrics(stage: str, rows: Sequence[Mapping[str, Any]], over: str) -> 
     curves: dict[str, Curve] = {}
     for row in rows:
         for name in row.keys() - {over}:
-            curve = curves.setdefault(name, Curve(name, stage, None, f"as {stage} recorded it", over))
+            curve = curves.setdefault(
+                name, Curve(name, stage, None, f"as {stage} recorded it", over)
+            )
             curve.add(row[over], row[name], 0.0)
     shown = _thin_curves(sorted(curves.values(), key=lambda curve: curve.name))
     return freeze_page(stage, "/curves", {"/curves": {"title": stage, "curves": shown}})
@@ -62,9 +81,14 @@ def render_metrics(stage: str, rows: Sequence[Mapping[str, Any]], over: str) -> 
 def freeze_page(title: str, start: str, answers: Mapping[str, Any], first: str = "") -> str:
     """Freeze the live page, opened at the address `start`, into one file that needs no server: `answers` maps a path to
     the server's answer. `first` is a sentence that is shown without scripts."""
-    style, page, *modules = ((STATIC / name).read_text("utf-8") for name in ("style.css", "index.html", *SCRIPTS))
+    style, page, *modules = (
+        (STATIC / name).read_text("utf-8") for name in ("style.css", "index.html", *SCRIPTS)
+    )
     script = re.sub(r"^import [^;]*;\n|^export ", "", "".join(modules), flags=re.MULTILINE)
-    ours = (base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style))
+    ours = (
+        base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()
+        for each in (script, style)
+    )
     data, title = _encode({"start": start, "answers": answers}).decode(), html.escape(title)
     inside = {
         "<title>tuneloop</title>": f"{POLICY.format(*ours)}\n<title>{title}</title>",
@@ -85,14 +109,20 @@ def _encode(value: Any) -> bytes:
 def _thin_curves(curves: Sequence[Curve]) -> list[Curve]:
     most = max(FEWEST, min(MOST, POINTS // max(len(curves), 1)))
     thinned = [(curve, _thin([*zip(curve.x, curve.y)], most)) for curve in curves]
-    return [replace(curve, x=[x for x, _ in kept], y=[y for _, y in kept], at=[]) for curve, kept in thinned]
+    return [
+        replace(curve, x=[x for x, _ in kept], y=[y for _, y in kept], at=[])
+        for curve, kept in thinned
+    ]
 
 
 def _thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """Keep the first and the last point, and the minimum and maximum of each part; round numbers to six digits."""
     points = [point for point in points if math.isfinite(point[1])]
     size = math.ceil(2 * len(points) / most) if len(points) > most else 1
-    parts = [sorted(points[i : i + size], key=lambda point: point[1]) for i in range(0, len(points), size)]
+    parts = [
+        sorted(points[i : i + size], key=lambda point: point[1])
+        for i in range(0, len(points), size)
+    ]
     kept = {*points[:1], *points[-1:], *(part[end] for part in parts for end in (0, -1))}
     return [(float(f"{x:.9g}"), float(f"{y:.6g}")) for x, y in sorted(kept)]
 
@@ -101,7 +131,9 @@ def _read_samples(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path, and the first completions, of the first and the last evaluation and iteration."""
     for scores, by_key in ((run.evaluations(), True), (run.training_rewards(), False)):
         held = [score.entry for score in scores if {*FILES} & score.entry.manifest.files.keys()]
-        for place in dict.fromkeys(entry.key if by_key else str(entry.iteration) for entry in held[:1] + held[-1:]):
+        for place in dict.fromkeys(
+            entry.key if by_key else str(entry.iteration) for entry in held[:1] + held[-1:]
+        ):
             yield place, _shorten_page(read_page(run, place, {}))
 
 
@@ -110,10 +142,19 @@ def _shorten_page(page: dict[str, Any]) -> dict[str, Any]:
     while rows and len(_encode(rows)) > PAGE_BYTES:
         rows.pop()
     used = {number for row in rows for number in row.get("completion_ids", ())}
-    return {**page, "rows": rows, "held": len(rows), "pieces": {number: page["pieces"][number] for number in used}}
+    return {
+        **page,
+        "rows": rows,
+        "held": len(rows),
+        "pieces": {number: page["pieces"][number] for number in used},
+    }
 
 
 def _cut(name: str, value: Any) -> Any:
     if name in TOKENS:
         return [round(each, 4) for each in value[:IDS]]
-    return f"{value[:CHARACTERS]} … (cut)" if isinstance(value, str) and len(value) > CHARACTERS else value
+    return (
+        f"{value[:CHARACTERS]} … (cut)"
+        if isinstance(value, str) and len(value) > CHARACTERS
+        else value
+    )

@@ -46,7 +46,9 @@ def encode_delta(old: Bytes, new: Bytes, width: int, encoding: Encoding) -> Delt
     a multiple of `width`, the bytes an element: 1, 2, 4 or 8. Raises UserError: ``overwrite`` of 4 GiB or more."""
     before, after, changed = xxhash.xxh3_128(), xxhash.xxh3_128(), 0
     if encoding == "overwrite" and len(new) >= 1 << 32:
-        raise UserError("delta_encoding", encoding, "cannot address a tensor of 4 GiB; use xor or gap8-xor")
+        raise UserError(
+            "delta_encoding", encoding, "cannot address a tensor of 4 GiB; use xor or gap8-xor"
+        )
     sink: _Gaps | _Xor | _Overwrite = _Gaps(width) if encoding == "gap8-xor" else _Overwrite()
     if encoding == "xor":
         sink = _Xor(len(new), width)
@@ -63,7 +65,9 @@ def apply_delta(old: Bytes, new: Bytes, payload: Bytes, width: int, encoding: En
     xxh3-128, in one pass. Raises Corrupt: the payload does not fit the tensor; `new` may have changed in part."""
     work = _Pass(old, new)
     try:
-        {"gap8-xor": _apply_gaps, "xor": _apply_xor, "overwrite": _apply_overwrite}[encoding](work, payload, width)
+        {"gap8-xor": _apply_gaps, "xor": _apply_xor, "overwrite": _apply_overwrite}[encoding](
+            work, payload, width
+        )
     except (zstandard.ZstdError, struct.error, ValueError, IndexError) as error:
         if isinstance(error, Corrupt):
             raise
@@ -82,7 +86,9 @@ class _Pass:
         for start in range(0, len(self.new), size):
             block = self.new[start : start + size]
             if self.old is self.new:
-                xxhash.xxh3_64_intdigest(block.data)  # loads it into the cache: scattered reads from memory are slower
+                xxhash.xxh3_64_intdigest(
+                    block.data
+                )  # loads it into the cache: scattered reads from memory are slower
             else:
                 np.copyto(block, self.old[start : start + size])
             yield block
@@ -122,14 +128,19 @@ class _Gaps:
             return 0
         planes = ((values >> 8 * k).astype(np.uint8) for k in range(self.width))
         frames = [_compress(_to_gaps(positions)), *map(_compress, planes)]
-        self.parts += [struct.pack(f"<{2 + self.width}I", len(positions), *map(len, frames)), *frames]
+        self.parts += [
+            struct.pack(f"<{2 + self.width}I", len(positions), *map(len, frames)),
+            *frames,
+        ]
         return len(positions)
 
     def finish(self) -> bytes:
         return b"".join(self.parts)
 
 
-def find_changed_elements(old: Bytes, new: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def find_changed_elements(
+    old: Bytes, new: Bytes, width: int
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Find the positions of the elements that differ, and their differing bits. Groups of eight comparisons with any
     difference are found first, and then the positions in them: twice as fast as a search in all comparisons."""
     a, b = old.view(f"<u{width}"), new.view(f"<u{width}")
@@ -153,7 +164,9 @@ def _to_gaps(positions: NDArray[np.int64]) -> Bytes:
     gaps = positions.astype(np.uint32)
     gaps[1:] -= gaps[:-1]
     small = gaps.astype(np.uint8)
-    far = np.flatnonzero(gaps >= _ESCAPE)  # few: dividing all of them would take longer than finding them
+    far = np.flatnonzero(
+        gaps >= _ESCAPE
+    )  # few: dividing all of them would take longer than finding them
     escapes, small[far] = np.divmod(gaps[far], _ESCAPE)
     before = np.repeat(far, escapes)
     kept = np.ones(len(small) + len(before), np.bool_)
@@ -194,7 +207,11 @@ def _apply_gaps(work: _Pass, payload: Bytes, width: int) -> None:
 
 class _Xor:
     def __init__(self, size: int, width: int) -> None:
-        self.width, self.parts, self.scratch = width, list[bytes](), np.empty(min(size, BLOCK), np.uint8)
+        self.width, self.parts, self.scratch = (
+            width,
+            list[bytes](),
+            np.empty(min(size, BLOCK), np.uint8),
+        )
         self.stream = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=size)
 
     def add(self, old: Bytes, new: Bytes) -> int:

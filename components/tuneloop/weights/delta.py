@@ -40,7 +40,9 @@ class Written:
     fits: bool
 
 
-def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int) -> Written:
+def write_delta(
+    old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int
+) -> Written:
     """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
 
     Tensors that did not change are absent; ``__metadata__`` holds the xxh3-128 of the others' new states. No file of
@@ -49,7 +51,10 @@ def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.En
     def encode(name: str) -> codec.Delta:
         return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
 
-    widest = {n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2} for n in new.tensors}
+    widest = {
+        n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2}
+        for n in new.tensors
+    }
     # offsets are not known yet
     room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, "0" * 32), **widest}))
     done = Written([], {}, {}, 0, 0, 0, True)
@@ -57,10 +62,14 @@ def write_delta(old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.En
     at = 0
     with path.open("wb") as file:
         file.seek(room)
-        for name, delta in zip(new.tensors, map_ahead(encode, new.tensors, count_threads()), strict=True):
+        for name, delta in zip(
+            new.tensors, map_ahead(encode, new.tensors, count_threads()), strict=True
+        ):
             tensor = new.tensors[name]
             done.old[name], done.new[name] = delta.old, delta.new
-            done.elements += (tensor.end - tensor.start) // (1 if encoding == "overwrite" else tensor.width)
+            done.elements += (tensor.end - tensor.start) // (
+                1 if encoding == "overwrite" else tensor.width
+            )
             done.changed += delta.changed
             if delta.payload is None:
                 continue
@@ -85,19 +94,31 @@ class DeltaFile:
     `blame` makes errors. Raises Corrupt if the file and the index do not agree."""
 
     def __init__(
-        self, path: Path, encoding: codec.Encoding, names: Iterable[str], expected: Mapping[str, str], blame: Blame
+        self,
+        path: Path,
+        encoding: codec.Encoding,
+        names: Iterable[str],
+        expected: Mapping[str, str],
+        blame: Blame,
     ) -> None:
         self.encoding, self.blame = encoding, blame
         header = read_header(path, blame=blame)
         self.stated = stated = header.metadata
-        if not set(names) == set(header.tensors) == set(stated) or any(expected.get(n) != stated[n] for n in stated):
+        if not set(names) == set(header.tensors) == set(stated) or any(
+            expected.get(n) != stated[n] for n in stated
+        ):
             raise blame("holds other tensors than its index says")
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        self.payloads: dict[str, Bytes] = {name: content[t.start : t.end] for name, t in header.tensors.items()}
+        self.payloads: dict[str, Bytes] = {
+            name: content[t.start : t.end] for name, t in header.tensors.items()
+        }
 
 
 def patch_checkpoint(
-    target: Checkpoint, deltas: list[DeltaFile], expected: Mapping[str, str], start: Mapping[str, str] | None = None
+    target: Checkpoint,
+    deltas: list[DeltaFile],
+    expected: Mapping[str, str],
+    start: Mapping[str, str] | None = None,
 ) -> None:
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
@@ -110,16 +131,22 @@ def patch_checkpoint(
         if not (touching := [delta for delta in deltas if name in delta.payloads]):
             check_checksums([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
             return
-        made = _buffer(len(data))  # written as a whole: each page stored through the map would cost a page fault
+        made = _buffer(
+            len(data)
+        )  # written as a whole: each page stored through the map would cost a page fault
         for delta in touching:
             try:
-                digest = codec.apply_delta(data, made, delta.payloads[name], target.tensors[name].width, delta.encoding)
+                digest = codec.apply_delta(
+                    data, made, delta.payloads[name], target.tensors[name].width, delta.encoding
+                )
                 wrong = f"gives xxh3-128 {digest}, but {delta.stated[name]} was published"
             except Corrupt as error:
                 digest, wrong = "", error.remedy
             if digest != delta.stated[name]:
                 if start is not None:
-                    check_checksums([(name, xxhash.xxh3_128_hexdigest(target.view(name).data))], start, blame)
+                    check_checksums(
+                        [(name, xxhash.xxh3_128_hexdigest(target.view(name).data))], start, blame
+                    )
                 raise delta.blame(f"its {name} {wrong}")
             data = made
         check_checksums([(name, digest)], expected, touching[-1].blame)
@@ -139,7 +166,9 @@ def _buffer(size: int) -> Bytes:
     return _local.buffer[:size]
 
 
-def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame) -> None:
+def check_checksums(
+    found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame
+) -> None:
     """Check tensor checksums. Raises Corrupt at the first that differs."""
     for name, digest in found:
         if digest != expected.get(name):
@@ -149,7 +178,9 @@ def check_checksums(found: Iterable[tuple[str, str]], expected: Mapping[str, str
 def compute_checksums(checkpoint: Checkpoint) -> dict[str, str]:
     """Compute the xxh3-128 of every tensor's bytes."""
     names = checkpoint.tensors
-    found = map_ahead(lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), names, count_threads())
+    found = map_ahead(
+        lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), names, count_threads()
+    )
     return dict(zip(names, found))
 
 

@@ -11,7 +11,12 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import codec, live
 from tuneloop.weights.layout import Bytes, Tensor
-from tuneloop.weights.materialize import check_directory, materialize_version, plan_restoration, read_tensors
+from tuneloop.weights.materialize import (
+    check_directory,
+    materialize_version,
+    plan_restoration,
+    read_tensors,
+)
 from tuneloop.weights.versions import INDEX, Chain, get_version_directory
 
 
@@ -38,11 +43,15 @@ def list_versions(root: str | Store, newest: int = 0) -> list[Listed]:
         about, latest = index.tuneloop, version == chain.latest
         full = sum(f.size for f in about.files.values() if f.header)
         stored, held = about.stored_bytes, about.held is not None
-        listed.append(Listed(version, index.base, index.encoding, stored, full, index.density, latest, held))
+        listed.append(
+            Listed(version, index.base, index.encoding, stored, full, index.density, latest, held)
+        )
     return listed
 
 
-def verify_version(root: str | Store | Chain, version: int | None = None, *, base: Path | None = None) -> int:
+def verify_version(
+    root: str | Store | Chain, version: int | None = None, *, base: Path | None = None
+) -> int:
     """Prove that a version can be assembled; count its tensors. Raises UserError, Corrupt as `materialize_version`."""
     chain = root if isinstance(root, Chain) else Chain(root)
     entry = chain.entry(chain.target(version))
@@ -62,20 +71,32 @@ class Difference:
     roles: dict[str, str]
 
 
-def diff_versions(root: str | Store, first: int, second: int, role: str = "", base: Path | None = None) -> Difference:
+def diff_versions(
+    root: str | Store, first: int, second: int, role: str = "", base: Path | None = None
+) -> Difference:
     """Compare two versions by checksums, and tensors whose checksums differ by their bytes; no other bytes are read. A
     tensor whose dtype or shape differs counts as changed everywhere (density 1). With `role` only those are compared
     whose role (`tuneloop.weights.roles`) begins with it, as ``expert``. Raises UserError: none has it."""
     chain = Chain(root)
-    both = [chain.entry(chain.target(version)).index.tuneloop.checksums for version in (first, second)]
+    both = [
+        chain.entry(chain.target(version)).index.tuneloop.checksums for version in (first, second)
+    ]
     plans = [plan_restoration(chain, version) for version in (first, second)]
-    roles = {n: r for plan in plans if plan.full for n, r in (plan.full.index.tuneloop.roles or {}).items()}
+    roles = {
+        n: r
+        for plan in plans
+        if plan.full
+        for n, r in (plan.full.index.tuneloop.roles or {}).items()
+    }
     if not any(each.startswith(role) for each in ("", *roles.values())):
         there = ", ".join(sorted({*roles.values()})) or "none"
         raise UserError("--role", role, f"no tensor has it; there are: {there}")
     a, b = ({n: d for n, d in each.items() if roles.get(n, "").startswith(role)} for each in both)
     names = [n for n in a if n in b and a[n] != b[n]]
-    old, new = (read_tensors(chain, version, names, base=base) if names else () for version in (first, second))
+    old, new = (
+        read_tensors(chain, version, names, base=base) if names else ()
+        for version in (first, second)
+    )
     densities = {name: _density(*one, *other) for name, one, other in zip(names, old, new)}
     added, removed = sorted(b.keys() - a.keys()), sorted(a.keys() - b.keys())
     return Difference(added, removed, densities, sum(a[n] == b.get(n) for n in a), roles)
@@ -113,9 +134,17 @@ def delete_unused_versions(
         return dropped
     for version in dropped:  # the index first: without it the whole version does not exist
         chain.store.delete(f"{get_version_directory(version)}/{INDEX}")
-    whole = {get_version_directory(v) for v in {*needed, *(v for v in chain.versions if v >= chain.latest)}}
+    whole = {
+        get_version_directory(v)
+        for v in {*needed, *(v for v in chain.versions if v >= chain.latest)}
+    }
     for place in sorted({key.partition("/")[0] for key in chain.keys}):
         number = place.removeprefix("weight_v")
-        if place not in whole and number != place and number.isdigit() and int(number) < chain.latest:
+        if (
+            place not in whole
+            and number != place
+            and number.isdigit()
+            and int(number) < chain.latest
+        ):
             chain.store.delete(place)
     return dropped

@@ -21,7 +21,22 @@ from tuneloop.core.store import open_for_reading
 Bytes = NDArray[np.uint8]
 
 # The safetensors library lays tensors out widest dtype first, then by name; the same order gives the same file.
-_ORDER = ["U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL"]
+_ORDER = [
+    "U64",
+    "I64",
+    "F64",
+    "C64",
+    "F32",
+    "U32",
+    "I32",
+    "BF16",
+    "F16",
+    "U16",
+    "I16",
+    "I8",
+    "U8",
+    "BOOL",
+]
 _MEND = "restore the file from a copy"
 
 
@@ -81,7 +96,12 @@ def parse_header(file: BinaryIO, name: str, blame: Blame) -> Header:
         entries = json.loads(raw)
         metadata = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
         tensors = {
-            key: Tensor(name, str(e["dtype"]), tuple(map(int, e["shape"])), *(at + int(o) for o in e["data_offsets"]))
+            key: Tensor(
+                name,
+                str(e["dtype"]),
+                tuple(map(int, e["shape"])),
+                *(at + int(o) for o in e["data_offsets"]),
+            )
             for key, e in entries.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -108,21 +128,35 @@ class Checkpoint:
         size: bytes of all safetensors files.
     """
 
-    def __init__(self, directory: Path, *, writable: bool = False, blame: Callable[[str], Blame] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        writable: bool = False,
+        blame: Callable[[str], Blame] | None = None,
+    ) -> None:
         self.directory = Path(directory)
         self.blame = blame or (lambda file: build_blame(self.directory / file))
         self.tensors: dict[str, Tensor] = {}
         self.headers: dict[str, str] = {}
         files = visible_files(self.directory)
         if not (found := [p for p in files if p.suffix == ".safetensors"]):
-            raise UserError("weights", str(directory), "has no .safetensors file; give a Hugging Face model directory")
+            raise UserError(
+                "weights",
+                str(directory),
+                "has no .safetensors file; give a Hugging Face model directory",
+            )
         self._maps: dict[str, Bytes] = {}
         for path in found:
             name = path.relative_to(self.directory).as_posix()
             header = read_header(path, name, self.blame(name))
             self.headers[name] = header.digest
             if twice := self.tensors.keys() & header.tensors.keys():
-                raise Corrupt("weights", str(path), f"holds tensor {min(twice)!r}, and so does another file; drop one")
+                raise Corrupt(
+                    "weights",
+                    str(path),
+                    f"holds tensor {min(twice)!r}, and so does another file; drop one",
+                )
             self.tensors |= header.tensors
             self._maps[name] = np.memmap(path, np.uint8, "r+" if writable else "r").view(np.ndarray)
         self.tensors = dict(sorted(self.tensors.items()))
@@ -151,7 +185,9 @@ def write_bytes_at(path: Path, start: int, data: Bytes) -> None:
 def visible_files(directory: Path) -> list[Path]:
     """List files below `directory`, sorted, without those that are hidden or lie in a hidden directory."""
     paths = (p for p in directory.rglob("*") if p.is_file())
-    return sorted(p for p in paths if not any(part.startswith(".") for part in p.relative_to(directory).parts))
+    return sorted(
+        p for p in paths if not any(part.startswith(".") for part in p.relative_to(directory).parts)
+    )
 
 
 def preallocate_safetensors(

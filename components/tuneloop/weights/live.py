@@ -36,17 +36,32 @@ def withdraw_replica(root: Store, replica: str) -> None:
 def list_served_versions(root: Store) -> dict[str, int]:
     """Return replica → version for the replicas that are alive."""
     since = time.time() - EXPIRY_S
-    found = {key: root.get(key) for key, (_, at) in root.stat().items() if key.startswith(f"{PLACE}/") and at > since}
-    told = {key: load_checked_json(data, key, root.url, MEND, {"version": int}) for key, data in found.items() if data}
-    return {key.removeprefix(f"{PLACE}/").removesuffix(".json"): about["version"] for key, about in told.items()}
+    found = {
+        key: root.get(key)
+        for key, (_, at) in root.stat().items()
+        if key.startswith(f"{PLACE}/") and at > since
+    }
+    told = {
+        key: load_checked_json(data, key, root.url, MEND, {"version": int})
+        for key, data in found.items()
+        if data
+    }
+    return {
+        key.removeprefix(f"{PLACE}/").removesuffix(".json"): about["version"]
+        for key, about in told.items()
+    }
 
 
 def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
     """Record the timings `about` of a pull of ``about["version"]`` by `replica`. Raises as `announce_version`."""
-    root.put(key := f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_checked_json(about, key))
+    root.put(
+        key := f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_checked_json(about, key)
+    )
 
 
 def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
     """Read the records of all replicas that pulled `version`."""
     found = {key: root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}")}
-    return [load_checked_json(data, key, root.url, MEND, PULL) for key, data in found.items() if data]
+    return [
+        load_checked_json(data, key, root.url, MEND, PULL) for key, data in found.items() if data
+    ]

@@ -20,7 +20,15 @@ from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError, find_full_disk
 from tuneloop.core.store import Store
 from tuneloop.weights import codec, delta, versions
-from tuneloop.weights.layout import Blame, Bytes, Checkpoint, Tensor, build_blame, parse_header, visible_files
+from tuneloop.weights.layout import (
+    Blame,
+    Bytes,
+    Checkpoint,
+    Tensor,
+    build_blame,
+    parse_header,
+    visible_files,
+)
 from tuneloop.weights.versions import Chain, Entry
 
 _AGAIN = "materialize it again"
@@ -97,14 +105,19 @@ def materialize_version(
         incoming.mkdir()
         try:
             cached = dict[int, int]()
-            deltas = [_open_delta(chain.store, step, incoming, cached if shared else None) for step in plan.steps]
+            deltas = [
+                _open_delta(chain.store, step, incoming, cached if shared else None)
+                for step in plan.steps
+            ]
             if plan.full:
                 first = check_base(plan.full, base) if plan.full.index.tuneloop.held else None
                 _fetch_full(chain.store, plan.full, incoming / "model", first)
             fetched = time.perf_counter() - clock
             clock = time.perf_counter()
             _assemble(chain, plan, deltas, directory)
-            return _result(plan, sum(cached.values()), {"fetch": fetched, "apply": time.perf_counter() - clock})
+            return _result(
+                plan, sum(cached.values()), {"fetch": fetched, "apply": time.perf_counter() - clock}
+            )
         except Corrupt:  # perhaps only the cache is damaged: read the store itself
             if not shared or chain.store.root is not None:
                 raise
@@ -142,29 +155,43 @@ def plan_restoration(chain: Chain, target: int, held: int | None = None) -> Plan
         steps.append(step)
     if restore is None:
         where = f"{chain.store.url}/{versions.get_version_directory(target)}"
-        raise Corrupt("weights", where, "builds on a version that is gone, and no full version is left below it")
+        raise Corrupt(
+            "weights",
+            where,
+            "builds on a version that is gone, and no full version is left below it",
+        )
     return restore
 
 
 def _bytes(plan: Plan) -> int:
-    return sum(e.index.tuneloop.stored_bytes for e in (*plan.steps, *([plan.full] if plan.full else [])))
+    return sum(
+        e.index.tuneloop.stored_bytes for e in (*plan.steps, *([plan.full] if plan.full else []))
+    )
 
 
 def _result(plan: Plan, cached: int, timings: dict[str, float]) -> Materialized:
     target, full = plan.target, plan.full.version if plan.full else None
     ref, source = versions.get_version_reference(target), target.index.tuneloop.source
     deltas = [step.version for step in plan.steps]
-    return Materialized(target.version, ref, plan.held, full, deltas, _bytes(plan) - cached, source, timings)
+    return Materialized(
+        target.version, ref, plan.held, full, deltas, _bytes(plan) - cached, source, timings
+    )
 
 
-def _open_delta(store: Store, step: Entry, incoming: Path, cached: dict[int, int] | None) -> delta.DeltaFile | None:
+def _open_delta(
+    store: Store, step: Entry, incoming: Path, cached: dict[int, int] | None
+) -> delta.DeltaFile | None:
     """Open a delta. With `cached` (version → bytes that the cache had), read it through this machine's cache."""
     encoding, names = step.index.encoding, set(step.index.weight_map.values())
     assert encoding is not None
     if not names:
         return None
     if len(names) != 1:
-        raise Corrupt("weights", step.place, "has several delta files, which this reader does not write or read")
+        raise Corrupt(
+            "weights",
+            step.place,
+            "has several delta files, which this reader does not write or read",
+        )
     name = names.pop()
     key, about = f"{step.place}/{name}", step.index.tuneloop
     blame = build_blame(f"{store.url}/{key}", delta.MEND)
@@ -173,14 +200,18 @@ def _open_delta(store: Store, step: Entry, incoming: Path, cached: dict[int, int
             path = fetch_file(store, key, incoming / f"{step.version}.safetensors")
         else:
             path = _find_cache(store, step) / name
-            size = about.stored_bytes - sum(file.size for file in about.files.values() if file.stored)
+            size = about.stored_bytes - sum(
+                file.size for file in about.files.values() if file.stored
+            )
             cached[step.version] = size
 
             def copy_delta(to: Path) -> None:
                 cached.pop(step.version, None)
                 store.copy_file(key, to, size=size)
 
-            held = cache.take_file(path.parent, name, size, lambda at: at.stat().st_size == size, copy_delta)
+            held = cache.take_file(
+                path.parent, name, size, lambda at: at.stat().st_size == size, copy_delta
+            )
             if held is None:
                 raise blame(f"is not of {size} bytes, as its index says")
             opened.enter_context(held)
@@ -209,19 +240,29 @@ def check_base(first: Entry, base: Path | None) -> Store:
     found = model and versions.digest_weights(model.headers, delta.compute_checksums(model))
     if base is None or found != wanted:
         what = f"its weights are {found}, but version {first.version}, which stores no weights, needs {wanted}"
-        raise UserError("--base", base and str(base), f"{what}; give the model that the run began with")
+        raise UserError(
+            "--base", base and str(base), f"{what}; give the model that the run began with"
+        )
     return Store(str(base))
 
 
 def _fetch_full(store: Store, full: Entry, directory: Path, base: Store | None) -> None:
     for name, file in full.index.tuneloop.files.items():
-        place, key = (base, name) if base and file.header else (store, f"{full.place}/{file.stored}")
+        place, key = (
+            (base, name) if base and file.header else (store, f"{full.place}/{file.stored}")
+        )
         if place is store and file.stored is None:
-            raise Corrupt("weights", f"{store.url}/{full.place}", f"is a full version that does not store {name}")
+            raise Corrupt(
+                "weights",
+                f"{store.url}/{full.place}",
+                f"is a full version that does not store {name}",
+            )
         fetch_file(place, key, directory / name, copy=True)
 
 
-def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], directory: Path) -> None:
+def _assemble(
+    chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], directory: Path
+) -> None:
     """Apply the plan: to a copy beside the directory where it starts from a full version, else in place."""
     index = plan.target.index.tuneloop
     work = directory / INCOMING / "model" if plan.full else directory
@@ -230,12 +271,20 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
     model = Checkpoint(work, blame=blame)
     wanted = {n: f.header for n, f in index.files.items() if f.header}
     if differing := sorted(name for name, _ in model.headers.items() ^ wanted.items()):
-        raise blame(differing[0])(f"has other tensors than version {plan.target.version}, and nothing was changed")
+        raise blame(differing[0])(
+            f"has other tensors than version {plan.target.version}, and nothing was changed"
+        )
     given = [d for d in deltas if d is not None]
     if {n for d in given for n in d.payloads} | set(model.tensors) != set(index.checksums):
-        raise Corrupt("weights", plan.target.place, "names tensors that the model does not have; nothing was changed")
+        raise Corrupt(
+            "weights",
+            plan.target.place,
+            "names tensors that the model does not have; nothing was changed",
+        )
     if not plan.full:
-        (directory / MARKER).unlink()  # from here on the directory counts as empty until it is verified again
+        (
+            directory / MARKER
+        ).unlink()  # from here on the directory counts as empty until it is verified again
     start = (plan.full or chain.entry(plan.held or 0)).index.tuneloop.checksums
     delta.patch_checkpoint(model, given, index.checksums, start)
     for name, path in others.items():
@@ -251,7 +300,11 @@ def _assemble(chain: Chain, plan: Plan, deltas: list[delta.DeltaFile | None], di
         if file.relative_to(directory).as_posix() not in index.files:
             file.unlink()
     staged = directory / f"{MARKER}.new"
-    staged.write_text(Marker(version=plan.target.version, index=plan.target.digest, boot=_boot()).model_dump_json())
+    staged.write_text(
+        Marker(
+            version=plan.target.version, index=plan.target.digest, boot=_boot()
+        ).model_dump_json()
+    )
     os.replace(staged, directory / MARKER)
 
 
@@ -260,10 +313,14 @@ def _origin(store: Store, plan: Plan, directory: Path) -> Callable[[str], Blame]
     if plan.full is None:
         return lambda name: build_blame(directory / name, _AGAIN)
     place, files = f"{store.url}/{plan.full.place}", plan.full.index.tuneloop.files
-    return lambda name: build_blame(f"{place}/{(files[name].stored if name in files else None) or name}", delta.MEND)
+    return lambda name: build_blame(
+        f"{place}/{(files[name].stored if name in files else None) or name}", delta.MEND
+    )
 
 
-def _fetch_others(store: Store, plan: Plan, incoming: Path, blame: Callable[[str], Blame]) -> dict[str, Path]:
+def _fetch_others(
+    store: Store, plan: Plan, incoming: Path, blame: Callable[[str], Blame]
+) -> dict[str, Path]:
     """Fetch the newest of each file that deltas carry whole (config, tokenizer), verified."""
     newest = {
         name: f"{step.place}/{file.stored}"
@@ -273,11 +330,19 @@ def _fetch_others(store: Store, plan: Plan, incoming: Path, blame: Callable[[str
     }
     wanted = plan.target.index.tuneloop.files
     work = incoming / "model" if plan.full else incoming.parent
-    found = {n: fetch_file(store, key, incoming / "others" / n, copy=True) for n, key in newest.items() if n in wanted}
+    found = {
+        n: fetch_file(store, key, incoming / "others" / n, copy=True)
+        for n, key in newest.items()
+        if n in wanted
+    }
     for name, file in wanted.items():
         path = found.get(name, work / name)
         if file.header is None and (not path.is_file() or file_digest(path) != file.digest):
-            of = build_blame(f"{store.url}/{newest[name]}", delta.MEND) if name in found else blame(name)
+            of = (
+                build_blame(f"{store.url}/{newest[name]}", delta.MEND)
+                if name in found
+                else blame(name)
+            )
             raise of(f"is not the file that was published ({file.digest})")
     return found
 
@@ -296,7 +361,9 @@ def _held(directory: Path, chain: Chain, target: int) -> int | None:
     if entry.digest != marker.index:
         return None
     try:
-        if marker.boot != _boot() or marker.version == target:  # else the checks of the deltas verify every tensor
+        if (
+            marker.boot != _boot() or marker.version == target
+        ):  # else the checks of the deltas verify every tensor
             check_directory(directory, entry)
         return marker.version if _same_files(Checkpoint(directory), entry) else None
     except UserError:
@@ -308,7 +375,9 @@ def check_directory(directory: Path, entry: Entry) -> int:
     model = Checkpoint(directory)
     if not _same_files(model, entry):
         where = f"version {entry.version}"
-        raise build_blame(directory, _AGAIN)(f"has other tensors, configuration or tokenizer than {where}")
+        raise build_blame(directory, _AGAIN)(
+            f"has other tensors, configuration or tokenizer than {where}"
+        )
     found = delta.compute_checksums(model).items()
     delta.check_checksums(found, entry.index.tuneloop.checksums, build_blame(directory, _AGAIN))
     return len(model.tensors)
@@ -335,13 +404,23 @@ def read_tensors(
                 file = stack.enter_context(store.open(key))
             except FileNotFoundError:
                 raise blame("is missing although its index is there") from None
-            return {name: (file, tensor) for name, tensor in parse_header(file, "", blame).tensors.items()}
+            return {
+                name: (file, tensor)
+                for name, tensor in parse_header(file, "", blame).tensors.items()
+            }
 
         place = check_base(plan.full, base) if about.held else chain.store
-        keys = [name if about.held else f"{plan.full.place}/{f.stored}" for name, f in about.files.items() if f.header]
+        keys = [
+            name if about.held else f"{plan.full.place}/{f.stored}"
+            for name, f in about.files.items()
+            if f.header
+        ]
         states = {name: found for key in keys for name, found in find_tensors(place, key).items()}
         files = [(step, name) for step in plan.steps for name in {*step.index.weight_map.values()}]
-        steps = [(step.index.encoding, find_tensors(chain.store, f"{step.place}/{name}")) for step, name in files]
+        steps = [
+            (step.index.encoding, find_tensors(chain.store, f"{step.place}/{name}"))
+            for step, name in files
+        ]
         for name in names:
             if name not in states:
                 raise build_blame(f"{place.url}/{plan.full.place}", delta.MEND)(f"holds no {name}")
@@ -349,9 +428,14 @@ def read_tensors(
             for encoding, payloads in steps:
                 if encoding is not None and name in payloads:
                     made = np.empty_like(data)
-                    codec.apply_delta(data, made, _read_bytes(*payloads[name]), tensor.width, encoding)
+                    codec.apply_delta(
+                        data, made, _read_bytes(*payloads[name]), tensor.width, encoding
+                    )
                     data = made
-            found, blame = xxhash.xxh3_128_hexdigest(data.data), build_blame(chain.store.url, delta.MEND)
+            found, blame = (
+                xxhash.xxh3_128_hexdigest(data.data),
+                build_blame(chain.store.url, delta.MEND),
+            )
             delta.check_checksums([(name, found)], plan.target.index.tuneloop.checksums, blame)
             yield tensor, data
 
@@ -371,7 +455,9 @@ def lock_directory(directory: Path) -> Iterator[None]:
             raise UserError("directory", str(directory), remedy)
         lock = (directory / LOCK).open("a")
     except OSError as error:
-        mistake = UserError("directory", str(directory), f"{error.strerror}; choose one that can be written")
+        mistake = UserError(
+            "directory", str(directory), f"{error.strerror}; choose one that can be written"
+        )
         raise find_full_disk(error) or mistake from error
     with lock as held:
         fcntl.flock(held, fcntl.LOCK_EX)

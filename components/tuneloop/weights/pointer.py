@@ -37,7 +37,9 @@ def _parse(store: Store, data: bytes | None) -> Latest | None:
     try:
         return None if data is None else Latest.model_validate_json(data)
     except ValueError as error:
-        raise Corrupt("weights", f"{store.url}/{KEY}", "is not a pointer; restore it from a copy") from error
+        raise Corrupt(
+            "weights", f"{store.url}/{KEY}", "is not a pointer; restore it from a copy"
+        ) from error
 
 
 def advance_pointer(root: str | Store, latest: Latest) -> bool:
@@ -50,9 +52,13 @@ def advance_pointer(root: str | Store, latest: Latest) -> bool:
         if now == latest:
             return False
         if now is not None and now.version > latest.version:
-            raise PointerRewind("weights", latest.version, f"{store.url} is at version {now.version} already")
+            raise PointerRewind(
+                "weights", latest.version, f"{store.url} is at version {now.version} already"
+            )
         if now is not None and now.version == latest.version:
-            raise PointerConflict("weights", latest.ref, f"version {now.version} of {store.url} is {now.ref}")
+            raise PointerConflict(
+                "weights", latest.ref, f"version {now.version} of {store.url} is {now.ref}"
+            )
         fencing.check_lease()
         try:
             store.swap(KEY, data, latest.model_dump_json().encode())

@@ -18,7 +18,12 @@ from tuneloop.weights.versions import Chain
 
 RECORDS = "published"
 """Below the root, ``published/NNNNNN.json`` records how long publishing took, for people and reports only."""
-RECORD: dict[str, Any] = {"at": float, "timings": dict[str, float], "sent_bytes": int, "full_bytes": int}
+RECORD: dict[str, Any] = {
+    "at": float,
+    "timings": dict[str, float],
+    "sent_bytes": int,
+    "full_bytes": int,
+}
 RECORD |= {"density": float | None, "encoding": str | None}
 
 Weights = Annotated[
@@ -42,9 +47,13 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
         where = f"{chain.store.url} is at version {chain.latest} already"
         if version in chain.versions:
             if chain.entry(version).index.tuneloop.source != manifest.digest:
-                raise PointerConflict("weights version", version, f"{where}, and holds another one; use another root")
+                raise PointerConflict(
+                    "weights version", version, f"{where}, and holds another one; use another root"
+                )
         elif ran:
-            raise PointerRewind("weights version", version, f"{where}; give each run a root of its own")
+            raise PointerRewind(
+                "weights version", version, f"{where}; give each run a root of its own"
+            )
         return
     began = time.time()
     made, ref = Artifact(stage.out_url), manifest.inputs.get("policy")
@@ -58,9 +67,15 @@ def publish_checkpoint(stage: Stage, manifest: Manifest) -> None:
     if version not in chain.versions:
         record = {**dataclasses.asdict(done), "began": began, "at": time.time()}
         chain.store.put(key := f"{RECORDS}/{version:06d}.json", dump_checked_json(record, key))
-        how = f"{done.encoding}, {done.density or 0:.1%} of elements changed" if done.encoding else "full"
+        how = (
+            f"{done.encoding}, {done.density or 0:.1%} of elements changed"
+            if done.encoding
+            else "full"
+        )
         took = sum(done.timings.values()) * 1e3
-        stage.log(f"published version {done.version}: {done.sent_bytes / 1e6:.2f} MB ({how}) in {took:.0f} ms")
+        stage.log(
+            f"published version {done.version}: {done.sent_bytes / 1e6:.2f} MB ({how}) in {took:.0f} ms"
+        )
 
 
 def read_publications(root: str) -> dict[int, dict[str, Any]]:
@@ -83,5 +98,7 @@ def _find_base(policy: Artifact) -> Path | None:
     if (local := local_path(policy.url)) is None:
         return policy.part("model")
     held = local / policy.manifest.root
-    there = all((held / name).is_file() for name in policy.manifest.files if name.startswith("model/"))
+    there = all(
+        (held / name).is_file() for name in policy.manifest.files if name.startswith("model/")
+    )
     return held / "model" if there else None

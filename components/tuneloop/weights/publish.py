@@ -119,7 +119,9 @@ def publish_version(
 class _Attempt:
     """One attempt to publish: the files to upload, with their keys, and the indexes that describe them."""
 
-    def __init__(self, chain: Chain, version: int, directory: Path, scratch: Path, source: str | None) -> None:
+    def __init__(
+        self, chain: Chain, version: int, directory: Path, scratch: Path, source: str | None
+    ) -> None:
         self.chain, self.version, self.scratch, self.source = chain, version, scratch, source
         self.new = Checkpoint(directory)
         self.total = sum(t.end - t.start for t in self.new.tensors.values())
@@ -143,7 +145,9 @@ class _Attempt:
         before = standing.index.tuneloop
         if old.headers != {n: f.header for n, f in before.files.items() if f.header}:
             raise _not_the_base(base, standing)
-        if old.headers != self.new.headers:  # names, dtypes, shapes or files differ: only a full version can say that
+        if (
+            old.headers != self.new.headers
+        ):  # names, dtypes, shapes or files differ: only a full version can say that
             return
         done = delta.write_delta(old, self.new, self.delta_path, encoding, self.new.size)
         self.checksums = done.new
@@ -152,7 +156,11 @@ class _Attempt:
             raise _not_the_base(base, standing)
         if not done.fits:
             return
-        name = f"model-00000-of-00001.{file_digest(self.delta_path)[:12]}.safetensors" if done.names else None
+        name = (
+            f"model-00000-of-00001.{file_digest(self.delta_path)[:12]}.safetensors"
+            if done.names
+            else None
+        )
         files = self._files(done.new)
         for key, file in files.items():
             same = before.files.get(key)
@@ -187,7 +195,9 @@ class _Attempt:
         stored = {name: file.stored for name, file in files.items()}
         self.full = Index(
             metadata=Metadata(version=f"{self.version:06d}", total_size=self.total),
-            weight_map={name: place for name, t in self.new.tensors.items() if (place := stored[t.file])},
+            weight_map={
+                name: place for name, t in self.new.tensors.items() if (place := stored[t.file])
+            },
             tuneloop=Extra(
                 files=files,
                 checksums=self.checksums,
@@ -206,8 +216,14 @@ class _Attempt:
             for tensor, place in self.new.tensors.items():
                 if place.file == name:
                     content.update(checksums[tensor].encode())
-            stored = None if held else f"{name.removesuffix('.safetensors')}.{content.hexdigest()[:12]}.safetensors"
-            files[name] = File(size=(self.new.directory / name).stat().st_size, header=header, stored=stored)
+            stored = (
+                None
+                if held
+                else f"{name.removesuffix('.safetensors')}.{content.hexdigest()[:12]}.safetensors"
+            )
+            files[name] = File(
+                size=(self.new.directory / name).stat().st_size, header=header, stored=stored
+            )
         for name in self.new.others:
             path = self.new.directory / name
             stored = f"export.{name}" if name == INDEX else name
@@ -236,7 +252,11 @@ class _Attempt:
         store.create(f"{self.place}/{INDEX}", main.encoded())
 
     def _upload(self, index: Index, place: str) -> None:
-        sources = {f.stored: self.new.directory / name for name, f in index.tuneloop.files.items() if f.stored}
+        sources = {
+            f.stored: self.new.directory / name
+            for name, f in index.tuneloop.files.items()
+            if f.stored
+        }
         if index.encoding is not None:
             sources |= dict.fromkeys(index.weight_map.values(), self.delta_path)
         for name, source in sources.items():
@@ -258,7 +278,9 @@ class _Attempt:
         step = self.chain.delta(entry)
         kept = entry.keys() | (step.keys() if step else set())
         for key in store.keys(self.place):
-            if key not in kept and not key.rpartition("/")[2].startswith("."):  # hidden: another process is writing it
+            if key not in kept and not key.rpartition("/")[2].startswith(
+                "."
+            ):  # hidden: another process is writing it
                 store.delete(key)
         ref = versions.get_version_reference(entry)
         pointer.advance_pointer(store, pointer.Latest(version=self.version, ref=ref))

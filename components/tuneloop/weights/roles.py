@@ -34,7 +34,9 @@ def classify_tensors(directory: Path, names: Iterable[str]) -> dict[str, str]:
     if config.is_file() and '"model_type"' in config.read_text():
         from transformers import AutoConfig
 
-        with suppress(ValueError):  # transformers does not know the model, or only by code that comes with it
+        with suppress(
+            ValueError
+        ):  # transformers does not know the model, or only by code that comes with it
             about = AutoConfig.from_pretrained(directory, trust_remote_code=False)
             plan = about.get_text_config().base_model_tp_plan or {}
     return {name: _find_role(name, plan) for name in names}

@@ -34,7 +34,9 @@ class File(BaseModel, frozen=True, extra="forbid"):
     size: int = Field(ge=0)
     header: Hex | None = None
     digest: Hex | None = None
-    stored: str | None = Field(None, description="its name in this version's directory; None: as in the base version")
+    stored: str | None = Field(
+        None, description="its name in this version's directory; None: as in the base version"
+    )
 
 
 class Metadata(BaseModel, frozen=True, extra="forbid"):
@@ -55,15 +57,27 @@ class Extra(BaseModel, frozen=True, extra="forbid"):
     files: dict[str, File]
     checksums: dict[str, Hex] = Field(description="of every tensor's bytes in this version's state")
     base_index: Hex | None = Field(None, description="xxh3-128 of the base version's index")
-    delta_index: Hex | None = Field(None, description="xxh3-128 of the index in delta.<x>/ of a full version")
+    delta_index: Hex | None = Field(
+        None, description="xxh3-128 of the index in delta.<x>/ of a full version"
+    )
     stored_bytes: int = Field(description="of the files in this directory")
     elements: int = 0
     changed: int | None = Field(None, description="elements that differ from the base version")
-    restore_cost: float = Field(0.0, description="of the deltas since the last full version; see publish.RESTORE_BOUND")
-    source: str | None = Field(None, description="digest of the checkpoint that it was published from")
-    deltas: Encoding | None = Field(None, description="of a version without base: how those that follow are encoded")
-    roles: dict[str, str] | None = Field(None, description="of a version without base, and its deltas: see roles.py")
-    held: Hex | None = Field(None, description="of a version whose weights readers hold: what digest_weights says")
+    restore_cost: float = Field(
+        0.0, description="of the deltas since the last full version; see publish.RESTORE_BOUND"
+    )
+    source: str | None = Field(
+        None, description="digest of the checkpoint that it was published from"
+    )
+    deltas: Encoding | None = Field(
+        None, description="of a version without base: how those that follow are encoded"
+    )
+    roles: dict[str, str] | None = Field(
+        None, description="of a version without base, and its deltas: see roles.py"
+    )
+    held: Hex | None = Field(
+        None, description="of a version whose weights readers hold: what digest_weights says"
+    )
 
 
 class Index(BaseModel, frozen=True, extra="forbid"):
@@ -88,7 +102,11 @@ class Index(BaseModel, frozen=True, extra="forbid"):
     @property
     def density(self) -> float | None:
         """Share of elements that differ from the base version."""
-        return None if self.tuneloop.changed is None else self.tuneloop.changed / max(self.tuneloop.elements, 1)
+        return (
+            None
+            if self.tuneloop.changed is None
+            else self.tuneloop.changed / max(self.tuneloop.elements, 1)
+        )
 
     def encoded(self) -> bytes:
         return self.model_dump_json(exclude_none=True).encode()
@@ -116,19 +134,31 @@ class Entry:
             wrong = f"is not an index of a version ({error!r})"
             raise Corrupt("weights", f"{store.url}/{place}/{INDEX}", wrong) from error
         files = self.index.tuneloop.files
-        for name in (*files, *(f.stored for f in files.values() if f.stored), *self.index.weight_map.values()):
+        for name in (
+            *files,
+            *(f.stored for f in files.values() if f.stored),
+            *self.index.weight_map.values(),
+        ):
             if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
                 wrong = "is not a name for a file of a model directory; publish the version again"
                 raise Corrupt("weights", name, wrong)
         if get_version_directory(self.version) != place.partition("/")[0]:
-            raise Corrupt("weights", f"{store.url}/{place}", f"says that it is version {self.version}")
-        if (self.index.encoding is None) != (self.index.base is None) or (self.index.base or -1) >= self.version:
-            raise Corrupt("weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}")
+            raise Corrupt(
+                "weights", f"{store.url}/{place}", f"says that it is version {self.version}"
+            )
+        if (self.index.encoding is None) != (self.index.base is None) or (
+            self.index.base or -1
+        ) >= self.version:
+            raise Corrupt(
+                "weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}"
+            )
 
     def keys(self) -> set[str]:
         """Return all keys that the version consists of at this place."""
         stored = {f.stored for f in self.index.tuneloop.files.values() if f.stored}
-        return {f"{self.place}/{name}" for name in (INDEX, *stored, *self.index.weight_map.values())}
+        return {
+            f"{self.place}/{name}" for name in (INDEX, *stored, *self.index.weight_map.values())
+        }
 
 
 def get_version_directory(version: int) -> str:
@@ -143,9 +173,13 @@ class Chain:
         self.pointed = pointer.read_pointer(self.store)  # before the listing, which must include it
         self.keys = self.store.keys()
         found = (match for key in self.keys if (match := _DIRECTORY.fullmatch(key)))
-        self.versions = sorted(int(match[2]) for match in found if match[1] == get_version_directory(int(match[2])))
+        self.versions = sorted(
+            int(match[2]) for match in found if match[1] == get_version_directory(int(match[2]))
+        )
         self._entries = dict[int, Entry]()
-        self._named: dict[int | None, str] = {at.version: at.ref.rpartition(":")[2] for at in [self.pointed] if at}
+        self._named: dict[int | None, str] = {
+            at.version: at.ref.rpartition(":")[2] for at in [self.pointed] if at
+        }
 
     def entry(self, version: int) -> Entry:
         """Read the index of a version, verified by the later indexes, up to the one that the pointer names."""
@@ -162,7 +196,9 @@ class Chain:
                 wrong = f"has xxh3-128 {entry.digest}, but {named} is what `latest` or the next version builds on"
                 raise Corrupt("weights", f"{self.store.url}/{entry.place}/{INDEX}", wrong)
             self._entries[version] = entry
-            with contextlib.suppress(UserError):  # a full version can be read without the delta beside it
+            with contextlib.suppress(
+                UserError
+            ):  # a full version can be read without the delta beside it
                 if (step := self.delta(entry)) and (before := step.index.tuneloop.base_index):
                     self._named[step.index.base] = before
         return self._entries[version]
@@ -197,14 +233,24 @@ class Chain:
         if entry.index.tuneloop.delta_index is None:
             return None
         delta = Entry(self.store, delta_place(entry.place, entry.index))
-        if delta.digest != entry.index.tuneloop.delta_index or not delta.index.same_state(entry.index):
-            raise Corrupt("weights", f"{self.store.url}/{delta.place}", "is not the delta of the version it lies in")
+        if delta.digest != entry.index.tuneloop.delta_index or not delta.index.same_state(
+            entry.index
+        ):
+            raise Corrupt(
+                "weights",
+                f"{self.store.url}/{delta.place}",
+                "is not the delta of the version it lies in",
+            )
         return delta
 
 
 def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> Hex:
     """Hash lines ``name digest`` by xxh3-128: of the safetensors files' headers, then of tensors, each by name."""
-    lines = [f"{name} {digest}\n" for each in (headers, checksums) for name, digest in sorted(each.items())]
+    lines = [
+        f"{name} {digest}\n"
+        for each in (headers, checksums)
+        for name, digest in sorted(each.items())
+    ]
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 

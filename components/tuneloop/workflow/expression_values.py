@@ -24,11 +24,17 @@ def format_json(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         if value.is_integer() and abs(value) < 1e21:
             return str(int(value))
-        return format(Decimal(repr(value)), "f") if 1e-6 <= abs(value) < 1e21 else repr(value).replace("e-0", "e-")
+        return (
+            format(Decimal(repr(value)), "f")
+            if 1e-6 <= abs(value) < 1e21
+            else repr(value).replace("e-0", "e-")
+        )
     if isinstance(value, list):
         return f"[{','.join(map(format_json, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(k)}:{format_json(value[k])}" for k in sorted(value)) + "}"
+        return (
+            "{" + ",".join(f"{json.dumps(k)}:{format_json(value[k])}" for k in sorted(value)) + "}"
+        )
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -69,16 +75,22 @@ def require_number(value: Any, op: str) -> Any:
 def apply_operator(op: type[ast.AST], left: Any, right: Any) -> Any:
     """Apply a binary operator; `ast.Is` means ``matches``. Raises ExpressionError at operands that it does not take."""
     if op in (ast.Eq, ast.NotEq):
-        alike = is_number(left) == is_number(right) and isinstance(left, bool) == isinstance(right, bool)
+        alike = is_number(left) == is_number(right) and isinstance(left, bool) == isinstance(
+            right, bool
+        )
         return (alike and left == right) == (op is ast.Eq)
     if op in (ast.In, ast.NotIn):
         if not isinstance(right, list | dict):
-            raise ExpressionError(f"'in' needs a list or map on its right, got {format_json(right)}")
+            raise ExpressionError(
+                f"'in' needs a list or map on its right, got {format_json(right)}"
+            )
         return any(apply_operator(ast.Eq, left, item) for item in right) == (op is ast.In)
     texts = isinstance(left, str) and isinstance(right, str)
     if op is ast.Is:
         if not texts:
-            raise ExpressionError(f"'matches' needs two strings, got {format_json(left)} and {format_json(right)}")
+            raise ExpressionError(
+                f"'matches' needs two strings, got {format_json(left)} and {format_json(right)}"
+            )
         return re.search(right, left) is not None
     sign, apply = _OPERATORS[op]
     if texts and (sign == "+" or op in _ORDER):

@@ -67,7 +67,9 @@ def evaluate_when(when: str) -> bool:
         hint = "quote both sides if a value may hold spaces, hyphens or nothing"
         raise ExpressionError(f"invalid 'when' expression {when!r}: {error} ({hint})") from None
     if not isinstance(value, bool):
-        raise ExpressionError(f"'when' expression {when!r} is {values.format_value(value)}, not true or false")
+        raise ExpressionError(
+            f"'when' expression {when!r} is {values.format_value(value)}, not true or false"
+        )
     return value
 
 
@@ -109,7 +111,10 @@ _TOKEN = re.compile(
 _PYTHON = {
     **{"&&": "and", "||": "or", "!": "~", "not": "~", "=~": "is", "matches": "is"},
     **{"true": "True", "false": "False", "nil": "None"},
-    **{word: word for word in ("and", "or", "in", "not in", "==", "!=", "<=", ">=", *"-+*/%<>?:()[],")},
+    **{
+        word: word
+        for word in ("and", "or", "in", "not in", "==", "!=", "<=", ">=", *"-+*/%<>?:()[],")
+    },
 }
 
 
@@ -194,19 +199,28 @@ def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
             try:
                 return FUNCTIONS[name](*given)
             except (TypeError, ValueError) as error:
-                raise ExpressionError(f"{name}({', '.join(map(values.format_json, given))}): {error}") from None
+                raise ExpressionError(
+                    f"{name}({', '.join(map(values.format_json, given))}): {error}"
+                ) from None
         case ast.IfExp(test=test, body=yes, orelse=no):
             return value(yes if _require_boolean(value(test), "?") else no)
         case ast.BoolOp(op=op, values=parts):
             decided, word = (True, "||") if isinstance(op, ast.Or) else (False, "&&")
-            return decided if any(_require_boolean(value(part), word) is decided for part in parts) else not decided
+            return (
+                decided
+                if any(_require_boolean(value(part), word) is decided for part in parts)
+                else not decided
+            )
         case ast.UnaryOp(op=ast.Invert(), operand=inner):
             return not _require_boolean(value(inner), "!")
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -values.require_number(value(inner), "-")
         case ast.UnaryOp(op=ast.UAdd(), operand=inner):
             return values.require_number(value(inner), "+")
-        case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]):
+        case (
+            ast.BinOp(left=left, op=sign, right=right)
+            | ast.Compare(left=left, ops=[sign], comparators=[right])
+        ):
             return values.apply_operator(type(sign), value(left), value(right))
     raise ExpressionError(f"unexpected {ast.unparse(node)!r}")
 

@@ -27,13 +27,19 @@ class StageSpec:
     ) -> None:
         self.component, self.processes, self.nodes = component, processes, nodes
         self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
-        if self.parameters.get("backend", "native") not in (None, "native"):  # such a backend starts the ranks itself
+        if self.parameters.get("backend", "native") not in (
+            None,
+            "native",
+        ):  # such a backend starts the ranks itself
             self.parameters["expected_world_size"], self.processes = processes, 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
         """Return the stage with additional parameters: those of `values` that it has."""
         made = copy.copy(self)
-        made.parameters = {**self.parameters, **{name: values[name] for name in self.accepted(list(values))}}
+        made.parameters = {
+            **self.parameters,
+            **{name: values[name] for name in self.accepted(list(values))},
+        }
         return made
 
     def accepted(self, names: Sequence[str]) -> list[str]:
@@ -46,15 +52,28 @@ class Step:
     an earlier step's output, such as ``reward.rewards``. An `optional` step is left out if it has no `StageSpec`."""
 
     def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
-        self.component, self.optional, self.wires, self.name = component, optional, wires, component.template
-        self.outputs = [f"{self.name}.{to_kebab_case(each)}" for each in (component.output, *component.results)]
+        self.component, self.optional, self.wires, self.name = (
+            component,
+            optional,
+            wires,
+            component.template,
+        )
+        self.outputs = [
+            f"{self.name}.{to_kebab_case(each)}" for each in (component.output, *component.results)
+        ]
         known = [*component.inputs, *component.Params.model_fields]
         for name, wire in wires.items():
             if name not in known:
-                raise UserError(f"{self.name}.{name}", wire, f"is not an input or parameter; known: {', '.join(known)}")
+                raise UserError(
+                    f"{self.name}.{name}",
+                    wire,
+                    f"is not an input or parameter; known: {', '.join(known)}",
+                )
         for name, required in component.inputs.items():
             if required and name not in wires:
-                raise UserError(f"{self.name}.{name}", None, "is a required input: say which value it takes")
+                raise UserError(
+                    f"{self.name}.{name}", None, "is a required input: say which value it takes"
+                )
 
 
 @dataclass(frozen=True)
@@ -91,14 +110,18 @@ class Loop:
     def _check(self, field: str, wires: Iterable[str], known: set[str]) -> None:
         for wire in wires:
             if wire not in known:
-                raise UserError(field, wire, f"no value has this name; known here: {', '.join(sorted(known))}")
+                raise UserError(
+                    field, wire, f"no value has this name; known here: {', '.join(sorted(known))}"
+                )
 
     def check_specs(self, specs: Sequence[StageSpec]) -> None:
         """Check that every step that is not optional has a `StageSpec`. Raises UserError at one that has none."""
         described = {spec.component.template for spec in specs}
         for step in (*self.steps, self.check, *self.finish):
             if step.name not in described and not step.optional:
-                raise UserError("stages", step.name, "is a step of the loop and has no StageSpec: add one")
+                raise UserError(
+                    "stages", step.name, "is a step of the loop and has no StageSpec: add one"
+                )
 
     @property
     def passed(self) -> tuple[str, ...]:
@@ -137,7 +160,9 @@ class Loop:
 
     def values_of(self, steps: Sequence[Step]) -> list[str]:
         """Return the loop's values that `steps` take, in the order in which they are first taken."""
-        return list(dict.fromkeys(wire for step in steps for wire in step.wires.values() if "." not in wire))
+        return list(
+            dict.fromkeys(wire for step in steps for wire in step.wires.values() if "." not in wire)
+        )
 
 
 def step_of(wire: str) -> str:

@@ -28,11 +28,19 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
     for template in templates:
         if "resource" in template:
             told = "needs a cluster: submit it to one, or set nodes=1, and processes to their total"
-            raise UserError(f"spec.templates.{template['name']}.resource", template["resource"].get("action"), told)
+            raise UserError(
+                f"spec.templates.{template['name']}.resource",
+                template["resource"].get("action"),
+                told,
+            )
     for path in _unknown(spec, "spec", "spec"):
         raise UserError(path, "…", UNSUPPORTED)
     if output := re.search(r"(?:steps|tasks)\.[\w-]+\.outputs\.result\b", json.dumps(templates)):
-        raise UserError("spec.templates", output[0], "is not supported here; let the pod write a file (valueFrom.path)")
+        raise UserError(
+            "spec.templates",
+            output[0],
+            "is not supported here; let the pod write a file (valueFrom.path)",
+        )
     names = {template["name"] for template in templates}
     for field in ("entrypoint", "onExit"):
         if spec.get(field) and spec[field] not in names:
@@ -40,7 +48,9 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
     for template in templates:
         kinds = [kind for kind in KINDS if kind in template]
         if len(kinds) != 1:
-            raise UserError(f"templates.{template['name']}", kinds, f"needs one of {', '.join(KINDS)}")
+            raise UserError(
+                f"templates.{template['name']}", kinds, f"needs one of {', '.join(KINDS)}"
+            )
         _check_pod(template)
         for task in list_calls(template):
             if task.get("template") not in names:
@@ -49,20 +59,29 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
         tasks = {task["name"]: task for task in template.get("dag", {}).get("tasks", ())}
         waits = {name: parse_depends(task, tasks)[0] for name, task in tasks.items()}
         if circle := sorted(name for name in tasks if name in find_ancestors(name, waits)):
-            raise UserError(f"templates.{template['name']}.dag", circle, "these tasks wait for one another")
+            raise UserError(
+                f"templates.{template['name']}.dag", circle, "these tasks wait for one another"
+            )
 
 
 def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """List the tasks of a DAG, or the steps of every group, in the order they are written; none of a leaf."""
-    return template.get("dag", {}).get("tasks") or [step for group in template.get("steps", ()) for step in group]
+    return template.get("dag", {}).get("tasks") or [
+        step for group in template.get("steps", ()) for step in group
+    ]
 
 
 def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the controller runs: the workflow's own spec over that of the WorkflowTemplate it was made from."""
-    return {**(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}), **workflow["spec"]}
+    return {
+        **(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}),
+        **workflow["spec"],
+    }
 
 
-def begin_at_template(workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+def begin_at_template(
+    workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]
+) -> dict[str, Any]:
     """Return `workflow` with another template as its entrypoint, which gets `arguments`."""
     spec = workflow["spec"]
     given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
@@ -88,20 +107,27 @@ def _check_pod(template: Mapping[str, Any]) -> None:
     for item in container.get("env", []):
         path = (item.get("valueFrom") or {}).get("fieldRef", {}).get("fieldPath")
         if path and path not in FIELD_PATHS:
-            raise UserError(f"{at}.env.{item['name']}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}")
+            raise UserError(
+                f"{at}.env.{item['name']}.fieldRef", path, f"known here: {', '.join(FIELD_PATHS)}"
+            )
     for source in container.get("envFrom", []):
         for kind, named in source.items():
             if not named.get("optional"):
                 told = "secrets and config maps are a cluster's; make it optional"
                 raise UserError(f"{at}.envFrom.{kind}", named.get("name"), told)
     for volume in template.get("volumes", ()):
-        if (secret := volume.get("secret")) and secret.get("secretName") not in (TOKEN_SECRET, SANDBOX[0]):
+        if (secret := volume.get("secret")) and secret.get("secretName") not in (
+            TOKEN_SECRET,
+            SANDBOX[0],
+        ):
             raise UserError(f"{at}.volumes.{volume['name']}", secret.get("secretName"), UNSUPPORTED)
     for each in template.get("initContainers", ()):
         if each.get("command") != ["python", "-m", "tuneloop.sharing.sidecar"]:
             raise UserError(f"spec.{at}.initContainers", each.get("name"), UNSUPPORTED)
     if not container.get("command"):
-        raise UserError(f"{at}.command", None, "is needed: without the image, its entrypoint is not known")
+        raise UserError(
+            f"{at}.command", None, "is needed: without the image, its entrypoint is not known"
+        )
 
 
 def mounts_token(spec: Mapping[str, Any]) -> bool:
@@ -112,7 +138,9 @@ def mounts_token(spec: Mapping[str, Any]) -> bool:
 @functools.cache
 def _fields() -> dict[str, str]:
     """Read the kinds and their fields, in words."""
-    read: dict[str, str] = yaml.load(Path(__file__).with_name("local_fields.yaml").read_text(), yaml.CSafeLoader)
+    read: dict[str, str] = yaml.load(
+        Path(__file__).with_name("local_fields.yaml").read_text(), yaml.CSafeLoader
+    )
     return read
 
 
@@ -120,7 +148,9 @@ def _unknown(value: Any, kind: str, path: str) -> Iterator[str]:
     """Yield the paths of all fields in `value`, an object or a list of them, that its kind does not have."""
     if isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _unknown(item, kind, f"{path}.{item.get('name', index) if isinstance(item, dict) else index}")
+            yield from _unknown(
+                item, kind, f"{path}.{item.get('name', index) if isinstance(item, dict) else index}"
+            )
     elif isinstance(value, dict):
         known = dict(word.removeprefix("-").partition(":")[::2] for word in _fields()[kind].split())
         for key, item in value.items():
@@ -140,14 +170,30 @@ def parse_duration(duration: str | int | float) -> float:
         return float(text)
     if not re.fullmatch(r"(\d+(\.\d+)?(ns|us|ms|s|m|h|d))+", text):
         raise UserError("duration", duration, "write seconds, or units as in 1m30s")
-    return sum(float(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)", text))
+    return sum(
+        float(n) * _UNITS[unit]
+        for n, unit in re.findall(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h|d)", text)
+    )
 
 
-RESULTS = ("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned", "AnySucceeded", "AllFailed")
-_DEPENDENCY = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)")
+RESULTS = (
+    "Succeeded",
+    "Failed",
+    "Errored",
+    "Skipped",
+    "Omitted",
+    "Daemoned",
+    "AnySucceeded",
+    "AllFailed",
+)
+_DEPENDENCY = re.compile(
+    r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)"
+)
 
 
-def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], str]:
+def parse_depends(
+    task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[str], str]:
     """Return the tasks that `task` waits for, and the condition on their results: an expression over ``<task, hyphens
     as underscores>.<result>``, empty without dependencies. A task without a result means ``Succeeded || Skipped ||
     Daemoned``. Raises UserError at a name that is not a task of the same DAG, or not a result."""
@@ -157,9 +203,15 @@ def parse_depends(task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]
     def expand(match: re.Match[str]) -> str:
         name, result = (match[1], match[2]) if match[1] else (match[3], None)
         if name not in tasks:
-            raise UserError(f"tasks.{task['name']}.depends", name, f"is not a task; known: {', '.join(tasks)}")
+            raise UserError(
+                f"tasks.{task['name']}.depends", name, f"is not a task; known: {', '.join(tasks)}"
+            )
         if result not in (None, *RESULTS):
-            raise UserError(f"tasks.{task['name']}.depends", f"{name}.{result}", f"known results: {', '.join(RESULTS)}")
+            raise UserError(
+                f"tasks.{task['name']}.depends",
+                f"{name}.{result}",
+                f"known results: {', '.join(RESULTS)}",
+            )
         names[name] = None
         results = [result] if result else ["Succeeded", "Skipped", "Daemoned"]
         return "(" + " || ".join(f"{name.replace('-', '_')}.{each}" for each in results) + ")"

@@ -43,7 +43,10 @@ class PodLoop(BaseModel, frozen=True, extra="forbid"):
 
 def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the template whose pod runs the stages of several iterations; None where each stage has a pod."""
-    started = ((t, t.get("container", {}).get("command", ())) for t in workflow["spec"].get("templates") or ())
+    started = (
+        (t, t.get("container", {}).get("command", ()))
+        for t in workflow["spec"].get("templates") or ()
+    )
     return next((template for template, command in started if PROGRAM in command), None)
 
 
@@ -57,11 +60,18 @@ def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], PerPod]:
     loop = PodLoop.model_validate_json(words[words.index("--loop") + 1])
     stages = [*loop.steps, *([loop.check] if loop.check else [])]
     shared = {key: container[key] for key in ("image", "resources") if key in container}
-    inner = [{"name": s.name, "container": {**shared, "command": s.command, "args": s.flags}} for s in stages]
+    inner = [
+        {"name": s.name, "container": {**shared, "command": s.command, "args": s.flags}}
+        for s in stages
+    ]
     before = ["", *(stage.name for stage in stages)]  # one after the other
-    tasks = [{"name": s.name, "template": s.name, "depends": above} for s, above in zip(stages, before)]
+    tasks = [
+        {"name": s.name, "template": s.name, "depends": above} for s, above in zip(stages, before)
+    ]
     graph = {"name": pod["name"], "dag": {"tasks": tasks}}
     named = {stage.name for stage in stages}
-    others = [graph if t is pod else t for t in workflow["spec"]["templates"] if t["name"] not in named]
+    others = [
+        graph if t is pod else t for t in workflow["spec"]["templates"] if t["name"] not in named
+    ]
     unfolded = {**workflow, "spec": {**workflow["spec"], "templates": [*others, *inner]}}
     return unfolded, "auto" if "--auto" in words else int(words[words.index("--per-pod") + 1])

@@ -74,21 +74,33 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
             flags[key.replace("-", "_")] = value if equals else following
     started = [module for option, module in itertools.pairwise(words) if option == "-m"]
     resources = body.get("resources", {})
-    accelerators = sum(int(count) for name, count in resources.get("limits", {}).items() if "/" in name)
+    accelerators = sum(
+        int(count) for name, count in resources.get("limits", {}).items() if "/" in name
+    )
     env = {item["name"]: item.get("value") for item in body.get("env", ())}
-    ranks, nodes = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")), group.get("parallelism", 1)
+    ranks, nodes = (
+        int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")),
+        group.get("parallelism", 1),
+    )
     world = flags.get("expected_world_size", "")
     ranks = int(world or 1) if "backend" in flags else ranks  # another backend starts them
-    only_reads = world.isdigit() and int(world) != ranks * nodes  # the output of the JobSet before it
+    only_reads = (
+        world.isdigit() and int(world) != ranks * nodes
+    )  # the output of the JobSet before it
     module = started[-1] if started and not only_reads else None
     memory = resources.get("requests", {}).get("memory", "")
-    return Stage(template["name"], module, flags, body.get("image", ""), accelerators, ranks, nodes, memory)
+    return Stage(
+        template["name"], module, flags, body.get("image", ""), accelerators, ranks, nodes, memory
+    )
 
 
 def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
     """Find the stages that a loop (a template that calls itself) runs: template → role, in the order of the graph."""
     templates = {template["name"]: template for template in workflow["spec"].get("templates") or ()}
-    called = {name: [call["template"] for call in list_calls(template)] for name, template in templates.items()}
+    called = {
+        name: [call["template"] for call in list_calls(template)]
+        for name, template in templates.items()
+    }
     wanted, seen = [name for name, others in called.items() if name in others], set[str]()
     found: dict[str, Role] = {}
     while wanted:

@@ -43,8 +43,12 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         pattern=r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$",
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
-    device_class: str = Field("", description="DRA DeviceClass of the devices; empty: no claim, runs only take turns")
-    count: int = Field(1, ge=1, description="devices of a claim; every run that uses the claim sees all of them")
+    device_class: str = Field(
+        "", description="DRA DeviceClass of the devices; empty: no claim, runs only take turns"
+    )
+    count: int = Field(
+        1, ge=1, description="devices of a claim; every run that uses the claim sees all of them"
+    )
     selector: str = Field("", description="CEL expression that each device satisfies")
     runs_per_claim: int = Field(
         2,
@@ -53,9 +57,12 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         "pod has its own claim, without turns, and Kueue accounts for it where it maps the device class",
     )
     policy: Literal["fifo", "lrs"] = Field(
-        "fifo", description="whose turn is next: fifo: the first to ask; lrs: the least recently served"
+        "fifo",
+        description="whose turn is next: fifo: the first to ask; lrs: the least recently served",
     )
-    patience: float = Field(30.0, ge=1, description="seconds after which a silent holder has lost its turn")
+    patience: float = Field(
+        30.0, ge=1, description="seconds after which a silent holder has lost its turn"
+    )
     roles: Literal["together", "apart", "strict"] = Field(
         "together",
         description="together: trainers and samplers share one claim; apart: each has its own, on nodes labelled "
@@ -71,7 +78,9 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         pattern=rf"^({MEMORY})?$",
         description="memory (64Gi) of the node that runs share; a run that cannot fit is refused; empty: not checked",
     )
-    overhead: str = Field("4Gi", pattern=rf"^{MEMORY}$", description="memory (4Gi) of the node that is not the runs'")
+    overhead: str = Field(
+        "4Gi", pattern=rf"^{MEMORY}$", description="memory (4Gi) of the node that is not the runs'"
+    )
 
     @property
     def alone(self) -> bool:
@@ -120,7 +129,9 @@ class Toleration(BaseModel, frozen=True, extra="forbid"):
 class Resources(BaseModel, frozen=True, extra="forbid"):
     """The resources that a pod of a role requests."""
 
-    cpu: str = Field("500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that a pod requests: 500m, 2")
+    cpu: str = Field(
+        "500m", pattern=r"^\d+(\.\d+)?m?$", description="CPU that a pod requests: 500m, 2"
+    )
     memory: str = Field(
         AUTO,
         pattern=rf"^({AUTO}|{MEMORY})$",
@@ -136,7 +147,9 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
     shm: SharedMemory = ""
     grace_s: Grace = GRACE_S
     node_selector: dict[str, str] = Field({}, description="labels of the nodes where a pod may run")
-    tolerations: list[Toleration] = Field([], description="of taints of the nodes: key, operator, value, effect")
+    tolerations: list[Toleration] = Field(
+        [], description="of taints of the nodes: key, operator, value, effect"
+    )
 
     @model_validator(mode="after")
     def _more_memory(self) -> Resources:
@@ -164,8 +177,12 @@ class Resources(BaseModel, frozen=True, extra="forbid"):
 class AcceleratorResources(Resources):
     """The resources that a pod requests whose role computes on accelerators."""
 
-    gpus: int = Field(0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so")
-    queue: str | None = Field(None, description="Kueue LocalQueue of its pods and jobs; none: that of cluster.queue")
+    gpus: int = Field(
+        0, ge=0, description="nvidia.com/gpu of a pod; 0: it runs on CPU, and says so"
+    )
+    queue: str | None = Field(
+        None, description="Kueue LocalQueue of its pods and jobs; none: that of cluster.queue"
+    )
     shm: SharedMemory = AUTO
     grace_s: Grace = 300
 
@@ -183,16 +200,26 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         description=f"Kueue LocalQueue of accelerator stages; samplers wait in {SAMPLER_QUEUE} unless this is set; "
         "empty: not queued",
     )
-    priority: str = Field("", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0")
-    trainer: AcceleratorResources = Field(AcceleratorResources(), description="pods of stages that train")
+    priority: str = Field(
+        "", description="Kueue WorkloadPriorityClass of accelerator stages; empty: priority 0"
+    )
+    trainer: AcceleratorResources = Field(
+        AcceleratorResources(), description="pods of stages that train"
+    )
     sampler: AcceleratorResources = Field(
-        AcceleratorResources(), description="the rollout server, and pods of stages that sample in their own process"
+        AcceleratorResources(),
+        description="the rollout server, and pods of stages that sample in their own process",
     )
     scorer: AcceleratorResources = Field(
         AcceleratorResources(), description="pods of stages that score with a model and train none"
     )
-    cpu: Resources = Field(Resources(), description="all other pods, including those that only call a server")
-    claim: str = Field("", description="PersistentVolumeClaim that stages see at /store; for --store file:///store/…")
+    cpu: Resources = Field(
+        Resources(), description="all other pods, including those that only call a server"
+    )
+    claim: str = Field(
+        "",
+        description="PersistentVolumeClaim that stages see at /store; for --store file:///store/…",
+    )
     sandbox: str = Field(
         PROCESS,
         pattern=rf"^({SANDBOX_PLACE})$",
@@ -203,14 +230,20 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _either(self) -> Cluster:
         if self.share and self.share.device_class and any(map(self.count_gpus, ROLES)):
-            raise ValueError("gpus belong to this run alone, share.device_class to a shared claim: set one of them")
+            raise ValueError(
+                "gpus belong to this run alone, share.device_class to a shared claim: set one of them"
+            )
         return self
 
     @property
     def sandbox_environment(self) -> dict[str, str]:
         """The variables of a pod that follow from `sandbox`."""
         token = f"{SANDBOX[1]}/{TOKEN_KEY}"
-        return {} if self.sandbox == PROCESS else {SANDBOX_VARIABLE: self.sandbox, SANDBOX_TOKEN: token}
+        return (
+            {}
+            if self.sandbox == PROCESS
+            else {SANDBOX_VARIABLE: self.sandbox, SANDBOX_TOKEN: token}
+        )
 
     def resources(self, role: ResourceRole) -> Resources:
         return getattr(self, role)
@@ -223,7 +256,9 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
         """Return these settings with other resources of one role."""
         return self.model_copy(update={role: self.resources(role).model_copy(update=changes)})
 
-    def merge_roles(self, roles: Iterable[ResourceRole], served: bool = False) -> tuple[ResourceRole, Cluster]:
+    def merge_roles(
+        self, roles: Iterable[ResourceRole], served: bool = False
+    ) -> tuple[ResourceRole, Cluster]:
         """Return the role of a pod that runs stages of `roles` in turn (the first of them in `ROLES`), and settings
         with the GPUs of the role with most; if `served`, those of the rollout server beside them are added."""
         known = set(roles)

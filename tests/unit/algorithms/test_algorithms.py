@@ -32,12 +32,17 @@ def tokens(logprobs, old, advantages, sequence=None, **more):
 
 
 def every():
-    found = [plugins.load_variant("algorithms", name, "Algorithm") for name in plugins.list_variants("algorithms")]
+    found = [
+        plugins.load_variant("algorithms", name, "Algorithm")
+        for name in plugins.list_variants("algorithms")
+    ]
     return [algorithm for algorithm in found if issubclass(algorithm, PolicyGradient)]
 
 
 def made(algorithm, **options):
-    return algorithm(**{"max_completion_length": 10, **options} if algorithm is dr_grpo.Algorithm else options)
+    return algorithm(
+        **{"max_completion_length": 10, **options} if algorithm is dr_grpo.Algorithm else options
+    )
 
 
 def test_advantages_by_hand():
@@ -50,7 +55,9 @@ def test_advantages_by_hand():
     torch.testing.assert_close(none[:4], centred)
     batch = firsts(grpo.Algorithm(scale_rewards="batch").advantages(completions()))
     torch.testing.assert_close(batch, none / (REWARDS[:7].std() + 1e-4))
-    torch.testing.assert_close(firsts(rloo.Algorithm().advantages(completions()))[:4], centred * 4 / 3)
+    torch.testing.assert_close(
+        firsts(rloo.Algorithm().advantages(completions()))[:4], centred * 4 / 3
+    )
 
 
 @pytest.mark.parametrize("algorithm", every(), ids=lambda a: a.__module__.rpartition(".")[2])
@@ -60,7 +67,9 @@ def test_what_is_no_score_moves_no_advantage(algorithm, value):
     poisoned[7] = value
     one = made(algorithm)
     assert one.advantages(completions(poisoned)).equal(one.advantages(completions()))
-    assert one.advantages(completions(valid=torch.zeros(8, dtype=torch.bool))).tolist() == [0.0] * 13
+    assert (
+        one.advantages(completions(valid=torch.zeros(8, dtype=torch.bool))).tolist() == [0.0] * 13
+    )
 
 
 def test_equal_rewards_that_round_give_exact_zero():
@@ -71,7 +80,9 @@ def test_equal_rewards_that_round_give_exact_zero():
 
 def test_overlong_completions_are_punished_before_the_group_is_compared():
     """Of at most 3 tokens with a cache of 2: lengths 1, 2, 3 cost 0, 1/2, 1."""
-    found = dapo.Algorithm(max_completion_len=3, soft_punish_cache=2, scale_rewards="none").advantages(completions())
+    found = dapo.Algorithm(
+        max_completion_len=3, soft_punish_cache=2, scale_rewards="none"
+    ).advantages(completions())
     shaped = torch.tensor([1.0, -0.5, -1.0, 0.0])
     torch.testing.assert_close(firsts(found)[:4], shaped - shaped.mean())
 
@@ -164,7 +175,9 @@ def test_corrections_of_the_engine(mode, weights):
     engine = -1.0 - torch.tensor([5.0, 0.25, 20.0, 0.5]).log()
     low = 0.3 if mode.endswith("mask") else None
     one = dapo.Algorithm(vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low)
-    loss, measures = one.loss(tokens(logprobs, logprobs.detach(), torch.ones(4), [0, 0, 1, 1], engine=engine))
+    loss, measures = one.loss(
+        tokens(logprobs, logprobs.detach(), torch.ones(4), [0, 0, 1, 1], engine=engine)
+    )
     assert loss.tolist() == pytest.approx([-float(w) for w in weights])
     loss.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx(loss.tolist())
@@ -204,7 +217,9 @@ def test_kl_estimators(estimator, corrected, value, slope):
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     one = dapo.Algorithm(beta=0.1, kl_estimator=estimator, use_bias_correction_kl=corrected)
     reference = torch.tensor([-1.5, -2.0])
-    loss, measures = one.loss(tokens(logprobs, logprobs.detach(), torch.zeros(2), reference=reference))
+    loss, measures = one.loss(
+        tokens(logprobs, logprobs.detach(), torch.zeros(2), reference=reference)
+    )
     assert measures["kl"].tolist() == pytest.approx([value, 0.0], abs=1e-6)
     assert loss.tolist() == pytest.approx([0.1 * value, 0.0], abs=1e-6)
     loss[0].backward()
@@ -220,7 +235,9 @@ def test_kl_estimators(estimator, corrected, value, slope):
     ],
 )
 def test_aggregation(options, weights):
-    assert dapo.Algorithm(**options).token_weights(torch.tensor([1, 2, 3])).tolist() == pytest.approx(weights)
+    assert dapo.Algorithm(**options).token_weights(
+        torch.tensor([1, 2, 3])
+    ).tolist() == pytest.approx(weights)
 
 
 @pytest.mark.parametrize(

@@ -19,26 +19,42 @@ def describe_backend(namespace: str) -> dict[str, Any]:
     queues = {name: {"metadata": {"name": name}, "spec": {"clusterQueue": name}} for name in names}
     inside, quota = f"/api/v1/namespaces/{namespace}", [{"name": "cpu", "nominalQuota": "4"}]
     quota.append({"name": "memory", "nominalQuota": "16Gi"})
-    group = {"coveredResources": ["cpu", "memory"], "flavors": [{"name": "default", "resources": quota}]}
+    group = {
+        "coveredResources": ["cpu", "memory"],
+        "flavors": [{"name": "default", "resources": quota}],
+    }
     selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
     settings = {"name": "workflow-controller-configmap", "namespace": namespace}
-    images = [{"names": [f"docker.io/tuneloop/{name}:dev"]} for name in ("base", "trainer", "rollout")]
+    images = [
+        {"names": [f"docker.io/tuneloop/{name}:dev"]} for name in ("base", "trainer", "rollout")
+    ]
     accounts = ("tuneloop-stage", "tuneloop-executor", "tuneloop-continue")
     return {
         inside: {"metadata": {"name": namespace, "labels": selector["matchLabels"]}},
         **{f"{inside}/serviceaccounts/{name}": {"metadata": {"name": name}} for name in accounts},
-        f"{inside}/configmaps/tuneloop-store": {"data": {"AWS_ENDPOINT_URL": "http://s3", "AWS_REGION": "eu"}},
-        f"{inside}/secrets/tuneloop-store": {"data": {"AWS_ACCESS_KEY_ID": "YQ==", "AWS_SECRET_ACCESS_KEY": "Yg=="}},
+        f"{inside}/configmaps/tuneloop-store": {
+            "data": {"AWS_ENDPOINT_URL": "http://s3", "AWS_REGION": "eu"}
+        },
+        f"{inside}/secrets/tuneloop-store": {
+            "data": {"AWS_ACCESS_KEY_ID": "YQ==", "AWS_SECRET_ACCESS_KEY": "Yg=="}
+        },
         f"{inside}/configmaps/{settings['name']}": {
             "metadata": settings,
             "data": {"executor": EXECUTOR, "workflowDefaults": DEFAULTS},
         },
-        "/apis/apps/v1/deployments": [describe_deployment("workflow-controller", "argo", CONTROLLER_IMAGE)],
+        "/apis/apps/v1/deployments": [
+            describe_deployment("workflow-controller", "argo", CONTROLLER_IMAGE)
+        ],
         f"/apis/argoproj.io/v1alpha1/namespaces/{namespace}/workflows": [],
         f"{KUEUE}/namespaces/{namespace}/localqueues": [*queues.values()],
-        **{f"{KUEUE}/namespaces/{namespace}/localqueues/{name}": each for name, each in queues.items()},
         **{
-            f"{KUEUE}/clusterqueues/{name}": {"spec": {"namespaceSelector": selector, "resourceGroups": [group]}}
+            f"{KUEUE}/namespaces/{namespace}/localqueues/{name}": each
+            for name, each in queues.items()
+        },
+        **{
+            f"{KUEUE}/clusterqueues/{name}": {
+                "spec": {"namespaceSelector": selector, "resourceGroups": [group]}
+            }
             for name in names
         },
         "/api/v1/nodes": [{"metadata": {"name": "n"}, "status": {"images": images}}],

@@ -49,27 +49,45 @@ def test_every_part_of_a_long_run_takes_its_seats_first_and_gives_them_back() ->
     assert made["spec"]["onExit"] == "give-claim"
     args = template(made, "take-claim")["container"]["args"]
     assert args[args.index("--seats") + 1 :] == ["claim-trainer", "claim-sampler"]
-    assert claim_of(made, "policy-update")["resourceClaimName"] == "{{workflow.outputs.parameters.claim-trainer}}"
-    assert claim_of(made, "serve")["resourceClaimName"] == "{{workflow.outputs.parameters.claim-sampler}}"
-    assert QUEUE_LABEL not in template(made, "serve")["metadata"]["labels"], "Kueue takes no direct claims"
+    assert (
+        claim_of(made, "policy-update")["resourceClaimName"]
+        == "{{workflow.outputs.parameters.claim-trainer}}"
+    )
+    assert (
+        claim_of(made, "serve")["resourceClaimName"]
+        == "{{workflow.outputs.parameters.claim-sampler}}"
+    )
+    assert QUEUE_LABEL not in template(made, "serve")["metadata"]["labels"], (
+        "Kueue takes no direct claims"
+    )
 
 
 def test_a_claim_of_ones_own_is_made_from_a_template_and_queues() -> None:
     made = grpo("cluster.share.runs_per_claim=1", "nodes=2")
     assert "resourceClaimTemplateName" in claim_of(made, "serve")
     assert template(made, "serve")["metadata"]["labels"][QUEUE_LABEL] == "tuneloop-samplers"
-    assert "resourceClaimTemplateName" in template(made, "policy-update-job")["resource"]["manifest"]
+    assert (
+        "resourceClaimTemplateName" in template(made, "policy-update-job")["resource"]["manifest"]
+    )
 
 
 def test_trainers_and_samplers_want_different_nodes() -> None:
     made = grpo("cluster.share.roles=strict")
     found = {}
     for name in ("policy-update", "serve"):
-        near = template(made, name)["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        near = template(made, name)["affinity"]["nodeAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]
         ((expression,),) = (term["matchExpressions"] for term in near["nodeSelectorTerms"])
         found[name] = (expression["key"], expression["values"])
-        assert template(made, name)["metadata"]["labels"]["tuneloop.dev/role"] == expression["values"][0]
-    assert found == {"policy-update": ("tuneloop.dev/role", ["trainer"]), "serve": ("tuneloop.dev/role", ["sampler"])}
+        assert (
+            template(made, name)["metadata"]["labels"]["tuneloop.dev/role"]
+            == expression["values"][0]
+        )
+    assert found == {
+        "policy-update": ("tuneloop.dev/role", ["trainer"]),
+        "serve": ("tuneloop.dev/role", ["sampler"]),
+    }
     assert "affinity" not in template(grpo(), "serve"), "together: wherever the devices are"
 
 
@@ -79,7 +97,11 @@ def test_trainers_and_samplers_want_different_nodes() -> None:
         ("serve", "nodeSelector", {"disk": "fast"}),
         ("policy-update", "affinity", {"nodeAffinity": {}}),
         ("policy-update", "podSpecPatch", '{"nodeSelector":{"disk":"fast"}}'),
-        ("serve", "podSpecPatch", '{"resourceClaims":[{"name":"mine","resourceClaimName":"mine"}]}'),
+        (
+            "serve",
+            "podSpecPatch",
+            '{"resourceClaims":[{"name":"mine","resourceClaimName":"mine"}]}',
+        ),
         ("", "nodeSelector", {"disk": "fast"}),
     ],
 )
@@ -88,7 +110,9 @@ def test_a_placement_of_ones_own_is_refused(at: str, field: str, value: Any) -> 
     assert lint_workflow(made) == [] and lint_workflow(as_template(made, "grpo")) == []
     (template(made, at) if at else made["spec"])[field] = value
     (problem,) = lint_workflow(made)
-    assert str(problem).startswith(f"templates.{at}." if at else "spec.") and "leave it out" in str(problem)
+    assert str(problem).startswith(f"templates.{at}." if at else "spec.") and "leave it out" in str(
+        problem
+    )
 
 
 def test_a_workflow_that_would_take_no_seat_is_refused() -> None:
@@ -102,9 +126,13 @@ def test_a_workflow_that_would_take_no_seat_is_refused() -> None:
 
 
 def test_what_cannot_share_says_so() -> None:
-    with pytest.raises(UserError, match=r"cluster.share.group: 'demo': supports only stages of one pod"):
+    with pytest.raises(
+        UserError, match=r"cluster.share.group: 'demo': supports only stages of one pod"
+    ):
         grpo("nodes=2")
-    with pytest.raises(UserError, match=r"cluster.share.roles: 'apart': loop.iterations_per_pod trains and samples"):
+    with pytest.raises(
+        UserError, match=r"cluster.share.roles: 'apart': loop.iterations_per_pod trains and samples"
+    ):
         grpo("cluster.share.roles=apart", "loop.iterations_per_pod=2")
     with pytest.raises(UserError, match=r"set one of them"):
         grpo("cluster.sampler.gpus=1")
@@ -124,9 +152,16 @@ def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
     resources = template(made, "policy-update")["container"]["resources"]
     assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", "2304Mi")
     render_plan("grpo", made)
-    with pytest.raises(UserError, match=r"'12 GiB': 2 runs request 2 × \(2.25 GiB \+ 4.25 GiB server\) \+ 4 GiB"):
+    with pytest.raises(
+        UserError, match=r"'12 GiB': 2 runs request 2 × \(2.25 GiB \+ 4.25 GiB server\) \+ 4 GiB"
+    ):
         render_plan("grpo", grpo("cluster.share.node_memory=12Gi"))
-    assert "memory" in pod_spec("trainer", "trainer", [], [], Cluster())["containers"][0]["resources"]["requests"]
+    assert (
+        "memory"
+        in pod_spec("trainer", "trainer", [], [], Cluster())["containers"][0]["resources"][
+            "requests"
+        ]
+    )
 
 
 def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +171,19 @@ def test_one_machine_has_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     using = copy.copy(data_prep)
     using.accelerator = True
     with define_workflow("shared", cluster=cluster) as built:
-        stage = stage_template(using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster)
+        stage = stage_template(
+            using, {"source_args": {"digits": 2}, "train": 8, "eval": 4, "sft": 0}, cluster=cluster
+        )
         with DAG(name="main"):
-            stage(name="data-prep", arguments={"prompts": "{{workflow.parameters.store}}/shared/data-prep"})
-    outcome = execute_parts(built.to_dict(), workdir=tmp_path / "work", arguments={"store": "runs"}, warm=False)
+            stage(
+                name="data-prep",
+                arguments={"prompts": "{{workflow.parameters.store}}/shared/data-prep"},
+            )
+    outcome = execute_parts(
+        built.to_dict(), workdir=tmp_path / "work", arguments={"store": "runs"}, warm=False
+    )
     assert outcome.phase == "Succeeded"
     assert outcome.outputs["claim"] == "demo"
-    assert "shared.onExit" in {node.name for node in outcome.nodes.values() if node.template == "give-claim"}
+    assert "shared.onExit" in {
+        node.name for node in outcome.nodes.values() if node.template == "give-claim"
+    }

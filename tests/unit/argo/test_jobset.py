@@ -24,7 +24,9 @@ def rendered(*sets: str) -> dict[str, Any]:
 
 
 def test_the_stages_that_train_become_jobsets() -> None:
-    made = rendered("nodes=3", "processes=2", "cluster.trainer.gpus=2", "cluster.priority=tuneloop-low")
+    made = rendered(
+        "nodes=3", "processes=2", "cluster.trainer.gpus=2", "cluster.priority=tuneloop-low"
+    )
     assert not lint_workflow(made)
     templates = {t["name"]: t for t in made["spec"]["templates"]}
     names = set()
@@ -48,8 +50,13 @@ def test_the_stages_that_train_become_jobsets() -> None:
         assert container["args"][container["args"].index("--expected-world-size") + 1] == "6"
         assert "nvidia.com/gpu" not in json.dumps(alone["resources"])
         # The launcher and the step that reads hold no quota that the job waits for.
-        assert "kueue" not in json.dumps([templates[f"{stage}-{part}"].get("metadata") for part in ("job", "result")])
-    assert names == {"{{workflow.name}}-sft", "{{workflow.name}}-policy-update-{{inputs.parameters.iteration}}"}
+        assert "kueue" not in json.dumps(
+            [templates[f"{stage}-{part}"].get("metadata") for part in ("job", "result")]
+        )
+    assert names == {
+        "{{workflow.name}}-sft",
+        "{{workflow.name}}-policy-update-{{inputs.parameters.iteration}}",
+    }
 
 
 def test_every_pod_is_told_where_programs_of_the_policy_run() -> None:
@@ -60,17 +67,28 @@ def test_every_pod_is_told_where_programs_of_the_policy_run() -> None:
     templates = made["spec"]["templates"]
     pods = [(each["container"], each["volumes"]) for each in templates if "container" in each]
     for each in templates:
-        if "resource" in each and (job := yaml.safe_load(each["resource"]["manifest"]))["kind"] == "JobSet":
+        if (
+            "resource" in each
+            and (job := yaml.safe_load(each["resource"]["manifest"]))["kind"] == "JobSet"
+        ):
             pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
             pods.append((pod["containers"][0], pod["volumes"]))
-    stages = [(c, v) for c, v in pods if any(word.startswith("tuneloop.stages.") for word in c["command"])]
+    stages = [
+        (c, v) for c, v in pods if any(word.startswith("tuneloop.stages.") for word in c["command"])
+    ]
     assert len(stages) >= 7
     for container, volumes in stages:
         env = {item["name"]: item.get("value") for item in container["env"]}
         assert env["TUNELOOP_SANDBOX"] == url
-        (secret,) = (v for v in volumes if v.get("secret", {}).get("secretName") == "tuneloop-sandbox")
-        (mount,) = (m["mountPath"] for m in container["volumeMounts"] if m["name"] == secret["name"])
-        assert env["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{mount}/token" and secret["secret"]["optional"]
+        (secret,) = (
+            v for v in volumes if v.get("secret", {}).get("secretName") == "tuneloop-sandbox"
+        )
+        (mount,) = (
+            m["mountPath"] for m in container["volumeMounts"] if m["name"] == secret["name"]
+        )
+        assert (
+            env["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{mount}/token" and secret["secret"]["optional"]
+        )
     assert "SANDBOX" not in json.dumps(rendered("nodes=2"))
     with pytest.raises(UserError, match=r"cluster\.sandbox: 'gvisor': is not valid"):
         rendered("cluster.sandbox=gvisor")
@@ -83,7 +101,9 @@ def test_one_machine_refuses_them_by_name() -> None:
 
 
 def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
-    made = prepare_workflow(rendered("nodes=2"), run="demo", store="s3://b", priority="tuneloop-high")
+    made = prepare_workflow(
+        rendered("nodes=2"), run="demo", store="s3://b", priority="tuneloop-high"
+    )
     labels = find_queued_templates(made)
     assert {"sft-job", "policy-update-job"} <= labels.keys()
     assert {each["kueue.x-k8s.io/priority-class"] for each in labels.values()} == {"tuneloop-high"}

@@ -32,16 +32,28 @@ from tuneloop.training.backends.torchtune import Torchtune
 from tuneloop.training.backends.trl import Trl
 from tuneloop.workflow.settings import AcceleratorResources, Cluster, Toleration
 
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which renders overlays")
+pytestmark = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="needs kubectl, which renders overlays"
+)
 
 COMPONENT = Path(__file__).parents[3] / "manifests/components/trainer"
 SIZES = AcceleratorResources(
-    cpu="4", memory="8Gi", gpus=2, node_selector={"a": "b"}, tolerations=[Toleration(key="c", operator="Exists")]
+    cpu="4",
+    memory="8Gi",
+    gpus=2,
+    node_selector={"a": "b"},
+    tolerations=[Toleration(key="c", operator="Exists")],
 )
 CLUSTER = Cluster(trainer=SIZES, priority="tuneloop-high")
 DATA, MODEL = "s3://b/demo/data-prep@sha256:1#sft.parquet", "gs://b/demo/base-model@sha256:2#model"
 STAGE = Native(nodes=2, processes=2, args={"policy": "p", "prompts": "q", "checkpoint": "c"})
-TRL = Trl(args={"model_name_or_path": "/workspace/model", "dataset_name": "/workspace/dataset", "output_dir": "o"})
+TRL = Trl(
+    args={
+        "model_name_or_path": "/workspace/model",
+        "dataset_name": "/workspace/dataset",
+        "output_dir": "o",
+    }
+)
 
 
 class Objects(Answering):
@@ -50,7 +62,9 @@ class Objects(Answering):
     server: "Api"
 
     def do_GET(self) -> None:
-        kind, _, name = self.path.removeprefix("/apis/trainer.kubeflow.org/v1alpha1/").partition("/")
+        kind, _, name = self.path.removeprefix("/apis/trainer.kubeflow.org/v1alpha1/").partition(
+            "/"
+        )
         found = self.server.runtimes.get(name) if kind == "clustertrainingruntimes" else None
         self._answer(200 if found else 404, found or {"kind": "Status", "code": 404})
 
@@ -73,7 +87,11 @@ def runtimes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     (overlay / "kustomization.yaml").write_text("components: [trainer]\n")
     text = subprocess.check_output(["kubectl", "kustomize", overlay], text=True)
     objects = yaml.load_all(text, yaml.CSafeLoader)
-    return {item["metadata"]["name"]: item for item in objects if item["kind"] == "ClusterTrainingRuntime"}
+    return {
+        item["metadata"]["name"]: item
+        for item in objects
+        if item["kind"] == "ClusterTrainingRuntime"
+    }
 
 
 @pytest.fixture
@@ -91,10 +109,14 @@ def connect(api: Api) -> TrainerClient:
 
 def containers(runtime: dict[str, Any]) -> dict[str, dict[str, Any]]:
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    return {job["name"]: job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs}
+    return {
+        job["name"]: job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs
+    }
 
 
-@pytest.mark.parametrize(("backend", "data"), [(STAGE, {}), (TRL, {"dataset": DATA, "model": MODEL})])
+@pytest.mark.parametrize(
+    ("backend", "data"), [(STAGE, {}), (TRL, {"dataset": DATA, "model": MODEL})]
+)
 def test_the_sdk_creates_the_trainjob_that_is_rendered(
     api: Api, runtimes: dict[str, dict[str, Any]], backend: LLMBackend, data: dict[str, str]
 ) -> None:
@@ -114,51 +136,89 @@ def test_the_sdk_creates_the_trainjob_that_is_rendered(
     node = {**target, "template": {"spec": {"template": pod}}}
     template = {"metadata": {"labels": expected.pop("labels")}, "spec": {"replicatedJobs": [node]}}
     manager = "trainer.kubeflow.org/kubeflow-sdk"
-    expected["runtimePatches"] = [{"manager": manager, "trainingRuntimeSpec": {"template": template}}]
+    expected["runtimePatches"] = [
+        {"manager": manager, "trainingRuntimeSpec": {"template": template}}
+    ]
     expected["runtimeRef"]["kind"] = "ClusterTrainingRuntime"
     for part in expected.get("initializer", {}).values():
         part["env"] = []
     assert made == job
-    assert pod["spec"] == {"nodeSelector": {"a": "b"}, "tolerations": [{"key": "c", "operator": "Exists"}]}
+    assert pod["spec"] == {
+        "nodeSelector": {"a": "b"},
+        "tolerations": [{"key": "c", "operator": "Exists"}],
+    }
     assert made["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "tuneloop-high"
 
 
 @pytest.mark.parametrize(
     ("backend", "sizes", "told"),
     [
-        (STAGE, AcceleratorResources(memory="8Gi"), r"cluster\.trainer\.cpu: '500m': is the default; set it"),
-        (STAGE, AcceleratorResources(cpu="1"), r"cluster\.trainer\.memory: 'auto': is the default; set it"),
-        (Torchtune(), SIZES, "backend: 'tune run': does not start with our torchrun.*BuiltinTrainer"),
+        (
+            STAGE,
+            AcceleratorResources(memory="8Gi"),
+            r"cluster\.trainer\.cpu: '500m': is the default; set it",
+        ),
+        (
+            STAGE,
+            AcceleratorResources(cpu="1"),
+            r"cluster\.trainer\.memory: 'auto': is the default; set it",
+        ),
+        (
+            Torchtune(),
+            SIZES,
+            "backend: 'tune run': does not start with our torchrun.*BuiltinTrainer",
+        ),
     ],
 )
-def test_what_the_sdk_has_no_field_for_is_refused(backend: LLMBackend, sizes: AcceleratorResources, told: str) -> None:
+def test_what_the_sdk_has_no_field_for_is_refused(
+    backend: LLMBackend, sizes: AcceleratorResources, told: str
+) -> None:
     job = as_trainjob(backend, "tune", Cluster(trainer=sizes))
     with pytest.raises(UserError, match=told):
         build_train_arguments(job)
 
 
-def test_a_trainjob_of_the_grpo_runtime_names_model_and_data(api: Api, runtimes: dict[str, dict[str, Any]]) -> None:
+def test_a_trainjob_of_the_grpo_runtime_names_model_and_data(
+    api: Api, runtimes: dict[str, dict[str, Any]]
+) -> None:
     connect(api).train(
         runtime="tuneloop-grpo",
         initializer=Initializer(
-            dataset=HuggingFaceDatasetInitializer(DATA), model=HuggingFaceModelInitializer(MODEL, ignore_patterns=None)
+            dataset=HuggingFaceDatasetInitializer(DATA),
+            model=HuggingFaceModelInitializer(MODEL, ignore_patterns=None),
         ),
-        trainer=CustomTrainerContainer("tuneloop/rollout:dev", resources_per_node={"gpu": 1, "memory": "64Gi"}),
+        trainer=CustomTrainerContainer(
+            "tuneloop/rollout:dev", resources_per_node={"gpu": 1, "memory": "64Gi"}
+        ),
         options=[options.Name("mine"), options.TrainerArgs(["--set", "rollout.max_tokens=512"])],
     )
     ((_, made),) = api.created
     spec = made["spec"]
-    assert {part: of["storageUri"] for part, of in spec["initializer"].items()} == {"dataset": DATA, "model": MODEL}
+    assert {part: of["storageUri"] for part, of in spec["initializer"].items()} == {
+        "dataset": DATA,
+        "model": MODEL,
+    }
     assert "command" not in spec["trainer"]  # which is the runtime's
     found = runtimes["tuneloop-grpo"]["spec"]
-    assert found["mlPolicy"] == {"numNodes": 1}  # no variables of torchrun for a process that starts torchrun itself
-    for name, container in containers(runtimes["tuneloop-grpo"]).items():  # the webhook asks for this name
+    assert found["mlPolicy"] == {
+        "numNodes": 1
+    }  # no variables of torchrun for a process that starts torchrun itself
+    for name, container in containers(
+        runtimes["tuneloop-grpo"]
+    ).items():  # the webhook asks for this name
         assert {"name": "initializer", "mountPath": "/workspace"} in container["volumeMounts"], name
 
 
-def test_the_sdk_reads_every_runtime_and_the_pods_of_its_jobs(api: Api, runtimes: dict[str, dict[str, Any]]) -> None:
+def test_the_sdk_reads_every_runtime_and_the_pods_of_its_jobs(
+    api: Api, runtimes: dict[str, dict[str, Any]]
+) -> None:
     names = {name for name in runtimes if connect(api).get_runtime(name).name == name}
     assert {"tuneloop-torch", "tuneloop-trl", "tuneloop-grpo"} < names
     for name in names:
-        for container in containers(runtimes[name]).values():  # it knows a pod's device by a limit of it
-            assert "cpu" in container.get("resources", {}).get("limits", {"cpu": ""}), (name, container["name"])
+        for container in containers(
+            runtimes[name]
+        ).values():  # it knows a pod's device by a limit of it
+            assert "cpu" in container.get("resources", {}).get("limits", {"cpu": ""}), (
+                name,
+                container["name"],
+            )

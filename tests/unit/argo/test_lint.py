@@ -20,7 +20,13 @@ def clean() -> dict[str, Any]:
     }
     loop = dag(
         task("work", "pod", arguments=given(x="{{inputs.parameters.i}}")),
-        task("next", "loop", depends="work", when="{{=asInt(inputs.parameters.i) < 3}}", arguments=given(i="1")),
+        task(
+            "next",
+            "loop",
+            depends="work",
+            when="{{=asInt(inputs.parameters.i) < 3}}",
+            arguments=given(i="1"),
+        ),
         name="loop",
         inputs={"parameters": [{"name": "i"}]},
     )
@@ -47,7 +53,11 @@ def test_our_own_pipelines(name: str) -> None:
 RULES: list[tuple[Change, str, str]] = [
     (lambda s, pod, loop, main: update(s, entrypoint="zz"), "spec.entrypoint", "no such template"),
     (lambda s, pod, loop, main: update(s, onExit="zz"), "spec.onExit", "no such template"),
-    (lambda s, pod, loop, main: update(s, hooks={"h": {"template": "zz"}}), "spec.h", "no such template"),
+    (
+        lambda s, pod, loop, main: update(s, hooks={"h": {"template": "zz"}}),
+        "spec.h",
+        "no such template",
+    ),
     (lambda s, pod, loop, main: update(pod, name="Bad_Name"), "templates.Bad_Name", "lower-case"),
     (
         lambda s, pod, loop, main: update(main["dag"]["tasks"][0], template="zz"),
@@ -59,14 +69,26 @@ RULES: list[tuple[Change, str, str]] = [
         "templates.main.tasks.a.hooks",
         "no such",
     ),
-    (lambda s, pod, loop, main: update(main["dag"]["tasks"][0], arguments={}), "tasks.a.arguments", "is required by"),
+    (
+        lambda s, pod, loop, main: update(main["dag"]["tasks"][0], arguments={}),
+        "tasks.a.arguments",
+        "is required by",
+    ),
     (
         lambda s, pod, loop, main: update(main["dag"]["tasks"][0], arguments=given(i="0", j="1")),
         "tasks.a",
         "no such input",
     ),
-    (lambda s, pod, loop, main: update(loop["dag"]["tasks"][1], depends="zz"), "tasks.next.depends", "is not a task"),
-    (lambda s, pod, loop, main: update(loop["dag"]["tasks"][0], depends="next"), "tasks.work", "waits for itself"),
+    (
+        lambda s, pod, loop, main: update(loop["dag"]["tasks"][1], depends="zz"),
+        "tasks.next.depends",
+        "is not a task",
+    ),
+    (
+        lambda s, pod, loop, main: update(loop["dag"]["tasks"][0], depends="next"),
+        "tasks.work",
+        "waits for itself",
+    ),
     (lambda s, pod, loop, main: loop["dag"]["tasks"][1].pop("when"), "tasks.next", "needs a when"),
     (
         lambda s, pod, loop, main: update(
@@ -84,33 +106,60 @@ RULES: list[tuple[Change, str, str]] = [
     ),
     (
         lambda s, pod, loop, main: loop["dag"]["tasks"].append(
-            task("b", "pod", depends="next", arguments=given(x="{{tasks.next.outputs.parameters.out}}"))
+            task(
+                "b",
+                "pod",
+                depends="next",
+                arguments=given(x="{{tasks.next.outputs.parameters.out}}"),
+            )
         ),
         "tasks.b",
         "may be skipped",
     ),
-    (lambda s, pod, loop, main: update(loop, timeout="1m"), "templates.loop.timeout", "a DAG has no timeout"),
-    (lambda s, pod, loop, main: pod["container"].pop("resources"), "templates.pod.resources", "request cpu"),
-    (lambda s, pod, loop, main: pod["container"].pop("securityContext"), "templates.pod.securityContext", "restricted"),
+    (
+        lambda s, pod, loop, main: update(loop, timeout="1m"),
+        "templates.loop.timeout",
+        "a DAG has no timeout",
+    ),
+    (
+        lambda s, pod, loop, main: pod["container"].pop("resources"),
+        "templates.pod.resources",
+        "request cpu",
+    ),
+    (
+        lambda s, pod, loop, main: pod["container"].pop("securityContext"),
+        "templates.pod.securityContext",
+        "restricted",
+    ),
     (lambda s, pod, loop, main: pod.pop("retryStrategy"), "templates.pod.retryStrategy", "evicted"),
-    (lambda s, pod, loop, main: update(pod["container"], image="base:latest"), "templates.pod.image", "name a version"),
+    (
+        lambda s, pod, loop, main: update(pod["container"], image="base:latest"),
+        "templates.pod.image",
+        "name a version",
+    ),
     (
         lambda s, pod, loop, main: update(pod["container"], image="host:5000/base"),
         "templates.pod.image",
         "name a version",
     ),
     (
-        lambda s, pod, loop, main: pod["container"]["resources"].update(limits={"nvidia.com/gpu": 1}),
+        lambda s, pod, loop, main: pod["container"]["resources"].update(
+            limits={"nvidia.com/gpu": 1}
+        ),
         "templates.pod.metadata.labels",
         "queue's label",
     ),
     (
-        lambda s, pod, loop, main: update(pod, retryStrategy={"expression": "lastRetry.exitCode == 75"}),
+        lambda s, pod, loop, main: update(
+            pod, retryStrategy={"expression": "lastRetry.exitCode == 75"}
+        ),
         "spec.templates.pod.retryStrategy.expression",
         "write asInt",
     ),
     (
-        lambda s, pod, loop, main: update(pod, retryStrategy={"expression": "asInt(lastRetry.exitCode == 75"}),
+        lambda s, pod, loop, main: update(
+            pod, retryStrategy={"expression": "asInt(lastRetry.exitCode == 75"}
+        ),
         "spec.templates.pod.retryStrategy.expression",
         "unexpected",
     ),
@@ -121,7 +170,10 @@ RULES: list[tuple[Change, str, str]] = [
     ),
     (
         lambda s, pod, loop, main: update(
-            loop, outputs={"parameters": [{"name": "o", "valueFrom": {"expression": "workflow.parameters.x"}}]}
+            loop,
+            outputs={
+                "parameters": [{"name": "o", "valueFrom": {"expression": "workflow.parameters.x"}}]
+            },
         ),
         "spec.templates.loop.outputs.parameters.o.valueFrom.expression",
         "write '{{workflow.parameters.x}}'",
@@ -139,7 +191,9 @@ RULES: list[tuple[Change, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "field", "remedy"), RULES, ids=[f"{field}-{remedy}" for _, field, remedy in RULES])
+@pytest.mark.parametrize(
+    ("change", "field", "remedy"), RULES, ids=[f"{field}-{remedy}" for _, field, remedy in RULES]
+)
 def test_rule(change: Change, field: str, remedy: str) -> None:
     document = copy.deepcopy(clean())
     change(document["spec"], *document["spec"]["templates"])

@@ -50,7 +50,9 @@ def test_the_server_alone_has_a_token_and_is_resized_in_place() -> None:
     policy = {each["resourceName"]: each["restartPolicy"] for each in patched["resizePolicy"]}
     assert policy == {"cpu": "NotRequired", "memory": "NotRequired"}
     check_workflow(made["spec"])  # `tuneloop run` takes it
-    assert split(render())[0].keys() - serve.keys() == set(), "and without the key nothing of it is there"
+    assert split(render())[0].keys() - serve.keys() == set(), (
+        "and without the key nothing of it is there"
+    )
     assert "account" not in json.dumps(split(render())[0])
 
 
@@ -77,7 +79,9 @@ def test_no_server_requests_more_asleep_than_awake() -> None:
         render(ASLEEP, *shared)
 
 
-@pytest.mark.parametrize("asked", ["engine.colocate=false", "engine.name=transformers", "engine.asleep={gpu: 1}"])
+@pytest.mark.parametrize(
+    "asked", ["engine.colocate=false", "engine.name=transformers", "engine.asleep={gpu: 1}"]
+)
 def test_what_never_sleeps_is_refused(asked: str) -> None:
     with pytest.raises(UserError, match=r"asleep"):
         render(ASLEEP, *(["engine.colocate=false"] if "name" in asked else []), asked)
@@ -88,13 +92,16 @@ def api_of(*resources: str) -> Iterator[Connection]:
     class Core(Answering):
         def do_GET(self) -> None:
             kinds = [
-                {"name": each, "kind": "Pod", "namespaced": True, "singularName": "", "verbs": []} for each in resources
+                {"name": each, "kind": "Pod", "namespaced": True, "singularName": "", "verbs": []}
+                for each in resources
             ]
             self._answer(200, {"groupVersion": "v1", "resources": kinds})
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Core) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield build_connection(Configuration(host=f"http://127.0.0.1:{server.server_port}"), "tuneloop", "rig")
+        yield build_connection(
+            Configuration(host=f"http://127.0.0.1:{server.server_port}"), "tuneloop", "rig"
+        )
         server.shutdown()
 
 
@@ -110,9 +117,13 @@ def test_a_cluster_that_resizes_no_pods_is_refused() -> None:
 def test_the_account_may_resize_pods_and_a_policy_leaves_it_its_own_requests() -> None:
     """tests/cluster has what the API server makes of the policy."""
     account, role, binding = yaml.safe_load_all((RIGHTS / "rights.yaml").read_text())
-    assert account["metadata"]["name"] == ACCOUNT and account["automountServiceAccountToken"] is False
+    assert (
+        account["metadata"]["name"] == ACCOUNT and account["automountServiceAccountToken"] is False
+    )
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods/resize"], "verbs": ["patch"]}]
     assert [each["name"] for each in binding["subjects"]] == [ACCOUNT]
     policy, bound = yaml.safe_load_all((RIGHTS / "policy.yaml").read_text())
-    assert policy["spec"]["failurePolicy"] == "Fail" and bound["spec"]["validationActions"] == ["Deny"]
+    assert policy["spec"]["failurePolicy"] == "Fail" and bound["spec"]["validationActions"] == [
+        "Deny"
+    ]
     assert bound["spec"]["policyName"] == policy["metadata"]["name"]

@@ -61,11 +61,21 @@ def build(tasks: int, command: tuple[str, ...] = ("bash", "-c", SCRIPT)) -> dict
 
 def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
     """Without any cluster: all begin at once, none overlap, each knows its number, and nothing is held at the end."""
-    outcome = execute_workflow(build(4), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)})
+    outcome = execute_workflow(
+        build(4), workdir=tmp_path / "work", arguments={"run": "a", "store": str(tmp_path)}
+    )
     assert outcome.phase == "Succeeded", outcome.message
-    times = sorted(tuple(float((tmp_path / f"{i}.{what}").read_text()) for what in ("begin", "end")) for i in range(4))
+    times = sorted(
+        tuple(float((tmp_path / f"{i}.{what}").read_text()) for what in ("begin", "end"))
+        for i in range(4)
+    )
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
-    assert sorted(json.loads((tmp_path / f"{i}.turn").read_text())["number"] for i in range(4)) == [1, 2, 3, 4]
+    assert sorted(json.loads((tmp_path / f"{i}.turn").read_text())["number"] for i in range(4)) == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
 
 
@@ -116,10 +126,14 @@ def test_the_sidecar_alone_has_a_token() -> None:
     [template] = built.to_dict()["spec"]["templates"]
     [turn] = template["initContainers"]
     mounts = {
-        name: {m["name"] for m in c["volumeMounts"]} for name, c in (("turn", turn), ("main", template["container"]))
+        name: {m["name"] for m in c["volumeMounts"]}
+        for name, c in (("turn", turn), ("main", template["container"]))
     }
     assert turn["restartPolicy"] == "Always" and mounts["turn"] == {"turn", "turn-token"}
-    assert mounts["main"] == {"scratch", "shm", "turn"} and template["serviceAccountName"] == "tuneloop-turn"
+    assert (
+        mounts["main"] == {"scratch", "shm", "turn"}
+        and template["serviceAccountName"] == "tuneloop-turn"
+    )
     assert {v["name"] for v in template["volumes"]} == {"scratch", "shm", "turn", "turn-token"}
     assert not built.to_dict()["spec"]["automountServiceAccountToken"]
 
@@ -127,5 +141,7 @@ def test_the_sidecar_alone_has_a_token() -> None:
 def test_other_init_containers_are_refused_here(tmp_path: Path) -> None:
     made = build(1)
     made["spec"]["templates"][0]["initContainers"][0]["command"] = ["sh"]
-    with pytest.raises(UserError, match="initContainers: 'turn': is not supported by the local executor"):
+    with pytest.raises(
+        UserError, match="initContainers: 'turn': is not supported by the local executor"
+    ):
         execute_workflow(made, workdir=tmp_path, arguments={"run": "a", "store": str(tmp_path)})

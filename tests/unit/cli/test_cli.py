@@ -48,7 +48,9 @@ Call = Callable[..., Result]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Call:
     """Run a command in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -80,7 +82,9 @@ def refused(result: Result, *says: str) -> None:
         (("plan", "sft_then_grpo", "--set", f"loop={json.dumps({'a': [LONG]})}"), "loop.a: ['xxxx"),
     ],
 )
-def test_a_message_has_a_part_of_a_long_value_and_its_length(words: Sequence[str], says: str, call: Call) -> None:
+def test_a_message_has_a_part_of_a_long_value_and_its_length(
+    words: Sequence[str], says: str, call: Call
+) -> None:
     refused(result := call(*words), says, "… (10000", " characters) …x")
     assert len(result.err) < 1500, result.err
 
@@ -102,7 +106,13 @@ def program(*words: str, **more: object) -> "subprocess.Popen[str]":
 
 def test_light_commands_import_nothing_heavy(tmp_path: Path) -> None:
     """One after the other in one process."""
-    commands = [["--help"], ["schema", TOY], ["schema", "sft_then_grpo"], ["status"], ["run", "--help"]]
+    commands = [
+        ["--help"],
+        ["schema", TOY],
+        ["schema", "sft_then_grpo"],
+        ["status"],
+        ["run", "--help"],
+    ]
     code = f"""
 import sys, tuneloop.cli
 for words in {commands}:
@@ -110,7 +120,9 @@ for words in {commands}:
     print(words, code, {HEAVY} & set(sys.modules), file=sys.stderr)
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.stderr.splitlines() == [f"{words} 0 set()" for words in commands]
 
 
@@ -163,7 +175,10 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         (["run", TOY, "-c", "missing.yaml"], "missing.yaml"),
         (["run", TOY, "--run", "Not/A/Name"], "lower-case"),
         (["run", TOY, "--run", ""], "lower-case"),
-        (["run", "sft", "--set", "base_model=./nope"], "base_model: './nope': is not a directory here"),
+        (
+            ["run", "sft", "--set", "base_model=./nope"],
+            "base_model: './nope': is not a directory here",
+        ),
         (
             ["plan", "grpo", "--set", "cluster.trainer.memory=2GB"],
             "cluster.trainer.memory: '2GB': is not valid; expected: memory that a pod",
@@ -172,8 +187,14 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             ["plan", "grpo", "--set", "engine.gpus=2"],
             "engine.gpus: 2: unknown key; did you mean cluster.trainer.gpus or cluster.sampler.gpus or cluster.scorer",
         ),
-        (["plan", "grpo", "--set", "cluster.tolerations=[]"], "did you mean cluster.trainer.tolerations or"),
-        (["plan", "grpo", "--set", "cluster.cpu.gpus=2"], "cluster.cpu.gpus: 2: unknown key; did you mean"),
+        (
+            ["plan", "grpo", "--set", "cluster.tolerations=[]"],
+            "did you mean cluster.trainer.tolerations or",
+        ),
+        (
+            ["plan", "grpo", "--set", "cluster.cpu.gpus=2"],
+            "cluster.cpu.gpus: 2: unknown key; did you mean",
+        ),
         (
             ["plan", "grpo", "--set", "cluster.trainer.tolerations=[{taint: a}]"],
             "cluster.trainer.tolerations.0.taint: 'a': unknown key; known: key, operator",
@@ -191,21 +212,43 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         (["weights", "ls", "nope"], "not found"),
         (["weights", "verify", "nope"], "not found"),
         (["status", "--store", "ftp://x"], "ftp://x"),
-        (["plan", "grpo", "--set", "update.algorithm=nope"], "update.algorithm: 'nope': unknown; known: cispo"),
-        (["plan", "grpo", "--set", "data.source=nope"], "data.source: 'nope': unknown; known: digits"),
-        (["plan", "sft", "--set", "data.source=jsonl"], "data.source_args.train: None: is required by jsonl"),
+        (
+            ["plan", "grpo", "--set", "update.algorithm=nope"],
+            "update.algorithm: 'nope': unknown; known: cispo",
+        ),
+        (
+            ["plan", "grpo", "--set", "data.source=nope"],
+            "data.source: 'nope': unknown; known: digits",
+        ),
+        (
+            ["plan", "sft", "--set", "data.source=jsonl"],
+            "data.source_args.train: None: is required by jsonl",
+        ),
         (
             ["plan", "sft", "--set", "data.source=jsonl", "--set", "data.source_args.train=256"],
             "data.source_args.train: 256: Input should be a valid string",
         ),
-        (["plan", "grpo", "--set", "engine.name=nope"], "engine.name: 'nope': unknown; known: endpoint"),
+        (
+            ["plan", "grpo", "--set", "engine.name=nope"],
+            "engine.name: 'nope': unknown; known: endpoint",
+        ),
         (
             ["plan", "grpo", "--set", "engine.rollout_endpoint_url=x"],
             "engine: {'rollout_endpoint_url': 'x'}: name endpoint",
         ),
-        (["plan", "grpo", "--set", "loop.iterations_per_pod=7"], "loop.per_workflow: 60: must be a multiple"),
         (
-            ["plan", "grpo", "--set", "loop.iterations_per_pod=6", "--set", "loop.asynchronous=true"],
+            ["plan", "grpo", "--set", "loop.iterations_per_pod=7"],
+            "loop.per_workflow: 60: must be a multiple",
+        ),
+        (
+            [
+                "plan",
+                "grpo",
+                "--set",
+                "loop.iterations_per_pod=6",
+                "--set",
+                "loop.asynchronous=true",
+            ],
             "loop.asynchronous: True: overlaps stages",
         ),
         (
@@ -216,13 +259,23 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             ["plan", "sft", "--set", "sft.backend=torchtune"],
             "sft.backend: 'torchtune': cannot train for a stage: use native or trl",
         ),
-        (["plan", "sft", "--set", "sft.backend=trll"], "backends: 'trll': unknown; known: native, torchtune, trl"),
+        (
+            ["plan", "sft", "--set", "sft.backend=trll"],
+            "backends: 'trll': unknown; known: native, torchtune, trl",
+        ),
         (
             ["render", "sft_then_grpo", "--set", "sft.backend=trl", "--set", "sft.lora.r=8"],
             "sft.backend: 'trl': does not support lora, which is Lora(",
         ),
         (
-            ["render", "dpo", "--set", "preference.backend=trl", "--set", "preference.algorithm=my:loss"],
+            [
+                "render",
+                "dpo",
+                "--set",
+                "preference.backend=trl",
+                "--set",
+                "preference.algorithm=my:loss",
+            ],
             "preference.backend: 'trl': has no algorithm my:loss: choose dpo, ipo or kto",
         ),
         (
@@ -233,13 +286,31 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             ["render", "dpo", "--set", "preference.backend=trl", "--set", "tokenize=true"],
             "tokenize: True: is for the backend native: leave it out, or preference.backend",
         ),
-        (["render", "sft", "--set", "sft.backend_args.x=1"], "sft.backend: None: has no backend_args"),
-        (["render", "grpo", "--template", "--servers", "x"], "--template: 'true': cannot be combined with --servers"),
-        (["plan", "sft_then_grpo", "--set", "update.backend=trl"], "unknown key; did you mean sft.backend?"),
-        (["render", "grpo", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
-        (["render", "sft", "--servers", "rollout"], "need engine.name=vllm, engine.pull=true and engine.weights=URL"),
+        (
+            ["render", "sft", "--set", "sft.backend_args.x=1"],
+            "sft.backend: None: has no backend_args",
+        ),
+        (
+            ["render", "grpo", "--template", "--servers", "x"],
+            "--template: 'true': cannot be combined with --servers",
+        ),
+        (
+            ["plan", "sft_then_grpo", "--set", "update.backend=trl"],
+            "unknown key; did you mean sft.backend?",
+        ),
+        (
+            ["render", "grpo", "--servers", "rollout"],
+            "need engine.name=vllm, engine.pull=true and engine.weights=URL",
+        ),
+        (
+            ["render", "sft", "--servers", "rollout"],
+            "need engine.name=vllm, engine.pull=true and engine.weights=URL",
+        ),
         (["fleet", "autoscale", "http://a:8000", "--max", "2"], "must be service://name.namespace"),
-        (["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"], "is built for Argo and for one machine"),
+        (
+            ["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"],
+            "is built for Argo and for one machine",
+        ),
         (
             ["render", "grpo", "--set", "engine.colocate=true", "--set", "engine.pull=true"],
             "colocate needs the run's own",
@@ -257,9 +328,18 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         ),
         (["run", "sft", "--to", "kfp"], "--to: 'kfp': can be kfp, for render, "),
         (["submit", "sft", "--to"], "--to: '': can be kfp"),
-        (["cluster", "status", "demo", "--context", "nowhere"], "cluster: 'nowhere': no usable cluster"),
-        (["submit", "grpo", "--run", "Demo", "--store", "s3://b"], "--run: 'Demo': use at most 40 lower-case"),
-        (["submit", "grpo", "--run", "x", "--store", "s3://"], "store: 's3://': names no bucket; write s3://BUCKET"),
+        (
+            ["cluster", "status", "demo", "--context", "nowhere"],
+            "cluster: 'nowhere': no usable cluster",
+        ),
+        (
+            ["submit", "grpo", "--run", "Demo", "--store", "s3://b"],
+            "--run: 'Demo': use at most 40 lower-case",
+        ),
+        (
+            ["submit", "grpo", "--run", "x", "--store", "s3://"],
+            "store: 's3://': names no bucket; write s3://BUCKET",
+        ),
         (["run", "sft", "--set", "nodes=2"], "needs a cluster: submit it"),
     ],
 )
@@ -294,14 +374,22 @@ def test_lint_says_what_it_finds(call: Call, monkeypatch: pytest.MonkeyPatch) ->
     assert (result.code, result.out, result.err) == (0, "toy_pipeline: 0 problems\n", "")
     monkeypatch.setattr(lint, "lint_workflow", lambda workflow: [UserError("spec", 1, "wrong")])
     result = call("lint", TOY)
-    assert (result.code, result.out, result.err) == (2, "toy_pipeline: 1 problems\n", "error: spec: 1: wrong\n")
+    assert (result.code, result.out, result.err) == (
+        2,
+        "toy_pipeline: 1 problems\n",
+        "error: spec: 1: wrong\n",
+    )
 
 
 # Before a run
 
 
 def test_a_taken_port_is_refused() -> None:
-    serve = {"name": "serve", "daemon": True, "container": {"readinessProbe": {"httpGet": {"port": 0}}}}
+    serve = {
+        "name": "serve",
+        "daemon": True,
+        "container": {"readinessProbe": {"httpGet": {"port": 0}}},
+    }
     workflow = {"spec": {"templates": [serve]}}
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
@@ -315,28 +403,41 @@ def test_a_taken_port_is_refused() -> None:
 def test_a_store_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in ("file/below", "file"):
-        refused(call("run", TOY, "--store", str(tmp_path / place)), "Not a directory; choose a writable place")
+        refused(
+            call("run", TOY, "--store", str(tmp_path / place)),
+            "Not a directory; choose a writable place",
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_store_without_keys_is_the_mistake_of_who_asks(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served({}, monkeypatch, missing=(400, "GET http://169.254.169.254/latest/meta-data: refused")):
+def test_a_store_without_keys_is_the_mistake_of_who_asks(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(
+        {}, monkeypatch, missing=(400, "GET http://169.254.169.254/latest/meta-data: refused")
+    ):
         for words in (["status", "r"], ["weights", "ls", "r"], ["run", TOY]):
             refused(call(*words, "--store", "s3://b"), "no keys; set AWS_ACCESS_KEY_ID")
 
 
-def test_vllm_is_looked_for_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_looked_for_before_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
+    )
     workflow = toy.build_argo(toy.Config()).to_dict()
     with pytest.raises(UserError, match=r"engine\.name: 'vllm': vLLM is not installed"):
         checks.check_local_run({"engine": {"name": "vllm"}}, workflow, str(tmp_path))
     checks.check_local_run({"engine": {"name": "transformers"}}, workflow, str(tmp_path))
 
 
-def test_the_demo_takes_the_engine_that_is_there(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_takes_the_engine_that_is_there(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It looks for vLLM, chooses, says so, and asks `run` for the rest; here a setting that there is not ends it."""
     import importlib.util
 
@@ -347,7 +448,9 @@ def test_the_demo_takes_the_engine_that_is_there(call: Call, monkeypatch: pytest
         """Packages are there or not, whatever this environment has."""
         there = {name: None if name in names else real("json") for name in ("torch", "vllm")}
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name, *a: there[name] if name in there else real(name, *a)
+            importlib.util,
+            "find_spec",
+            lambda name, *a: there[name] if name in there else real(name, *a),
         )
 
     lacking("vllm")
@@ -355,7 +458,9 @@ def test_the_demo_takes_the_engine_that_is_there(call: Call, monkeypatch: pytest
     assert without.out == "demo: engine transformers, as vLLM is not installed here\n"
     refused(without, "nonsense: 1: unknown key")
     lacking()
-    assert call(*ends).out.startswith("demo: engine vllm, as vLLM is installed here; without it: --set engine.name=")
+    assert call(*ends).out.startswith(
+        "demo: engine vllm, as vLLM is installed here; without it: --set engine.name="
+    )
     assert call(*ends, "--set", "engine.name=transformers").out == ""
     lacking("torch")
     refused(call(*ends), "demo: 'torch': is not installed; pip install 'tuneloop[train]'")
@@ -387,15 +492,32 @@ def test_a_run_shows_progress_and_ends_with_its_summary(finished: Path) -> None:
     assert "</html>" in (finished / "runs" / "done" / "report.html").read_text()
     record = json.loads((finished / "runs" / "done" / "run.json").read_text())
     assert (record["pipeline"], record["config"]["iterations"]) == ("toy_pipeline", 2)
-    assert (finished / "runs" / "done" / "workflow.yaml").read_text().startswith("apiVersion: argoproj.io/v1alpha1\n")
+    assert (
+        (finished / "runs" / "done" / "workflow.yaml")
+        .read_text()
+        .startswith("apiVersion: argoproj.io/v1alpha1\n")
+    )
 
 
 @pytest.mark.local
 def test_on_a_terminal_the_run_is_one_live_region(tmp_path: Path) -> None:
     reader, terminal = os.openpty()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-    line = [sys.executable, "-m", "tuneloop.cli", "run", TOY, "--run", "t", *QUICK, "--set", "iterations=1"]
-    child = subprocess.Popen(line, stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL, cwd=tmp_path, env=env)
+    line = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "run",
+        TOY,
+        "--run",
+        "t",
+        *QUICK,
+        "--set",
+        "iterations=1",
+    ]
+    child = subprocess.Popen(
+        line, stdout=terminal, stderr=terminal, stdin=subprocess.DEVNULL, cwd=tmp_path, env=env
+    )
     os.close(terminal)
     out = b""
     while data := read(reader):
@@ -418,7 +540,9 @@ def test_reading_commands_on_a_finished_run(call: Call, finished: Path) -> None:
     status = call("status", "done", *at)
     assert "done  toy_pipeline  succeeded" in status.out
     assert re.search(r"^policy-update +Succeeded +2 ", status.out, re.M)
-    assert "0.750 (temperature 1, training prompts, iteration 2)" not in status.out, "the evaluation after is newer"
+    assert "0.750 (temperature 1, training prompts, iteration 2)" not in status.out, (
+        "the evaluation after is newer"
+    )
     assert "done" in call("status", *at).out
     assert "iterations/2/policy-update" in call("weights", "ls", "done", *at).out
     assert (
@@ -438,17 +562,26 @@ def test_a_flipped_byte_is_named(call: Call, tmp_path: Path) -> None:
     weights.write_bytes(b"{" + weights.read_bytes()[1:-1] + b" ")
     result = call("weights", "verify", "bad")
     assert result.code == 2
-    assert "version 1  sft: 1/2 files as committed\nversion 2  iterations/1/policy-update: 2/2" in result.out
+    assert (
+        "version 1  sft: 1/2 files as committed\nversion 2  iterations/1/policy-update: 2/2"
+        in result.out
+    )
     assert str(weights) in result.err
 
 
-def test_the_same_run_again_is_done_and_another_configuration_is_refused(call: Call, finished: Path) -> None:
+def test_the_same_run_again_is_done_and_another_configuration_is_refused(
+    call: Call, finished: Path
+) -> None:
     at = ("--run", "done", "--store", str(finished / "runs"))
     before = (finished / "runs" / "done" / "nodes.jsonl").read_bytes()
     assert "done: finished already" in call("run", TOY, *at).out
     assert "done: finished already" in call("resume", "done", *at[2:]).out
     assert (finished / "runs" / "done" / "nodes.jsonl").read_bytes() == before
-    refused(call("run", TOY, *at, "--set", "iterations=3"), "exists with another iterations", "tuneloop resume done")
+    refused(
+        call("run", TOY, *at, "--set", "iterations=3"),
+        "exists with another iterations",
+        "tuneloop resume done",
+    )
 
 
 def test_a_run_whose_executor_was_killed_before_its_report_has_one_when_it_is_resumed(
@@ -488,7 +621,17 @@ def test_a_run_that_failed_before_its_loop_takes_other_settings(call: Call, tmp_
 
 @pytest.mark.local
 def test_a_killed_run_is_interrupted_and_resumes(call: Call, tmp_path: Path) -> None:
-    child = program("run", TOY, "--run", "k", *QUICK, "--set", "iterations=3", cwd=tmp_path, start_new_session=True)
+    child = program(
+        "run",
+        TOY,
+        "--run",
+        "k",
+        *QUICK,
+        "--set",
+        "iterations=3",
+        cwd=tmp_path,
+        start_new_session=True,
+    )
     until(lambda: (tmp_path / "runs/k/iterations/1/rollout/manifest.json").exists(), child=child)
     child.send_signal(signal.SIGSTOP)  # it is there, and begins no further stage
     assert "k  toy_pipeline  running" in call("status", "k").out
@@ -515,19 +658,25 @@ def test_stop_ends_a_run_so_that_it_resumes(call: Call, tmp_path: Path) -> None:
 
 
 def left(tmp_path: Path, *nodes: Node, phase: str = "Running", message: str = "") -> Path:
-    record = records.Record(run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs")
+    record = records.Record(
+        run="r", pipeline="toy_pipeline", path=TOY, config={}, store=f"file://{tmp_path}/runs"
+    )
     directory = run_record.Run.create(record, "").directory
     journal = Journal(directory)
     journal.write(Workflow(name="r", pid=os.getpid(), started=1.0, parameters={"iterations": "9"}))
     for node in nodes:
         journal.write(node)
     if phase != "Running":
-        journal.write(Workflow(name="r", phase=phase, message=message, parameters={"iterations": "9"}))
+        journal.write(
+            Workflow(name="r", phase=phase, message=message, parameters={"iterations": "9"})
+        )
     return directory
 
 
 def pod(name: str, phase: str = "Succeeded", **more: object) -> Node:
-    return Node(id=name, name=name, display_name=name, template="t", type="Pod", phase=phase, **more)  # type: ignore[arg-type]
+    return Node(
+        id=name, name=name, display_name=name, template="t", type="Pod", phase=phase, **more
+    )  # type: ignore[arg-type]
 
 
 def test_a_damaged_run_hides_no_other(call: Call, tmp_path: Path) -> None:
@@ -535,17 +684,33 @@ def test_a_damaged_run_hides_no_other(call: Call, tmp_path: Path) -> None:
         store = "az://c/x" if name == "d" else f"file://{tmp_path}/runs"
         place = tmp_path / "runs" / name
         place.mkdir(parents=True)
-        record = Record(run=name, pipeline="toy_pipeline", path=TOY, config={}, store=store, created=ord(name))
+        record = Record(
+            run=name, pipeline="toy_pipeline", path=TOY, config={}, store=store, created=ord(name)
+        )
         (place / "run.json").write_text(
-            "{" if name == "a" else dump_checked_json(record.model_dump(mode="json"), f"{name}/run.json").decode()
+            "{"
+            if name == "a"
+            else dump_checked_json(record.model_dump(mode="json"), f"{name}/run.json").decode()
         )
     (tmp_path / "runs" / "c" / "sft").mkdir()
     (tmp_path / "runs" / "c" / "sft" / "manifest.json").write_text("{}")
     result = call("status")
     rows = [line.split()[:3] for line in result.out.splitlines() if line.strip()[:1] in {*"abcd"}]
-    assert rows == [["b", "toy_pipeline", "created"], ["a", "damaged"], ["c", "damaged"], ["d", "unreachable"]]
-    assert [line.split(":")[0] for line in result.err.splitlines()] == ["a", "c", "d"] and result.code == 0
-    assert "/a/run.json': was changed since it was written, or is another file; restore it" in result.err
+    assert rows == [
+        ["b", "toy_pipeline", "created"],
+        ["a", "damaged"],
+        ["c", "damaged"],
+        ["d", "unreachable"],
+    ]
+    assert [line.split(":")[0] for line in result.err.splitlines()] == [
+        "a",
+        "c",
+        "d",
+    ] and result.code == 0
+    assert (
+        "/a/run.json': was changed since it was written, or is another file; restore it"
+        in result.err
+    )
     refused(call("status", "a"), "was changed since it was written")
     refused(call("status", "none"), "known there: a, b, c, d")
 
@@ -553,13 +718,26 @@ def test_a_damaged_run_hides_no_other(call: Call, tmp_path: Path) -> None:
 def test_status_for_programs(call: Call, finished: Path) -> None:
     at = ("--store", str(finished / "runs"), "--json")
     told = json.loads(call("status", "done", *at).out)
-    assert (told["format"], told["run"], told["pipeline"], told["phase"]) == (1, "done", "toy_pipeline", "succeeded")
+    assert (told["format"], told["run"], told["pipeline"], told["phase"]) == (
+        1,
+        "done",
+        "toy_pipeline",
+        "succeeded",
+    )
     assert (told["iteration"], told["iterations"], told["message"]) == (2, 2, "")
-    assert [(each["mean_reward"], each["policy_version"]) for each in told["evaluations"]] == [(0.5, 1), (1.0, 3)]
+    assert [(each["mean_reward"], each["policy_version"]) for each in told["evaluations"]] == [
+        (0.5, 1),
+        (1.0, 3),
+    ]
     assert told["newest_batch"]["mean_reward"] == 0.75
     stages = {stage["stage"]: stage for stage in told["stages"]}
     update = stages["policy-update"]
-    assert (update["phase"], update["done"], update["retries"], update["iteration"]) == ("Succeeded", 2, 0, 2)
+    assert (update["phase"], update["done"], update["retries"], update["iteration"]) == (
+        "Succeeded",
+        2,
+        0,
+        2,
+    )
     assert stages["evaluate-after"]["results"]["mean_reward"] == 1.0
 
     listed = json.loads(call("status", *at).out)
@@ -592,11 +770,18 @@ def test_a_terminal_that_is_narrow_shows_the_names_of_runs(finished: Path) -> No
         out += data
     assert child.wait() == 0, out.decode()
     [row] = [row for row in out.decode().splitlines() if row.startswith("done ")]
-    assert row.split()[:3] == ["done", "toy_pipeline", "succeeded"] and "1.000" in row and row.endswith("…")
+    assert (
+        row.split()[:3] == ["done", "toy_pipeline", "succeeded"]
+        and "1.000" in row
+        and row.endswith("…")
+    )
 
 
 def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_path: Path) -> None:
-    tries = [pod(f"sft({i})", phase, parent="sft") for i, phase in enumerate(("Failed", "Failed", "Running"))]
+    tries = [
+        pod(f"sft({i})", phase, parent="sft")
+        for i, phase in enumerate(("Failed", "Failed", "Running"))
+    ]
     left(tmp_path, *tries)
     text = call("status", "r").out
     assert "r  toy_pipeline  interrupted; tuneloop resume r" in text
@@ -606,7 +791,9 @@ def test_status_counts_retries_and_says_what_was_interrupted(call: Call, tmp_pat
 
 
 def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
-    left(tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed")
+    left(
+        tmp_path, pod("sft", "Failed", message="exit code 1"), phase="Failed", message="sft failed"
+    )
     assert "r  toy_pipeline  failed; sft failed; tuneloop resume r" in call("status", "r").out
     listed = call("status", "--json")
     [run] = json.loads(listed.out)["runs"]
@@ -617,14 +804,20 @@ def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
 def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:
     told = call("turns", "g", "--store", "runs")
     assert (told.code, told.out) == (0, "no run holds or waits for a lease in group g\n")
-    open_turns("runs/.turns/g", who="r").change(lambda document: document.ask("r.1", "r").take("r.1"))
+    open_turns("runs/.turns/g", who="r").change(
+        lambda document: document.ask("r.1", "r").take("r.1")
+    )
     assert "  holds  r  since " in call("turns", "g", "--store", "runs").out
 
 
 def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Running"))
     turns = open_turns(f"{tmp_path}/runs/.turns/g", who="r")
-    turns.change(lambda document: document.ask("r.1", "r").take("r.1").ask("r.2", "r").ask("other.1", "other"))
+    turns.change(
+        lambda document: (
+            document.ask("r.1", "r").take("r.1").ask("r.2", "r").ask("other.1", "other")
+        )
+    )
     assert "is not running (interrupted)" in call("stop", "r").out
     document = turns.read()
     assert document.holder is None and [seat.who for seat in document.waiting] == ["other"]
@@ -639,7 +832,9 @@ def test_status_while_an_executor_holds_the_run(call: Call, tmp_path: Path) -> N
 
 
 def test_logs_are_prefixed_and_followed_to_the_end(call: Call, tmp_path: Path) -> None:
-    one = pod("rollout", log="logs/one.log", inputs={"rollouts": "x/iterations/3/rollout"}, finished=1.0)
+    one = pod(
+        "rollout", log="logs/one.log", inputs={"rollouts": "x/iterations/3/rollout"}, finished=1.0
+    )
     two = pod("sft(0)", "Running", log="logs/two.log", parent="sft")
     directory = left(tmp_path, one, two)
     (directory / "logs").mkdir()
@@ -670,18 +865,36 @@ def test_the_display_prints_a_line_an_iteration_with_rate_and_time_left(
         for iteration in (1, 2):
             for stage, outputs in (("rollout", {}), ("reward", {"mean-reward": f"0.{iteration}5"})):
                 earlier = f"s/r/iterations/{iteration - 1}/policy-update@sha256:00"
-                about = {"inputs": {"policy": earlier, "x": f"s/r/iterations/{iteration}/{stage}"}, "started": now}
+                about = {
+                    "inputs": {"policy": earlier, "x": f"s/r/iterations/{iteration}/{stage}"},
+                    "started": now,
+                }
                 name = f"{stage}-{iteration}"
                 display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Running", **about))
-                display.log(Node(name, name, stage, stage, "Pod"), f"{stage}: 1/2 prompts  0.1 prompts/s  9 s left")
+                display.log(
+                    Node(name, name, stage, stage, "Pod"),
+                    f"{stage}: 1/2 prompts  0.1 prompts/s  9 s left",
+                )
                 now += 5
                 ended = {**about, "finished": now, "outputs": outputs}
                 display.node(Node(name, name, f"{stage}(0)", stage, "Pod", "Succeeded", **ended))
-                display.node(Node(f"s-{name}", "serve", "serve", "serve", "Pod", "Running", started=now))  # died before
+                display.node(
+                    Node(f"s-{name}", "serve", "serve", "serve", "Pod", "Running", started=now)
+                )  # died before
         display.log(
-            Node("i", "i", "iterations", "iterations", "Pod"), "iteration 3/4  reward 0.350  0.5 s  (reward 0.5 s)"
+            Node("i", "i", "iterations", "iterations", "Pod"),
+            "iteration 3/4  reward 0.350  0.5 s  (reward 0.5 s)",
         )
-        display.node(pod("export", "Failed", exit_code=2, message="exit code 2", started=110.0, finished=111.5))
+        display.node(
+            pod(
+                "export",
+                "Failed",
+                exit_code=2,
+                message="exit code 2",
+                started=110.0,
+                finished=111.5,
+            )
+        )
     assert capsys.readouterr().out.splitlines() == [
         "   0.0 s  rollout: 1/2 prompts  0.1 prompts/s  9 s left",
         "   5.0 s  reward: 1/2 prompts  0.1 prompts/s  9 s left",
@@ -703,12 +916,24 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
 
     def attempts(name: str, message: str, *, ready: bool = False) -> Iterator[Node]:
         """The nodes of two attempts: as the executor tells them."""
-        about = {"name": name, "display_name": name, "template": name, "started": 90.0, "daemoned": ready}
+        about = {
+            "name": name,
+            "display_name": name,
+            "template": name,
+            "started": 90.0,
+            "daemoned": ready,
+        }
         yield Node(name, type="Retry", phase="Running", **about)
         for number, phase in ((0, "Failed"), (1, "Succeeded")):
             one = {**about, "display_name": f"{name}({number})", "type": "Pod", "parent": name}
             yield Node(f"{name}-{number}", phase="Running", **one)
-            yield Node(f"{name}-{number}", phase=phase, finished=95.0, message="" if number else "lost", **one)
+            yield Node(
+                f"{name}-{number}",
+                phase=phase,
+                finished=95.0,
+                message="" if number else "lost",
+                **one,
+            )
             if not number:
                 yield Node(name, type="Retry", phase="Running", message=message, **about)
                 yield Node(name, type="Retry", phase="Running", message=message, **about)
@@ -720,10 +945,26 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
                 screen.print(display._draw())
             shown = drawn.get()
             assert (again in shown) == (node.message == again)
-        last = {"name": "sft", "display_name": "sft", "template": "sft", "started": 90.0, "finished": 95.0}
+        last = {
+            "name": "sft",
+            "display_name": "sft",
+            "template": "sft",
+            "started": 90.0,
+            "finished": 95.0,
+        }
         display.node(Node("sft", type="Retry", phase="Running", **last))
-        display.node(Node("sft-0", **{**last, "display_name": "sft(0)"}, type="Pod", phase="Failed", parent="sft"))
-        display.node(Node("sft", type="Retry", phase="Failed", message="exit code 2: error", **last))
+        display.node(
+            Node(
+                "sft-0",
+                **{**last, "display_name": "sft(0)"},
+                type="Pod",
+                phase="Failed",
+                parent="sft",
+            )
+        )
+        display.node(
+            Node("sft", type="Retry", phase="Failed", message="exit code 2: error", **last)
+        )
         ended = {"message": "serve: server died", "parent": "r"}
         display.node(Node("reward", "reward", "reward", "reward", "Pod", "Omitted", **ended))
     assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
@@ -738,29 +979,47 @@ def test_the_display_says_why_a_stage_or_a_server_is_tried_again(
     ]
 
 
-def test_settings_may_be_mended_until_the_loop_has_made_a_version(call: Call, tmp_path: Path) -> None:
+def test_settings_may_be_mended_until_the_loop_has_made_a_version(
+    call: Call, tmp_path: Path
+) -> None:
     """A wrong setting of an update is found out when the first batch of rollouts is there."""
     config = find_pipeline(TOY).configure(sets=["iterations=1"]).model_dump(mode="json")
     for name in ("early", "late"):
         store = f"file://{tmp_path}/runs"
-        run_record.Run.create(Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), "")
+        run_record.Run.create(
+            Record(run=name, pipeline="toy_pipeline", path=TOY, config=config, store=store), ""
+        )
         toy.make(f"{store}/{name}", 1, whole=False)
     shutil.rmtree(tmp_path / "runs/early/iterations/1/policy-update")
     mended = ("iterations=1", "--set", "per_workflow=80", *QUICK)
-    refused(call("run", TOY, "--run", "late", "--set", *mended), "exists with another per_workflow", "resume late")
+    refused(
+        call("run", TOY, "--run", "late", "--set", *mended),
+        "exists with another per_workflow",
+        "resume late",
+    )
     result = call("run", TOY, "--run", "early", "--set", *mended)
     assert result.code == 0, result.out + result.err
-    assert "begins again with another per_workflow" in result.out and "early: succeeded" in result.out
+    assert (
+        "begins again with another per_workflow" in result.out and "early: succeeded" in result.out
+    )
 
 
-def test_a_fork_runs_from_where_the_other_stood_to_the_same_digests(call: Call, tmp_path: Path) -> None:
+def test_a_fork_runs_from_where_the_other_stood_to_the_same_digests(
+    call: Call, tmp_path: Path
+) -> None:
     """As long as it has the same settings; with others it is a run of its own from there."""
     assert call("run", TOY, "--run", "whole", *QUICK, "--set", "iterations=3").code == 0
     result = call("fork", "whole", "1", *QUICK)
     assert result.code == 0 and "3 of at most 3, forked from whole after 1" in result.out
     made = {at: digests(tmp_path / "runs", at) for at in ("whole", "whole-at-1")}
-    once = {"sft", "evaluate-before", *(key for key in made["whole"] if key.startswith("iterations/1/"))}
-    assert made["whole-at-1"] == {key: digest for key, digest in made["whole"].items() if key not in once}
+    once = {
+        "sft",
+        "evaluate-before",
+        *(key for key in made["whole"] if key.startswith("iterations/1/")),
+    }
+    assert made["whole-at-1"] == {
+        key: digest for key, digest in made["whole"].items() if key not in once
+    }
     assert "forked from whole after 1" in call("status", "whole-at-1").out
     told = json.loads(call("status", "whole-at-1", "--json").out)
     assert (told["forked_from"]["run"], told["forked_from"]["iteration"]) == ("whole", 1)
@@ -769,7 +1028,16 @@ def test_a_fork_runs_from_where_the_other_stood_to_the_same_digests(call: Call, 
     assert "iterations/1/policy-update@sha256:" in call("why", "whole-at-1", "2").out
     assert "finished already" in call("resume", "whole-at-1").out
     other = call(
-        "fork", "whole-at-1", "3", "--name", "long", *QUICK, "--set", "iterations=4", "--set", "per_workflow=1"
+        "fork",
+        "whole-at-1",
+        "3",
+        "--name",
+        "long",
+        *QUICK,
+        "--set",
+        "iterations=4",
+        "--set",
+        "per_workflow=1",
     )
     assert other.code == 0 and "4 of at most 4, forked from whole-at-1 after 3" in other.out
 
@@ -777,23 +1045,39 @@ def test_a_fork_runs_from_where_the_other_stood_to_the_same_digests(call: Call, 
 def test_what_cannot_be_forked_is_one_line(call: Call, tmp_path: Path) -> None:
     toy.make(f"{tmp_path}/runs/bare", 1)
     config = find_pipeline(TOY).configure(sets=["iterations=2"]).model_dump(mode="json")
-    record = Record(run="x", pipeline="toy_pipeline", path=TOY, config=config, store=f"file://{tmp_path}/runs")
+    record = Record(
+        run="x", pipeline="toy_pipeline", path=TOY, config=config, store=f"file://{tmp_path}/runs"
+    )
     run_record.Run.create(record, "")
     toy.make(f"{tmp_path}/runs/x", 1, whole=False)
-    refused(call("fork", "bare", "1"), "was not started here; on a cluster: `tuneloop submit --fork bare 1`")
+    refused(
+        call("fork", "bare", "1"),
+        "was not started here; on a cluster: `tuneloop submit --fork bare 1`",
+    )
     refused(call("fork", "x", "2"), "ITERATION: 2: x, in iteration 1 now, has not committed it")
     refused(call("fork", "x", "1", "--set", "sft.skill=2"), "sft.skill: 2: x ran sft with 1")
     refused(call("fork", "x", "1", "--set", "iteration=2"), "did you mean iterations?")
-    refused(call("fork", "x", "1", "--name", "x"), "is the name of a run; `tuneloop resume x` continues it")
+    refused(
+        call("fork", "x", "1", "--name", "x"),
+        "is the name of a run; `tuneloop resume x` continues it",
+    )
     refused(call("fork", "x", "1", "--name", "bare"), "--name: 'bare': is the name of another run")
-    refused(call("fork", "x", "1", "--name", "a/b"), "--name: 'a/b': use at most 40 lower-case letters")
+    refused(
+        call("fork", "x", "1", "--name", "a/b"), "--name: 'a/b': use at most 40 lower-case letters"
+    )
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["bare", "x"]
     assert not (tmp_path / "runs/x/pins").exists()
 
 
 def test_a_page_over_nothing_is_refused(call: Call, tmp_path: Path) -> None:
-    refused(call("ui", "--store", f"{tmp_path}/none"), "--store: '", "none': is not a directory; correct it")
-    refused(call("ui"), "--store: 'runs': is not a directory; correct it, or start a run there first")
+    refused(
+        call("ui", "--store", f"{tmp_path}/none"),
+        "--store: '",
+        "none': is not a directory; correct it",
+    )
+    refused(
+        call("ui"), "--store: 'runs': is not a directory; correct it, or start a run there first"
+    )
 
 
 def test_a_command_ends_whatever_threads_still_run() -> None:
@@ -805,14 +1089,23 @@ def test_a_command_ends_whatever_threads_still_run() -> None:
         "atexit.register(lambda: print('registered')); print('said', end=' '); end_process(3)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split(), done.stderr) == (3, ["said", "joined", "registered"], "")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (
+        3,
+        ["said", "joined", "registered"],
+        "",
+    )
 
 
-def test_a_run_says_where_its_mirrors_are(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_where_its_mirrors_are(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'components'}:{ROOT}")
     monkeypatch.setenv("TUNELOOP_TRACKERS", "nonsense")
-    refused(call("run", TOY, "--run", "mine", "--no-warm"), "trackers: 'nonsense': unknown; known: mlflow")
+    refused(
+        call("run", TOY, "--run", "mine", "--no-warm"),
+        "trackers: 'nonsense': unknown; known: mlflow",
+    )
     assert not list(tmp_path.rglob("run.json")), "nothing is written of a run that is refused"
     monkeypatch.setenv("TUNELOOP_TRACKERS", f"tensorboard+{tmp_path}/curves")
     done = call("run", TOY, "--run", "mine", "--no-warm")

@@ -58,10 +58,17 @@ class Api(ThreadingHTTPServer):
     def add_pod(self, node: str, at: str, log: str) -> None:
         """One that has ended."""
         name = node.replace(".", "-")
-        about = {"name": name, "uid": name, "creationTimestamp": at, "annotations": {NODE_NAME: node}}
+        about = {
+            "name": name,
+            "uid": name,
+            "creationTimestamp": at,
+            "annotations": {NODE_NAME: node},
+        }
         ended = {"name": "main", "image": "", "imageID": "", "ready": False, "restartCount": 0}
         ended["state"] = {"terminated": {"exitCode": 2}}
-        self.pods.append({"metadata": about, "status": {"phase": "Failed", "containerStatuses": [ended]}})
+        self.pods.append(
+            {"metadata": about, "status": {"phase": "Failed", "containerStatuses": [ended]}}
+        )
         self.logs[name] = log
 
 
@@ -70,7 +77,9 @@ def _has(item: dict[str, Any], selector: str) -> bool:
     labels, (key, equals, value) = item["metadata"].get("labels") or {}, selector.partition("=")
     if key.endswith("!"):
         return labels.get(key[:-1]) != value
-    return labels.get(key) == value if equals else (key.lstrip("!") in labels) != key.startswith("!")
+    return (
+        labels.get(key) == value if equals else (key.lstrip("!") in labels) != key.startswith("!")
+    )
 
 
 class Objects(Answering):
@@ -85,16 +94,22 @@ class Objects(Answering):
             wanted = parse_qs(url.query).get("labelSelector", [""])[0]
             if wanted.startswith("ray.io/"):  # else they are all of the run that is asked for
                 pods = [pod for pod in pods if _has(pod, wanted)]
-            return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": pods, "metadata": {}})
+            return self._answer(
+                200, {"apiVersion": "v1", "kind": "PodList", "items": pods, "metadata": {}}
+            )
         if url.path.endswith("/log"):
             return self._answer(200, self.server.logs[url.path.split("/")[-2]])
         if match is None:
-            return self._answer(200 if "/api/v1/namespaces/" in url.path else 403, {"message": "forbidden"})
+            return self._answer(
+                200 if "/api/v1/namespaces/" in url.path else 403, {"message": "forbidden"}
+            )
         if match["name"]:
             found = self.server.objects.get((match["plural"], match["name"]))
             return self._answer(200 if found else 404, found or {"message": "not found"})
         wanted = parse_qs(url.query).get("labelSelector", [""])[0]
-        own = [each for (plural, _), each in self.server.objects.items() if plural == match["plural"]]
+        own = [
+            each for (plural, _), each in self.server.objects.items() if plural == match["plural"]
+        ]
         mine = [each for each in own if all(_has(each, part) for part in wanted.split(",") if part)]
         self._answer(200, {"items": mine, "metadata": {}})
 
@@ -103,7 +118,9 @@ class Objects(Answering):
         match = PLACE.match(self.path)
         if match is None and not self.path.endswith("/secrets"):
             asked = body.get("spec", {}).get("resourceAttributes", {}).get("resource")
-            return self._answer(201, {"spec": {}, "status": {"allowed": asked not in self.server.refuses}})
+            return self._answer(
+                201, {"spec": {}, "status": {"allowed": asked not in self.server.refuses}}
+            )
         place = match["plural"] if match else "secrets", body["metadata"]["name"]
         if place[0] in self.server.refuses:
             return self._answer(403, {"message": "forbidden"})
@@ -125,14 +142,20 @@ class Objects(Answering):
         assert match
         found = self.server.objects[match["plural"], match["name"]]
         found["metadata"].update(body.get("metadata", {}))
-        if body.get("spec", {}).get("shutdown"):  # without an exit handler, as where it is terminated
+        if body.get("spec", {}).get(
+            "shutdown"
+        ):  # without an exit handler, as where it is terminated
             found["status"] = {"phase": "Failed"}
         self._answer(200, found)
 
     def do_DELETE(self) -> None:
         path = urlsplit(self.path).path
         if "/pods/" in path:
-            kept = [pod for pod in self.server.pods if pod["metadata"]["name"] != path.rpartition("/")[2]]
+            kept = [
+                pod
+                for pod in self.server.pods
+                if pod["metadata"]["name"] != path.rpartition("/")[2]
+            ]
             self.server.pods, gone = kept, len(kept) < len(self.server.pods)
             return self._answer(200 if gone else 404, {})
         match = PLACE.match(path)
@@ -166,7 +189,12 @@ def kubeconfig(url: str, directory: Path) -> str:
     """Path of a file that names the API server at `url`."""
     at = {"cluster": {"server": url}, "name": "c"}
     contexts = [{"name": "c", "context": {"cluster": "c", "user": "u"}}]
-    config = {"current-context": "c", "clusters": [at], "contexts": contexts, "users": [{"name": "u", "user": {}}]}
+    config = {
+        "current-context": "c",
+        "clusters": [at],
+        "contexts": contexts,
+        "users": [{"name": "u", "user": {}}],
+    }
     (directory / "config").write_text(json.dumps(config))
     return str(directory / "config")
 

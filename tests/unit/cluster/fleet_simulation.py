@@ -115,7 +115,9 @@ def simulate_run(trace: Trace, decide: Decide, *, after: int = 1800) -> Outcome:
         if now % INTERVAL == 0:
             ready = fleet.ready(now)
             requests = fleet.running() + len(fleet.waiting) if ready else 0
-            wanted = decide(float(now), len(fleet.replicas), ready, float(requests), int(going), last)
+            wanted = decide(
+                float(now), len(fleet.replicas), ready, float(requests), int(going), last
+            )
             if wanted != len(fleet.replicas):
                 made.decided.append((now, wanted))
             fleet.scale(now, wanted)
@@ -140,6 +142,10 @@ def tabulate() -> dict[str, Outcome]:
     """The same run with one replica, with eight, by requests alone, and by idle times, too."""
     trace = draw_trace()
     rules = [AutoscalingRule(0, 8, trace.slots, WINDOW, trace.trainer) for _ in range(2)]
-    ways = {"1 replica": keep(1), "8 replicas": keep(8), "by requests": follow(rules[0], idle=False)}
+    ways = {
+        "1 replica": keep(1),
+        "8 replicas": keep(8),
+        "by requests": follow(rules[0], idle=False),
+    }
     ways["by requests and idle times"] = follow(rules[1])
     return {name: simulate_run(trace, decide) for name, decide in ways.items()}

@@ -78,10 +78,20 @@ def endpoints(*urls: str) -> list[dict[str, Any]]:
     made = []
     for url in urls:
         port = int(url.rpartition(":")[2])
-        ready = {"addresses": ["127.0.0.1"], "conditions": {"ready": True}, "targetRef": {"uid": url}}
+        ready = {
+            "addresses": ["127.0.0.1"],
+            "conditions": {"ready": True},
+            "targetRef": {"uid": url},
+        }
         slice_ = {"addressType": "IPv4", "ports": [{"port": port}], "endpoints": [ready]}
         made.append({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}, **slice_})
-    return made or [{"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}, "addressType": "IPv4", "endpoints": []}]
+    return made or [
+        {
+            "metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"},
+            "addressType": "IPv4",
+            "endpoints": [],
+        }
+    ]
 
 
 def look(rule: AutoscalingRule) -> str:
@@ -100,7 +110,10 @@ def test_requests_of_all_pods_are_counted_and_the_deployment_is_scaled(api: Clus
 def test_without_a_replica_it_goes_by_the_pods_of_runs(api: Cluster) -> None:
     api.objects[SCALE]["spec"] = {}  # an API server leaves a zero out
     api.objects[SLICES] = endpoints()
-    assert look(AutoscalingRule(0, 4, 64)) == "rollout: 0 → 1 replicas (0 ready, 0 requests, 1 clients)"
+    assert (
+        look(AutoscalingRule(0, 4, 64))
+        == "rollout: 0 → 1 replicas (0 ready, 0 requests, 1 clients)"
+    )
     assert api.objects[SCALE]["spec"] == {"replicas": 1}
 
 
@@ -111,7 +124,8 @@ def test_replicas_stay_where_one_cannot_be_asked(api: Cluster) -> None:
     with serving("process_cpu_seconds_total 1\n") as url:
         api.objects[SLICES] = endpoints(url)
         with pytest.raises(
-            UserError, match=r"has no vllm:num_requests_running at /metrics; scale a server that has it$"
+            UserError,
+            match=r"has no vllm:num_requests_running at /metrics; scale a server that has it$",
         ):
             look(AutoscalingRule(0, 4, 64))
     assert api.objects[SCALE]["spec"] == {"replicas": 1}
@@ -139,7 +153,9 @@ def test_an_iteration_is_read_from_what_a_run_committed(tmp_path: Path) -> None:
     assert last and (last.began, last.sampling, last.idle) == (200.0, 60.0, 40.0)
 
 
-def test_a_fleet_that_cannot_be_scaled_is_said_at_once(api: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fleet_that_cannot_be_scaled_is_said_at_once(
+    api: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["fleet", "autoscale", "service://rollout.tuneloop", "--max", "2"]
     assert run_cli([*command, "--min", "5"]) == 2
     assert "--min: 5: must be at most --max (2)\n" in capsys.readouterr().err

@@ -77,16 +77,25 @@ def test_idle_times_that_vary_by_little_change_nothing() -> None:
 
 
 LOADS = st.tuples(
-    st.floats(0, 60), st.integers(0, 10), st.floats(0, 1e6), st.integers(0, 3), st.floats(0, 1e4), st.floats(0, 1e4)
+    st.floats(0, 60),
+    st.integers(0, 10),
+    st.floats(0, 1e6),
+    st.integers(0, 3),
+    st.floats(0, 1e4),
+    st.floats(0, 1e4),
 )
 
 
 @given(st.integers(0, 3), st.integers(3, 9), st.floats(1, 1000), st.lists(LOADS, max_size=20))
-def test_replicas_stay_within_their_bounds(minimum: int, maximum: int, target: float, loads: list[tuple]) -> None:
+def test_replicas_stay_within_their_bounds(
+    minimum: int, maximum: int, target: float, loads: list[tuple]
+) -> None:
     rule, now, replicas = AutoscalingRule(minimum, maximum, target, window_s=100), 0.0, minimum
     for later, ready, requests, clients, sampling, idle in loads:
         now += later
-        replicas = rule.decide(now, replicas, min(ready, replicas), requests, clients, Iteration(now, sampling, idle))
+        replicas = rule.decide(
+            now, replicas, min(ready, replicas), requests, clients, Iteration(now, sampling, idle)
+        )
         assert minimum <= replicas <= maximum
         assert replicas or not (requests or clients), "who asks is answered"
 

@@ -28,14 +28,22 @@ def test_workflows_of_one_second_follow_their_numbers() -> None:
 
     found = [made("demo-10", 5), made("demo-2", 5), made("demo", 1), made("demo-11", 5)]
     cluster: Any = SimpleNamespace(list=lambda *_, **__: found, namespace="n", context="c")
-    assert [w["metadata"]["name"] for w in find_workflows(cluster, "demo")] == ["demo", "demo-2", "demo-10", "demo-11"]
+    assert [w["metadata"]["name"] for w in find_workflows(cluster, "demo")] == [
+        "demo",
+        "demo-2",
+        "demo-10",
+        "demo-11",
+    ]
 
 
 def test_an_attempt_without_the_time_of_its_end_ended_when_the_next_began() -> None:
     """Argo 3.7.6 was seen to write such an end, of a pod that was deleted just as the controller made it anew."""
 
     def node(name: str, phase: str, started: int, finished: int | None) -> dict[str, Any]:
-        when = {"startedAt": f"2026-11-23T20:{started}:00Z", "finishedAt": finished and f"2026-11-23T20:{finished}:00Z"}
+        when = {
+            "startedAt": f"2026-11-23T20:{started}:00Z",
+            "finishedAt": finished and f"2026-11-23T20:{finished}:00Z",
+        }
         return {
             "id": name,
             "name": name,
@@ -59,7 +67,9 @@ def test_an_attempt_without_the_time_of_its_end_ended_when_the_next_began() -> N
 def prepared(pipeline: str = "grpo", *settings: str, store: str = "s3://b/runs") -> dict[str, Any]:
     found = find_pipeline(pipeline)
     sets = [*(["loop.iterations_per_pod=0"] if pipeline != "sft" else []), *settings]
-    return run_workflows.prepare_workflow(found.build(found.configure(None, sets)), run="demo", store=store)
+    return run_workflows.prepare_workflow(
+        found.build(found.configure(None, sets)), run="demo", store=store
+    )
 
 
 def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
@@ -68,17 +78,39 @@ def test_a_run_goes_on_as_what_it_was_submitted_as() -> None:
         assert argo.create_workflow(cluster, prepared(), "demo") == "demo"
         live = server.objects["workflows", "demo"]
         live["status"] = {"phase": "Failed"}
-        for other, what in ((prepared("sft_then_grpo"), "pipeline"), (prepared(store="s3://b/others"), "store")):
-            with pytest.raises(UserError, match=f"--run: 'demo': exists with another {what}; submit it as it was"):
+        for other, what in (
+            (prepared("sft_then_grpo"), "pipeline"),
+            (prepared(store="s3://b/others"), "store"),
+        ):
+            with pytest.raises(
+                UserError, match=f"--run: 'demo': exists with another {what}; submit it as it was"
+            ):
                 argo.create_workflow(cluster, other, "demo")
-        assert argo.create_workflow(cluster, mended, "demo") == "demo-2", "nothing was made yet that it may not fit"
+        assert argo.create_workflow(cluster, mended, "demo") == "demo-2", (
+            "nothing was made yet that it may not fit"
+        )
         del server.objects["workflows", "demo-2"]
-        node = {"id": "n", "name": "demo.main.update", "type": "Pod", "templateName": "policy-update"}
+        node = {
+            "id": "n",
+            "name": "demo.main.update",
+            "type": "Pod",
+            "templateName": "policy-update",
+        }
         live["status"]["nodes"] = {"n": {**node, "phase": "Succeeded"}}
-        with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate; submit it as it was"):
+        with pytest.raises(
+            UserError,
+            match=r"exists with another policy-update\.learning-rate; submit it as it was",
+        ):
             argo.create_workflow(cluster, mended, "demo")
-        larger = prepared("grpo", "cluster.trainer.memory=64Gi", "cluster.images=there/{image}", store="s3://b/runs/")
-        assert argo.create_workflow(cluster, larger, "demo") == "demo-2", "what pods ask for may change"
+        larger = prepared(
+            "grpo",
+            "cluster.trainer.memory=64Gi",
+            "cluster.images=there/{image}",
+            store="s3://b/runs/",
+        )
+        assert argo.create_workflow(cluster, larger, "demo") == "demo-2", (
+            "what pods ask for may change"
+        )
 
 
 def test_each_workflow_of_a_run_has_a_token_of_its_own_that_goes_with_it() -> None:
@@ -87,7 +119,9 @@ def test_each_workflow_of_a_run_has_a_token_of_its_own_that_goes_with_it() -> No
         argo.create_workflow(cluster, prepared(), "demo")
         server.objects["workflows", "demo"]["status"] = {"phase": "Failed"}
         argo.create_workflow(cluster, prepared(), "demo")
-        made = {name: each for (plural, name), each in server.objects.items() if plural == "secrets"}
+        made = {
+            name: each for (plural, name), each in server.objects.items() if plural == "secrets"
+        }
         assert list(made) == ["tuneloop-server-uid-demo", "tuneloop-server-uid-demo-2"]
         tokens = [each["stringData"]["token"] for each in made.values()]
         assert len({*tokens}) == 2 and min(map(len, tokens)) >= 40
@@ -96,9 +130,16 @@ def test_each_workflow_of_a_run_has_a_token_of_its_own_that_goes_with_it() -> No
             ("Workflow", name, f"uid-{name}") for name in ("demo", "demo-2")
         ]
         text = json.dumps(server.objects["workflows", "demo"])
-        assert text.count("tuneloop-server-{{workflow.uid}}") == 3 and not any(token in text for token in tokens)
-        argo._create_token(cluster, server.objects["workflows", "demo"])  # again: that of the first stays
-        assert server.objects["secrets", "tuneloop-server-uid-demo"]["stringData"]["token"] == tokens[0]
+        assert text.count("tuneloop-server-{{workflow.uid}}") == 3 and not any(
+            token in text for token in tokens
+        )
+        argo._create_token(
+            cluster, server.objects["workflows", "demo"]
+        )  # again: that of the first stays
+        assert (
+            server.objects["secrets", "tuneloop-server-uid-demo"]["stringData"]["token"]
+            == tokens[0]
+        )
 
 
 def test_a_pipeline_without_servers_has_no_token() -> None:
@@ -137,21 +178,34 @@ def test_addresses_and_processes_of_a_run_may_change() -> None:
         == 2
     )
     with pytest.raises(UserError, match=r"exists with another rollout\.max-tokens;"):
-        argo.prepare_resumption(of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo")
+        argo.prepare_resumption(
+            of_fleet("http://b:1", "nodes=2", "rollout.max_tokens=3"), [live], "demo"
+        )
 
 
 def test_stages_that_share_a_pod_may_change_their_images_and_not_their_settings() -> None:
     coarse = ("loop.iterations_per_pod=10", "loop.per_workflow=10")
     live = {**prepared("grpo", *coarse), "status": {"phase": "Succeeded"}}
-    assert argo.prepare_resumption(prepared("grpo", *coarse, "cluster.images=there/{image}"), [live], "demo")[1] == 2
+    assert (
+        argo.prepare_resumption(
+            prepared("grpo", *coarse, "cluster.images=there/{image}"), [live], "demo"
+        )[1]
+        == 2
+    )
     with pytest.raises(UserError, match=r"exists with another policy-update\.learning-rate;"):
-        argo.prepare_resumption(prepared("grpo", *coarse, "update.learning_rate=0.001"), [live], "demo")
+        argo.prepare_resumption(
+            prepared("grpo", *coarse, "update.learning_rate=0.001"), [live], "demo"
+        )
 
 
 def test_a_run_that_was_submitted_from_a_template_is_of_its_pipeline() -> None:
     template = run_workflows.as_template(prepared(), "grpo")["spec"]
     parameters = [{"name": "run", "value": "demo"}, {"name": "store", "value": "s3://b/runs"}]
-    spec = {"workflowTemplateRef": {"name": "grpo"}, "entrypoint": "main", "arguments": {"parameters": parameters}}
+    spec = {
+        "workflowTemplateRef": {"name": "grpo"},
+        "entrypoint": "main",
+        "arguments": {"parameters": parameters},
+    }
     live = {"metadata": {"name": "demo", "labels": {RUN_LABEL: "demo"}}, "spec": spec}
     live["status"] = {"phase": "Failed", "storedWorkflowTemplateSpec": template}
     assert argo.prepare_resumption(prepared(), [live], "demo")[1] == 2
@@ -178,7 +232,11 @@ def test_pods_that_a_restarted_controller_has_forgotten_are_deleted() -> None:
             ("kept", "Failed", "2h"),
         ):
             spec = {"podGC": {"deleteDelayDuration": delay}}
-            server.objects["workflows", name] = {"metadata": {"name": name}, "spec": spec, "status": {"phase": phase}}
+            server.objects["workflows", name] = {
+                "metadata": {"name": name},
+                "spec": spec,
+                "status": {"phase": phase},
+            }
         server.pods = [
             succeeded("a", "ended", old),
             succeeded("b", "ended", new),
@@ -197,11 +255,20 @@ def ended(phase: str, **stages: dict[str, Any]) -> dict[str, Any]:
     for second, (name, outputs) in enumerate(stages.items()):
         stage = name.replace("_", "-")
         at = f"2026-01-01T00:01:{second:02d}Z"
-        node = {"id": stage, "name": f"demo.{stage}", "displayName": stage, "type": "Pod", "startedAt": at}
+        node = {
+            "id": stage,
+            "name": f"demo.{stage}",
+            "displayName": stage,
+            "type": "Pod",
+            "startedAt": at,
+        }
         node |= {"templateName": "evaluate" if "evaluate" in stage else stage, "finishedAt": at}
         told = [{"name": key, "value": value} for key, value in outputs.items() if key != "code"]
         code = str(outputs.get("code", 0))
-        node |= {"phase": "Succeeded" if code == "0" else "Failed", "outputs": {"exitCode": code, "parameters": told}}
+        node |= {
+            "phase": "Succeeded" if code == "0" else "Failed",
+            "outputs": {"exitCode": code, "parameters": told},
+        }
         nodes[stage] = node
     return {"phase": phase, "message": f"main {phase.lower()}", "nodes": nodes}
 
@@ -214,7 +281,11 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
         before = {"mean-reward": "0.125"}
         server.becomes = ended("Failed", evaluate_before=before, rollout={"code": 2})
-        server.add_pod("demo.rollout", "2026-01-01T00:00:00Z", "error: prompts: None: too few\nError: exit status 2\n")
+        server.add_pod(
+            "demo.rollout",
+            "2026-01-01T00:00:00Z",
+            "error: prompts: None: too few\nError: exit status 2\n",
+        )
         assert run_cli(submit) == 2
         said = capsys.readouterr()
         assert "\ndemo: failed: main failed, exit code 2 (" in said.out
@@ -226,7 +297,9 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
 
         assert run_cli(["cluster", "status", "demo"]) == 0
         shown = capsys.readouterr().out
-        assert re.search(r"^evaluate-before +Succeeded +1 .* mean-reward 0\.125$", shown, re.M), shown
+        assert re.search(r"^evaluate-before +Succeeded +1 .* mean-reward 0\.125$", shown, re.M), (
+            shown
+        )
         assert run_cli(["cluster", "status", "demo", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["run"], told["phase"], told["message"]) == ("demo", "Failed", "main failed")
@@ -236,11 +309,15 @@ def test_submit_wait_says_how_the_attempt_ended_and_what_the_run_has_come_to(
         ]
 
         after, exported = {"mean-reward": "0.75"}, {"model": "s3://b/runs/demo/export@sha256:0"}
-        server.becomes = ended("Succeeded", evaluate_before=before, evaluate_after=after, export=exported)
+        server.becomes = ended(
+            "Succeeded", evaluate_before=before, evaluate_after=after, export=exported
+        )
         server.add_pod("demo-2.export", "2026-01-01T00:02:00Z", "export: done\n")
         assert run_cli(submit) == 0
         said = capsys.readouterr()
-        assert "export | export: done\n" in said.out and "too few" not in said.out, "of the first attempt"
+        assert "export | export: done\n" in said.out and "too few" not in said.out, (
+            "of the first attempt"
+        )
         assert "\ndemo: succeeded (" in said.out and not said.err
         assert "  mean reward  0.125 (evaluate-before) → 0.750 (evaluate-after)\n" in said.out
         assert "  model        s3://b/runs/demo/export@sha256:0\n" in said.out

@@ -38,7 +38,9 @@ def test_a_cluster_that_has_all(backend: Cluster, capsys: Output) -> None:
         "LocalQueue tuneloop, tuneloop-samplers admits what the stages ask for",
     ):
         assert said in shown
-    unwritten = "-        store              not checked by a write: AWS_ACCESS_KEY_ID is not set here"
+    unwritten = (
+        "-        store              not checked by a write: AWS_ACCESS_KEY_ID is not set here"
+    )
     assert shown.endswith(f"{unwritten}\n0 refused, 0 warnings\n")
     assert run_cli(["doctor"]) == 0
     assert "images" not in capsys.readouterr().out, "which ones, a pipeline says"
@@ -47,10 +49,26 @@ def test_a_cluster_that_has_all(backend: Cluster, capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("path", "found", "remedy"),
     [
-        ("", "namespace       'tuneloop': does not exist in context c", "kubectl apply -k manifests/overlays/local"),
-        ("/serviceaccounts/tuneloop-stage", "'tuneloop-stage': is missing in namespace", "kubectl apply -k manif"),
-        ("/secrets/tuneloop-store", "store              Secret tuneloop-store is missing", "kubectl apply -k manif"),
-        (SAMPLERS, "'tuneloop-samplers': is not a LocalQueue of namespace tuneloop", "kubectl apply -k manif"),
+        (
+            "",
+            "namespace       'tuneloop': does not exist in context c",
+            "kubectl apply -k manifests/overlays/local",
+        ),
+        (
+            "/serviceaccounts/tuneloop-stage",
+            "'tuneloop-stage': is missing in namespace",
+            "kubectl apply -k manif",
+        ),
+        (
+            "/secrets/tuneloop-store",
+            "store              Secret tuneloop-store is missing",
+            "kubectl apply -k manif",
+        ),
+        (
+            SAMPLERS,
+            "'tuneloop-samplers': is not a LocalQueue of namespace tuneloop",
+            "kubectl apply -k manif",
+        ),
     ],
 )
 def test_what_is_missing_comes_with_a_command(
@@ -68,7 +86,11 @@ def test_a_cluster_queue_that_admits_other_namespaces(backend: Cluster, capsys: 
     queue = backend.objects[f"{KUEUE}/clusterqueues/tuneloop"]["spec"]
     queue["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": "other"}}
     assert run_cli(["doctor", "sft", "--json"]) == 2
-    (told,) = [each for each in json.loads(capsys.readouterr().out)["checks"] if each["outcome"] == "refused"]
+    (told,) = [
+        each
+        for each in json.loads(capsys.readouterr().out)["checks"]
+        if each["outcome"] == "refused"
+    ]
     assert told["found"] == "ClusterQueue 'tuneloop': does not admit namespace tuneloop"
     assert '"values": ["other", "tuneloop"]' in told["remedy"]
     assert run_cli(["submit", "sft", "--run", "a", "--store", "s3://b/runs"]) == 2
@@ -78,12 +100,19 @@ def test_a_cluster_queue_that_admits_other_namespaces(backend: Cluster, capsys: 
 
 
 def test_warnings_refuse_nothing(backend: Cluster, capsys: Output) -> None:
-    old = describe_deployment("workflow-controller", "argo", "quay.io/argoproj/workflow-controller:v3.6.0")
+    old = describe_deployment(
+        "workflow-controller", "argo", "quay.io/argoproj/workflow-controller:v3.6.0"
+    )
     backend.objects["/apis/apps/v1/deployments"] = [old]
-    backend.objects[f"{INSIDE}/configmaps/tuneloop-store"]["data"] = {"AWS_ACCESS_KEY_ID": "a", "AWS_REGION": "eu"}
+    backend.objects[f"{INSIDE}/configmaps/tuneloop-store"]["data"] = {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_REGION": "eu",
+    }
     assert run_cli(["doctor", "sft"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    warned = [(line, after) for line, after in itertools.pairwise(lines) if line.startswith("warning ")]
+    warned = [
+        (line, after) for line, after in itertools.pairwise(lines) if line.startswith("warning ")
+    ]
     expected = ["3.7 or newer is needed", "lacks AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID is in both"]
     assert all(said in line for said, (line, _) in zip(expected, warned, strict=True)), lines
     assert all(after.startswith(" " * 11) for _, after in warned)
@@ -97,20 +126,31 @@ def test_what_the_account_may_not_see_is_said(backend: Cluster, capsys: Output) 
     }
     assert run_cli(["doctor", "sft"]) == 0
     shown = capsys.readouterr().out
-    for line in ("images             not checked: no right to list nodes", "no right to get clusterqueues"):
+    for line in (
+        "images             not checked: no right to list nodes",
+        "no right to get clusterqueues",
+    ):
         assert line in shown
     assert shown.count("no right to get secrets") == 1
 
 
 def test_images(backend: Cluster, capsys: Output) -> None:
     for place, code, said in (
-        ("reg.example/{image}:1", 0, "warning  images             reg.example/base:1: not on a node: it must be pull"),
+        (
+            "reg.example/{image}:1",
+            0,
+            "warning  images             reg.example/base:1: not on a node: it must be pull",
+        ),
         (
             "reg.example/{image}",
             2,
             "refused  images             reg.example/base: nodes keep what they have as `latest`",
         ),
-        ("mine/{image}:1", 2, "refused  images             image 'mine/base:1': is on no node, and names no registry"),
+        (
+            "mine/{image}:1",
+            2,
+            "refused  images             image 'mine/base:1': is on no node, and names no registry",
+        ),
     ):
         assert run_cli(["doctor", "sft", "--set", f"cluster.images={place}"]) == code
         assert said in capsys.readouterr().out
@@ -118,7 +158,13 @@ def test_images(backend: Cluster, capsys: Output) -> None:
 
 @pytest.mark.parametrize(
     ("image", "tag"),
-    [("a:5000/b/c", "latest"), ("a:5000/b:1.2", "1.2"), ("b@sha256:00", ""), ("b:1@sha256:00", "1"), ("b", "latest")],
+    [
+        ("a:5000/b/c", "latest"),
+        ("a:5000/b:1.2", "1.2"),
+        ("b@sha256:00", ""),
+        ("b:1@sha256:00", "1"),
+        ("b", "latest"),
+    ],
 )
 def test_the_tag_of_an_image(image: str, tag: str) -> None:
     assert read_tag(image) == tag
@@ -143,4 +189,6 @@ def test_a_server_and_stages_on_one_quota_are_warned_of(backend: Cluster, capsys
     submit = ["submit", "grpo", "--run", "a", "--store", "s3://b/runs", "--check"]
     for sets, notes in ((one, 1), ([], 0)):
         assert run_cli([*submit, *sets]) == 0
-        assert capsys.readouterr().err.count("note: queue: 'tuneloop': gives rollout servers") == notes
+        assert (
+            capsys.readouterr().err.count("note: queue: 'tuneloop': gives rollout servers") == notes
+        )

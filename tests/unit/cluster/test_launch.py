@@ -42,7 +42,9 @@ class Jobs(ThreadingHTTPServer):
         if self.job:
             self.job["looks"] += 1
             if self.job["looks"] > self.looks:
-                self.job["status"] = {"conditions": [{"type": self.ends[self.made - 1], "status": "True"}]}
+                self.job["status"] = {
+                    "conditions": [{"type": self.ends[self.made - 1], "status": "True"}]
+                }
         return self.job
 
 
@@ -51,7 +53,9 @@ class Handler(Answering):
 
     def do_GET(self) -> None:
         if "/pods" in self.path:
-            return self._answer(200, {"apiVersion": "v1", "kind": "PodList", "items": [], "metadata": {}})
+            return self._answer(
+                200, {"apiVersion": "v1", "kind": "PodList", "items": [], "metadata": {}}
+            )
         if self.server.faults:
             self.server.faults -= 1
             return self._answer(503, {"message": "etcdserver: leader changed"})
@@ -131,12 +135,16 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(Retryable):
         retry_until_available(look, patience=100, pause=10)
-    assert slept == [10, 20, 30, 30] and len(asked) == 5, "twice as long each time, and 30 s at most"
+    assert slept == [10, 20, 30, 30] and len(asked) == 5, (
+        "twice as long each time, and 30 s at most"
+    )
 
 
 @pytest.mark.parametrize(("context", "kind"), [(IN_CLUSTER, Retryable), ("mine", UserError)])
 @pytest.mark.parametrize("ask", [find_workflows, delete_schedule])
-def test_a_server_that_is_away(ask: Callable[[Connection, str], Any], context: str, kind: type[Exception]) -> None:
+def test_a_server_that_is_away(
+    ask: Callable[[Connection, str], Any], context: str, kind: type[Exception]
+) -> None:
     with pytest.raises(kind, match="does not answer"):
         ask(connected("http://127.0.0.1:1", context), "demo")
 
@@ -147,7 +155,16 @@ def test_a_server_that_is_away(ask: Callable[[Connection, str], Any], context: s
         (continue_run, ["--workflow", "demo", "--namespace", "tuneloop", "--entrypoint", "main"]),
         (
             schedule,
-            ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b", "--prompts", "s3://p@sha256:0"],
+            [
+                "--name",
+                "nightly",
+                "--namespace",
+                "tuneloop",
+                "--store",
+                "s3://b",
+                "--prompts",
+                "s3://p@sha256:0",
+            ],
         ),
         (
             reservations,

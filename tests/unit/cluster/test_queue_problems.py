@@ -6,20 +6,33 @@ import pytest
 
 from tests.unit.argo.backend import KUEUE
 from tests.unit.cluster.api import connected, serve_cluster
-from tuneloop.cluster.queue_problems import find_queue_problems, find_queue_warnings, find_quota_problems
+from tuneloop.cluster.queue_problems import (
+    find_queue_problems,
+    find_queue_warnings,
+    find_quota_problems,
+)
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 
 def template(name: str, gpus: int, queue: str = "q", **more: object) -> dict[str, object]:
     limits = {"limits": {"nvidia.com/gpu": str(gpus)}}
-    return {"name": name, "metadata": {"labels": {QUEUE_LABEL: queue}}, "container": {"resources": limits}, **more}
+    return {
+        "name": name,
+        "metadata": {"labels": {QUEUE_LABEL: queue}},
+        "container": {"resources": limits},
+        **more,
+    }
 
 
 def cluster_queue(gpus: int, **more: object) -> dict[str, Any]:
     """The spec of one; `more`: fields of its quota, or ``cohortName``."""
     cohort = {name: more.pop(name) for name in ("cohortName",) if name in more}
     quota = [{"name": "nvidia.com/gpu", "nominalQuota": str(gpus), **more}]
-    return {"namespaceSelector": {}, "resourceGroups": [{"flavors": [{"resources": quota}]}], **cohort}
+    return {
+        "namespaceSelector": {},
+        "resourceGroups": [{"flavors": [{"resources": quota}]}],
+        **cohort,
+    }
 
 
 def look(
@@ -28,7 +41,9 @@ def look(
     """Values of the problems and of the warnings on a cluster with these LocalQueues and ClusterQueues."""
     with serve_cluster() as server:
         for name, each in behind.items():
-            server.objects[f"{KUEUE}/namespaces/tuneloop/localqueues/{name}"] = {"spec": {"clusterQueue": each}}
+            server.objects[f"{KUEUE}/namespaces/tuneloop/localqueues/{name}"] = {
+                "spec": {"clusterQueue": each}
+            }
         for name, spec in specs.items():
             server.objects[f"{KUEUE}/clusterqueues/{name}"] = {"spec": spec}
         cluster, workflow = connected(server.url), {"spec": {"templates": templates}}
@@ -38,11 +53,18 @@ def look(
 
 def test_every_stage_that_does_not_fit_beside_the_server_is_told() -> None:
     patch = '{"containers":[{"name":"wait","resources":{"requests":{"cpu":"10m"}}}]}'
-    templates = [template("serve", 2, daemon=True), template("update", 8), template("sft", 7), template("small", 6)]
+    templates = [
+        template("serve", 2, daemon=True),
+        template("update", 8),
+        template("sft", 7),
+        template("small", 6),
+    ]
     workflow = {"spec": {"templates": templates, "podSpecPatch": patch}}
     flavor = [{"name": "nvidia.com/gpu", "nominalQuota": "8"}, {"name": "cpu", "nominalQuota": "1"}]
     spec = {"resourceGroups": [{"flavors": [{"resources": flavor}]}]}
-    found = {problem.field: problem.value for problem in find_quota_problems(workflow, spec, ["q"], "cq")}
+    found = {
+        problem.field: problem.value for problem in find_quota_problems(workflow, spec, ["q"], "cq")
+    }
     assert found == {
         "update": "nvidia.com/gpu: 10 with the run's servers",
         "sft": "nvidia.com/gpu: 9 with the run's servers",
@@ -53,22 +75,36 @@ RUN = [template("serve", 2, "s", daemon=True), template("update", 6, "t")]
 
 
 def test_two_queues_of_one_quota_are_counted_together() -> None:
-    assert look(RUN, {"s": "a", "t": "b"}, {"a": cluster_queue(2), "b": cluster_queue(6)}) == ([], [])
-    assert look(RUN, {"s": "a", "t": "a"}, {"a": cluster_queue(8)}) == ([], ["s"]), "two such runs would lock"
+    assert look(RUN, {"s": "a", "t": "b"}, {"a": cluster_queue(2), "b": cluster_queue(6)}) == (
+        [],
+        [],
+    )
+    assert look(RUN, {"s": "a", "t": "a"}, {"a": cluster_queue(8)}) == ([], ["s"]), (
+        "two such runs would lock"
+    )
     beside = "nvidia.com/gpu: 8 with the run's servers"
     assert look(RUN, {"s": "a", "t": "a"}, {"a": cluster_queue(7)}) == ([beside], ["s"])
-    assert look([RUN[1]], {"t": "a"}, {"a": cluster_queue(7)}) == ([], []), "no server, nothing to wait for"
+    assert look([RUN[1]], {"t": "a"}, {"a": cluster_queue(7)}) == ([], []), (
+        "no server, nothing to wait for"
+    )
 
 
 def test_every_server_of_a_run_is_counted() -> None:
     """In `main` and in `continued`, of which one runs at a time."""
     calls = [{"name": f"serve-{i}", "template": "serve"} for i in (1, 2)]
-    graphs: list[dict[str, object]] = [{"name": name, "dag": {"tasks": calls}} for name in ("main", "continued")]
+    graphs: list[dict[str, object]] = [
+        {"name": name, "dag": {"tasks": calls}} for name in ("main", "continued")
+    ]
     behind = {"s": "a", "t": "b"}
     for gpus, problems in ((4, []), (3, ["nvidia.com/gpu: 4 with the run's servers"])):
         specs = {"a": cluster_queue(gpus), "b": cluster_queue(6)}
-        assert look([*RUN, *graphs], behind, specs) == (problems, ["2"]), "two runs could get one server each"
-    assert look([*RUN, *graphs], dict.fromkeys(behind, "a"), {"a": cluster_queue(10)}) == ([], ["2", "s"])
+        assert look([*RUN, *graphs], behind, specs) == (problems, ["2"]), (
+            "two runs could get one server each"
+        )
+    assert look([*RUN, *graphs], dict.fromkeys(behind, "a"), {"a": cluster_queue(10)}) == (
+        [],
+        ["2", "s"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,6 +116,11 @@ def test_every_server_of_a_run_is_counted() -> None:
         ({}, {"lendingLimit": "0"}, []),
     ],
 )
-def test_a_server_that_may_borrow_of_stages(server: dict[str, str], stages: dict[str, str], warned: list[str]) -> None:
-    specs = {"a": cluster_queue(2, cohortName="c", **server), "b": cluster_queue(6, cohortName="c", **stages)}
+def test_a_server_that_may_borrow_of_stages(
+    server: dict[str, str], stages: dict[str, str], warned: list[str]
+) -> None:
+    specs = {
+        "a": cluster_queue(2, cohortName="c", **server),
+        "b": cluster_queue(6, cohortName="c", **stages),
+    }
     assert look(RUN, {"s": "a", "t": "b"}, specs) == ([], warned)

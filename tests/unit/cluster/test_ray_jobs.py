@@ -22,9 +22,16 @@ JOB = {
     "metadata": {"name": "demo-rows"},
     "spec": {"entrypoint": "python -m tuneloop.stages.data_prep --preparation ray"},
 }
-STARTING = {"jobDeploymentStatus": "Initializing", "jobId": "demo-rows-x7k2p", "rayClusterName": "demo-rows-fg5hk"}
+STARTING = {
+    "jobDeploymentStatus": "Initializing",
+    "jobId": "demo-rows-x7k2p",
+    "rayClusterName": "demo-rows-fg5hk",
+}
 STARTING |= {"rayClusterStatus": {"desiredWorkerReplicas": 1}}
-READY = {**STARTING, "jobDeploymentStatus": "Running"}  # rayClusterStatus stays as it was, until the job is known
+READY = {
+    **STARTING,
+    "jobDeploymentStatus": "Running",
+}  # rayClusterStatus stays as it was, until the job is known
 RUNNING = {**READY, "jobStatus": "RUNNING"}
 ENDED = {**READY, "jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
 FAILED = {**READY, "jobDeploymentStatus": "Failed", "jobStatus": "FAILED"}
@@ -32,7 +39,11 @@ FAILED = {**READY, "jobDeploymentStatus": "Failed", "jobStatus": "FAILED"}
 
 def pod(name: str, group: str, status: dict[str, Any]) -> dict[str, Any]:
     labels = {"ray.io/cluster": "demo-rows-fg5hk", "ray.io/node-type": group, RUN_LABEL: "demo"}
-    return {"metadata": {"name": name, "uid": name, "labels": labels}, "spec": {"containers": []}, "status": status}
+    return {
+        "metadata": {"name": name, "uid": name, "labels": labels},
+        "spec": {"containers": []},
+        "status": status,
+    }
 
 
 def test_status_follows_a_rayjob_to_the_pods_of_its_ray_cluster() -> None:
@@ -44,8 +55,16 @@ def test_status_follows_a_rayjob_to_the_pods_of_its_ray_cluster() -> None:
     with serving() as (server, cluster):
         labels = {RUN_LABEL: "demo", QUEUE_LABEL: "tuneloop"}
         about = {"name": "demo", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
-        server.objects["workflows", "demo"] = {"metadata": about, "spec": {}, "status": {"phase": "Running"}}
-        job: dict[str, Any] = {**JOB, "metadata": {**about, "name": "demo-rows"}, "spec": {"suspend": True}}
+        server.objects["workflows", "demo"] = {
+            "metadata": about,
+            "spec": {},
+            "status": {"phase": "Running"},
+        }
+        job: dict[str, Any] = {
+            **JOB,
+            "metadata": {**about, "name": "demo-rows"},
+            "spec": {"suspend": True},
+        }
         server.objects["rayjobs", "demo-rows"] = job
         queue = "queue tuneloop: not seen by Kueue yet; is the queue there?"
         assert read_status(cluster, "demo").waiting == {"demo-rows": queue}
@@ -94,7 +113,9 @@ class RayHandler(Answering):
         if self.path != "/api/jobs/":
             return self._answer(409, {"message": "already exists"})
         if any(each["submission_id"] == body["submission_id"] for each in self.server.submitted):
-            return self._answer(500, f"Job with submission_id {body['submission_id']} already exists.")
+            return self._answer(
+                500, f"Job with submission_id {body['submission_id']} already exists."
+            )
         self.server.submitted.append(body)
         self.server.statuses = [READY, RUNNING, ENDED]
         self._answer(200, {"submission_id": body["submission_id"]})
@@ -104,16 +125,25 @@ def launched(server: Rays, grace: float) -> int:
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            return launch_job(connected(f"http://127.0.0.1:{server.server_port}"), JOB, poll=0.01, grace=grace)
+            return launch_job(
+                connected(f"http://127.0.0.1:{server.server_port}"), JOB, poll=0.01, grace=grace
+            )
         finally:
             server.shutdown()
 
 
-def test_what_nobody_submits_is_submitted_once_under_its_own_id(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_nobody_submits_is_submitted_once_under_its_own_id(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     server = Rays(STARTING, READY)
     assert launched(server, 0.05) == 0
-    assert server.submitted == [{"entrypoint": JOB["spec"]["entrypoint"], "submission_id": "demo-rows-x7k2p"}]  # type: ignore[index]
-    assert "demo-rows: its submitter did not start, so it was submitted here: HTTP 200" in capsys.readouterr().out
+    assert server.submitted == [
+        {"entrypoint": JOB["spec"]["entrypoint"], "submission_id": "demo-rows-x7k2p"}
+    ]  # type: ignore[index]
+    assert (
+        "demo-rows: its submitter did not start, so it was submitted here: HTTP 200"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,24 +151,34 @@ def test_what_nobody_submits_is_submitted_once_under_its_own_id(capsys: pytest.C
     [([READY, READY, RUNNING, ENDED], LIMIT_S), ([*[STARTING] * 20, RUNNING, ENDED], 0.0)],
     ids=["its submitter comes in time", "its Ray cluster is not ready"],
 )
-def test_what_is_submitted_or_can_not_be_yet_is_left_alone(statuses: list[dict[str, Any]], grace: float) -> None:
+def test_what_is_submitted_or_can_not_be_yet_is_left_alone(
+    statuses: list[dict[str, Any]], grace: float
+) -> None:
     server = Rays(*statuses)
     assert launched(server, grace) == 0 and not server.submitted
 
 
-def test_one_that_was_submitted_meanwhile_is_not_run_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_was_submitted_meanwhile_is_not_run_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """KubeRay looks at its cluster every few seconds: the job is there, and its status does not say so yet."""
     server = Rays(*[READY] * 20, RUNNING, ENDED)
     server.submitted = [{"submission_id": "demo-rows-x7k2p"}]
     assert launched(server, 0.0) == 0 and len(server.submitted) == 1
-    assert "HTTP 500, Job with submission_id demo-rows-x7k2p already exists." in capsys.readouterr().out
+    assert (
+        "HTTP 500, Job with submission_id demo-rows-x7k2p already exists."
+        in capsys.readouterr().out
+    )
 
 
 def test_a_head_that_does_not_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     server = Rays(*[READY] * 20, FAILED)
     server.head = f"127.0.0.1:{free_port()}"
     assert launched(server, 0.0) == 1
-    assert "demo-rows: it was not submitted, and the request to its head failed: Connect" in capsys.readouterr().out
+    assert (
+        "demo-rows: it was not submitted, and the request to its head failed: Connect"
+        in capsys.readouterr().out
+    )
 
 
 def test_one_that_only_its_submitter_can_submit_in_full_is_left_to_it(

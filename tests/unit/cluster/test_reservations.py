@@ -13,7 +13,12 @@ from tests.unit.cluster.api import Api, kubeconfig, serving
 from tuneloop.argo.claim_steps import add_graph_end
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.argo.template import define_workflow
-from tuneloop.cluster.reservations import choose_claim, end_graphs, filter_active_runs, find_free_name
+from tuneloop.cluster.reservations import (
+    choose_claim,
+    end_graphs,
+    filter_active_runs,
+    find_free_name,
+)
 from tuneloop.cluster.submit import stop_run
 from tuneloop.config.loading import find_pipeline
 from tuneloop.inference.fleet.graph import PLURAL
@@ -48,8 +53,16 @@ def test_a_run_keeps_its_seat_as_long_as_one_of_its_workflows_is_active() -> Non
 
 
 def keep(api: Api, plural: str, name: str, run: str | None, **more: Any) -> None:
-    metadata = {"name": name, "uid": f"uid-{name}", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
-    api.objects[plural, name] = {"metadata": {**metadata, "labels": {RUN_LABEL: run} if run else {}}, **more}
+    metadata = {
+        "name": name,
+        "uid": f"uid-{name}",
+        "resourceVersion": "1",
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+    }
+    api.objects[plural, name] = {
+        "metadata": {**metadata, "labels": {RUN_LABEL: run} if run else {}},
+        **more,
+    }
 
 
 def fill(api: Api) -> None:
@@ -64,7 +77,9 @@ def graphs(api: Api) -> list[str]:
 
 
 @pytest.mark.parametrize(("code", "phase"), [(0, "Succeeded"), (2, "Failed")])
-def test_the_exit_handler_ends_the_graph_however_the_run_ended(code: int, phase: str, tmp_path: Path) -> None:
+def test_the_exit_handler_ends_the_graph_however_the_run_ended(
+    code: int, phase: str, tmp_path: Path
+) -> None:
     """The rendered handler itself, as the local executor runs it, against an API server."""
     with define_workflow("demo") as built:
         work = Container(name="work", command=["bash", "-c", f"exit {code}"])
@@ -80,7 +95,10 @@ def test_the_exit_handler_ends_the_graph_however_the_run_ended(code: int, phase:
         outcome = execute_workflow(made, workdir=tmp_path / "work", **options)
         assert outcome.phase == phase, outcome.message
         handler = next(node for node in outcome.nodes.values() if node.template == "end-graph")
-        assert handler.phase == "Succeeded" and graphs(api) == ["theirs", "users"], (handler, handler.message)
+        assert handler.phase == "Succeeded" and graphs(api) == ["theirs", "users"], (
+            handler,
+            handler.message,
+        )
 
 
 def test_stop_ends_the_graph_of_a_run_that_was_terminated() -> None:
@@ -114,4 +132,7 @@ def test_the_handler_stands_beside_that_of_shared_devices() -> None:
         "give-claim",
         "end-graph",
     ]
-    assert templates["end-graph"]["serviceAccountName"] == "tuneloop-graphs" and lint_workflow(made) == []
+    assert (
+        templates["end-graph"]["serviceAccountName"] == "tuneloop-graphs"
+        and lint_workflow(made) == []
+    )

@@ -26,7 +26,15 @@ from tuneloop.workflow.settings import RUN_LABEL
 
 
 @pytest.mark.parametrize(
-    "text", ["0 3 * * *", "*/15 8-18 * * mon-fri", "0 0 1,15 jan,jul *", "5/10 * * * 7", "@daily", "@every 90m"]
+    "text",
+    [
+        "0 3 * * *",
+        "*/15 8-18 * * mon-fri",
+        "0 0 1,15 jan,jul *",
+        "5/10 * * * 7",
+        "@daily",
+        "@every 90m",
+    ],
 )
 def test_times(text: str) -> None:
     check_cron(text)
@@ -51,15 +59,23 @@ def test_no_times(text: str, told: str) -> None:
 
 def test_looking_makes_the_prompts_of_the_pipeline_and_keeps_none() -> None:
     pipeline = find_pipeline("grpo")
-    made = run_workflows.prepare_workflow(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
+    made = run_workflows.prepare_workflow(
+        pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs"
+    )
     spec = build_data_check_spec(made, "nightly")
     data, start, main = spec["templates"]
     assert data == next(t for t in made["spec"]["templates"] if t["name"] == "data-prep")
-    assert start["serviceAccountName"] == "tuneloop-continue" and start["container"]["image"] == "tuneloop/base:dev"
+    assert (
+        start["serviceAccountName"] == "tuneloop-continue"
+        and start["container"]["image"] == "tuneloop/base:dev"
+    )
     look, then = main["dag"]["tasks"]
     assert look["arguments"]["parameters"] == [{"name": "prompts", "value": "file:///tmp/prompts"}]
     assert then["depends"] == "data-prep"
-    assert RUN_LABEL not in spec["podMetadata"]["labels"] and RUN_LABEL in made["spec"]["podMetadata"]["labels"]
+    assert (
+        RUN_LABEL not in spec["podMetadata"]["labels"]
+        and RUN_LABEL in made["spec"]["podMetadata"]["labels"]
+    )
 
 
 def test_a_pipeline_without_data_has_nothing_to_look_at() -> None:
@@ -86,8 +102,12 @@ def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural:
     pipeline = find_pipeline("grpo")
     made = pipeline.build(pipeline.configure())
     with serving() as (server, cluster):
-        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily", timezone="UTC")
-        apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@hourly", timezone="UTC")
+        apply_schedule(
+            cluster, made, name="nightly", store="s3://b/runs", cron="@daily", timezone="UTC"
+        )
+        apply_schedule(
+            cluster, made, name="nightly", store="s3://b/runs", cron="@hourly", timezone="UTC"
+        )
         assert cluster.get(*CRON, "nightly")["spec"]["schedules"] == ["@hourly"]
         delete_schedule(cluster, "nightly")
         assert not server.objects
@@ -98,7 +118,9 @@ def test_an_object_that_no_schedule_made_is_neither_deleted_nor_replaced(plural:
             server.objects = {(plural, "nightly"): theirs}
             for ask in (
                 lambda: delete_schedule(cluster, "nightly"),
-                lambda: apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron="@daily"),
+                lambda: apply_schedule(
+                    cluster, made, name="nightly", store="s3://b/runs", cron="@daily"
+                ),
             ):
                 with pytest.raises(UserError, match="that no schedule made; choose another name"):
                     ask()
@@ -111,7 +133,9 @@ def test_a_schedule_is_changed_though_the_controller_writes_into_it_meanwhile() 
     with serving() as (server, cluster):
         for cron, server.written in (("@daily", 0), ("@hourly", 2)):
             apply_schedule(cluster, made, name="nightly", store="s3://b/runs", cron=cron)
-        assert server.written == 0 and cluster.get(*CRON, "nightly")["spec"]["schedules"] == ["@hourly"]
+        assert server.written == 0 and cluster.get(*CRON, "nightly")["spec"]["schedules"] == [
+            "@hourly"
+        ]
 
 
 def look(name: str, second: int, workflow: str, **node: Any) -> dict[str, Any]:
@@ -132,14 +156,25 @@ def test_schedules_are_listed_with_what_came_of_their_looks(
         assert capsys.readouterr().out == "no schedules in namespace tuneloop\n"
         made = pipeline.build(pipeline.configure())
         for name in ("nightly", "weekly"):
-            apply_schedule(cluster, made, name=name, store="s3://b/runs", cron="@daily", timezone="UTC")
-        server.objects["cronworkflows", "nightly"]["status"] = {"lastScheduledTime": "2026-01-01T03:00:00Z"}
+            apply_schedule(
+                cluster, made, name=name, store="s3://b/runs", cron="@daily", timezone="UTC"
+            )
+        server.objects["cronworkflows", "nightly"]["status"] = {
+            "lastScheduledTime": "2026-01-01T03:00:00Z"
+        }
         said: Any = {
-            "outputs": {"parameters": [{"name": "said", "value": "skipped: no new data since nightly-1f0c93ab"}]}
+            "outputs": {
+                "parameters": [
+                    {"name": "said", "value": "skipped: no new data since nightly-1f0c93ab"}
+                ]
+            }
         }
         server.objects["cronworkflows", "weekly"]["spec"]["suspend"] = True
         failed: Any = {"phase": "Failed", "message": "main: Error (exit code 2): error: --run: 'x'"}
-        seen = [look("nightly", 1, "Failed", **failed), look("nightly", 2, "Succeeded", phase="Succeeded", **said)]
+        seen = [
+            look("nightly", 1, "Failed", **failed),
+            look("nightly", 2, "Succeeded", phase="Succeeded", **said),
+        ]
         run = look("nightly", 3, "Running")
         run["metadata"]["labels"][RUN_LABEL] = "nightly-1f0c93ab"
         for number, each in enumerate([*seen, look("nightly", 4, "Running", phase="Running"), run]):
@@ -155,20 +190,37 @@ def test_schedules_are_listed_with_what_came_of_their_looks(
         ("Succeeded", "skipped: no new data since nightly-1f0c93ab"),
         ("Failed", failed["message"]),
     ]
-    assert any(line.endswith("Succeeded  skipped: no new data since nightly-1f0c93ab") for line in shown)
+    assert any(
+        line.endswith("Succeeded  skipped: no new data since nightly-1f0c93ab") for line in shown
+    )
     assert weekly["looks"] == []
 
 
-def test_the_last_step_of_a_look_hands_on_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_of_a_look_hands_on_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipeline = find_pipeline("grpo")
-    made = run_workflows.prepare_workflow(pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs")
+    made = run_workflows.prepare_workflow(
+        pipeline.build(pipeline.configure()), run="nightly", store="s3://b/runs"
+    )
     spec = build_data_check_spec(made, "nightly")
     (output,) = spec["templates"][1]["outputs"]["parameters"]
     monkeypatch.setenv("TUNELOOP_OUTPUTS", str(tmp_path))
     prompts = f"file:///tmp/prompts@sha256:{'0' * 32}"
     with serving() as (_, cluster):
         monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
-        arguments = ["--name", "nightly", "--namespace", "tuneloop", "--store", "s3://b/runs", "--prompts", prompts]
+        arguments = [
+            "--name",
+            "nightly",
+            "--namespace",
+            "tuneloop",
+            "--store",
+            "s3://b/runs",
+            "--prompts",
+            prompts,
+        ]
         assert main(arguments) == 0
         assert "ttlStrategy" not in spec, "the newest looks stay"
-    assert (tmp_path / Path(output["valueFrom"]["path"]).name).read_text() == "started nightly-00000000"
+    assert (
+        tmp_path / Path(output["valueFrom"]["path"]).name
+    ).read_text() == "started nightly-00000000"

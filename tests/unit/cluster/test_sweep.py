@@ -36,9 +36,13 @@ def test_a_run_for_each_combination_named_by_it() -> None:
         {"a.b": "x y", "c": "1e-4"},
         {"a.b": "x y", "c": "[d]"},
     ]
-    assert len(combinations) == 4 and all(re.fullmatch("s-[0-9a-f]{8}", name) for name in combinations)
+    assert len(combinations) == 4 and all(
+        re.fullmatch("s-[0-9a-f]{8}", name) for name in combinations
+    )
     more = list_combinations("s", ["c=0,1e-4,[d]", "a.b=0,1,x y"])
-    assert len(more) == 9 and combinations.items() <= more.items(), "whatever the order of keys and values"
+    assert len(more) == 9 and combinations.items() <= more.items(), (
+        "whatever the order of keys and values"
+    )
 
 
 # A toy of skill 0, 1, 2 or 3 begins with the reward 0.25, 0.5, 0.75 or 1, and gets the next one in each iteration.
@@ -62,7 +66,11 @@ def test_a_run_for_each_combination_named_by_it() -> None:
     ],
 )
 def test_the_median_rule(
-    tmp_path: Path, own: tuple[int, int], others: Sequence[tuple[int, int]], start: int, why: str | None
+    tmp_path: Path,
+    own: tuple[int, int],
+    others: Sequence[tuple[int, int]],
+    start: int,
+    why: str | None,
 ) -> None:
     for name, (skill, iterations) in enumerate([own, *others]):
         toy.make(f"{tmp_path}/{name}", iterations, whole=False, skill=skill)
@@ -107,7 +115,10 @@ def test_a_run_that_succeeds_as_it_is_stopped_does_not_end_the_sweep(tmp_path: P
 
 
 def test_a_pipeline_without_a_loop_stops_nothing_early(call: Call) -> None:
-    refused(call("sweep", "sft", "--name", "s", "--over", "seed=1,2", "--stop-below-median", "2"), "has no loop")
+    refused(
+        call("sweep", "sft", "--name", "s", "--over", "seed=1,2", "--stop-below-median", "2"),
+        "has no loop",
+    )
 
 
 def rows(out: str) -> list[list[str]]:
@@ -121,14 +132,29 @@ def times(tmp_path: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 130)]
+)
 def test_a_sweep_that_was_ended_goes_on(call: Call, tmp_path: Path, number: int, code: int) -> None:
     held = tmp_path / "held"
     held.touch()
-    line = ["sweep", TOY, "--name", "s", "--set", "iterations=1", "--set", f"held={held}", "--over", "sft.skill=0,2"]
+    line = [
+        "sweep",
+        TOY,
+        "--name",
+        "s",
+        "--set",
+        "iterations=1",
+        "--set",
+        f"held={held}",
+        "--over",
+        "sft.skill=0,2",
+    ]
     first, second = list_combinations("s", line[-1:])
     child = program(*line, cwd=tmp_path, start_new_session=True)
-    until(lambda: (tmp_path / "runs" / first / "evaluate-after/manifest.json").exists(), child=child)
+    until(
+        lambda: (tmp_path / "runs" / first / "evaluate-after/manifest.json").exists(), child=child
+    )
     os.killpg(child.pid, number)
     child.communicate()
     assert child.returncode == code and not (tmp_path / "runs" / second).exists()
@@ -143,15 +169,22 @@ def test_a_sweep_that_was_ended_goes_on(call: Call, tmp_path: Path, number: int,
     assert result.code == 0, result.out + result.err
     assert made.items() <= times(tmp_path).items(), "what was committed stays"
     how = "(greedy, held-out prompts)"
-    assert rows(result.out) == [["2", f"1.000 {how}", "succeeded"], ["0", f"0.500 {how}", "succeeded"]]
+    assert rows(result.out) == [
+        ["2", f"1.000 {how}", "succeeded"],
+        ["0", f"0.500 {how}", "succeeded"],
+    ]
     made = times(tmp_path)
     again = call(*line)
     assert (again.code, rows(again.out)) == (0, rows(result.out)) and times(tmp_path) == made
-    refused(call(*line, "--set", "iterations=2"), f"--run: '{first}': exists with another iterations")
+    refused(
+        call(*line, "--set", "iterations=2"), f"--run: '{first}': exists with another iterations"
+    )
 
 
 def test_a_run_that_fails_holds_up_no_other(call: Call) -> None:
-    result = call("sweep", TOY, "--name", "s", "--set", "iterations=1", "--over", "broken=true,false")
+    result = call(
+        "sweep", TOY, "--name", "s", "--set", "iterations=1", "--over", "broken=true,false"
+    )
     assert result.code == 1 and "(in export; see `tuneloop logs s-" in result.err, result.err
     shares = ["0.750 (greedy, held-out prompts)"] * 2
     assert rows(result.out) == [["false", shares[0], "succeeded"], ["true", shares[1], "failed"]]
@@ -165,11 +198,29 @@ def test_a_run_below_the_median_is_stopped_and_stays_so(call: Call, tmp_path: Pa
     held = tmp_path / "held"
     held.touch()
     sets = ["iterations=3", f"held={held}"]
-    line = ["sweep", TOY, "--name", "s", "--set", sets[0], "--set", sets[1], "--over", "sft.skill=1,2,3,0"]
+    line = [
+        "sweep",
+        TOY,
+        "--name",
+        "s",
+        "--set",
+        sets[0],
+        "--set",
+        sets[1],
+        "--over",
+        "sft.skill=1,2,3,0",
+    ]
     *ended, last = list_combinations("s", line[-1:])
     for skill, name in enumerate(ended, 1):
-        config = find_pipeline(TOY).configure(sets=[*sets, f"sft.skill={skill}"]).model_dump(mode="json")
-        about = {"run": name, "pipeline": "toy_pipeline", "path": TOY, "store": f"file://{tmp_path}/runs"}
+        config = (
+            find_pipeline(TOY).configure(sets=[*sets, f"sft.skill={skill}"]).model_dump(mode="json")
+        )
+        about = {
+            "run": name,
+            "pipeline": "toy_pipeline",
+            "path": TOY,
+            "store": f"file://{tmp_path}/runs",
+        }
         journal = Journal(Run.create(Record(**about, config=config), "").directory)
         toy.make(f"{tmp_path}/runs/{name}", 3, skill=skill)
         journal.write(Workflow(name=name, phase="Succeeded"))
@@ -194,7 +245,12 @@ def test_on_a_cluster_all_are_submitted_at_once_and_one_is_stopped(
 ) -> None:
     monkeypatch.setattr(pod_fields, "CLAIM", str(tmp_path))
     line = ["sweep", "grpo", "--name", "s", "--store", f"file://{tmp_path}", "-n", "tuneloop"]
-    line += ["--set", "cluster.claim=artifacts", "--over", "update.learning_rate=1e-4,1e-5,1e-6,1e-7"]
+    line += [
+        "--set",
+        "cluster.claim=artifacts",
+        "--over",
+        "update.learning_rate=1e-4,1e-5,1e-6,1e-7",
+    ]
     runs = [*list_combinations("s", line[-1:])]
     with serving() as (server, cluster):
         monkeypatch.setenv("KUBECONFIG", kubeconfig(cluster.host, tmp_path))
@@ -211,13 +267,19 @@ def test_on_a_cluster_all_are_submitted_at_once_and_one_is_stopped(
         for name, skill in zip(runs, (1, 2, 3, 0)):
             toy.make(f"file://{tmp_path}/{name}", 2, skill=skill)
         worst = server.objects["workflows", runs[3]]
-        for phase in ("Pending", "Running"):  # before a version is made, too: what has not failed isn't mended
+        for phase in (
+            "Pending",
+            "Running",
+        ):  # before a version is made, too: what has not failed isn't mended
             worst["status"] = {"phase": phase}
             assert run_cli([*line, "--set", "rollout.n=2"]) == 2
             assert "exists with another" in capsys.readouterr().err
         assert run_cli([*line, "--stop-below-median", "2"]) == 0
         said, why = capsys.readouterr().out, TOLD.format(2, 0.5, 0.875)
-        assert f"{runs[3]}: is stopped early: {why}\n" in said and rows(said)[-1][-1] == f"stopped: {why}"
+        assert (
+            f"{runs[3]}: is stopped early: {why}\n" in said
+            and rows(said)[-1][-1] == f"stopped: {why}"
+        )
         assert worst["status"] == {"phase": "Failed"}
         assert [row[0] for row in rows(said)] == ["1e-4", "1e-5", "1e-6", "1e-7"]
 

@@ -50,13 +50,18 @@ def plain(made: BaseModel) -> dict[str, object]:
 
 def test_set_overrides_the_file_which_overrides_defaults(small: Pipeline, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("seed: 1\nloop: {iterations: 7}\n")
-    made = plain(small.configure(tmp_path / "c.yaml", ["loop.rate=1e-5", "args.x=[1, a]", "seed=2"]))
+    made = plain(
+        small.configure(tmp_path / "c.yaml", ["loop.rate=1e-5", "args.x=[1, a]", "seed=2"])
+    )
     assert made == {"seed": 2, "loop": {"iterations": 7, "rate": 1e-5}, "args": {"x": [1, "a"]}}
     assert plain(small.configure())["loop"] == {"iterations": 3, "rate": 0.1}
 
 
 def test_a_run_says_how_its_chain_begins() -> None:
-    grpo, pulled = loading.find_pipeline("grpo"), ["engine.name=endpoint", "engine.rollout_endpoint_url=http://a:1"]
+    grpo, pulled = (
+        loading.find_pipeline("grpo"),
+        ["engine.name=endpoint", "engine.rollout_endpoint_url=http://a:1"],
+    )
     pulled += ["engine.pull=true", "loop.iterations_per_pod=0"]
     for sets, encoding, published in (
         ([], "gap8-xor", "true"),
@@ -64,10 +69,16 @@ def test_a_run_says_how_its_chain_begins() -> None:
     ):
         templates = grpo.build(grpo.configure(None, [*pulled, *sets]))["spec"]["templates"]
         (flags,) = (each["container"]["args"] for each in templates if each["name"] == "base-model")
-        begins = [flags[flags.index(name) + 1] for name in ("--weight-encoding", "--publish-weights")]
+        begins = [
+            flags[flags.index(name) + 1] for name in ("--weight-encoding", "--publish-weights")
+        ]
         assert begins == [encoding, published]
-    assert "set name endpoint, and pull" in str(refusal(grpo, None, "engine.pull=true", "engine.fleet_has_base=true"))
-    assert "apply to published versions: set pull" in str(refusal(grpo, None, "engine.encoding=xor"))
+    assert "set name endpoint, and pull" in str(
+        refusal(grpo, None, "engine.pull=true", "engine.fleet_has_base=true")
+    )
+    assert "apply to published versions: set pull" in str(
+        refusal(grpo, None, "engine.encoding=xor")
+    )
 
 
 def test_a_dumped_configuration_reads_back_as_itself(small: Pipeline) -> None:
@@ -92,7 +103,9 @@ def test_an_unknown_key_is_named_with_the_near_one(small: Pipeline) -> None:
         ("args.x=[1", "--set", "not YAML"),
     ],
 )
-def test_bad_settings_say_field_and_remedy(small: Pipeline, item: str, field: str, says: str) -> None:
+def test_bad_settings_say_field_and_remedy(
+    small: Pipeline, item: str, field: str, says: str
+) -> None:
     error = refusal(small, None, item)
     assert error.field == field
     assert says in str(error)
@@ -102,8 +115,12 @@ def test_a_value_is_no_section(small: Pipeline) -> None:
     assert "seed is a value" in str(refusal(small, None, "seed=1", "seed.x=2"))
 
 
-@pytest.mark.parametrize(("text", "says"), [("- 1", "mapping"), ("a: [", "not YAML"), (None, "cannot be read")])
-def test_bad_files_are_refused(small: Pipeline, tmp_path: Path, text: str | None, says: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"), [("- 1", "mapping"), ("a: [", "not YAML"), (None, "cannot be read")]
+)
+def test_bad_files_are_refused(
+    small: Pipeline, tmp_path: Path, text: str | None, says: str
+) -> None:
     if text is not None:
         (tmp_path / "c.yaml").write_text(text)
     assert says in str(refusal(small, tmp_path / "c.yaml"))
@@ -124,8 +141,12 @@ def test_files_that_are_no_pipelines_are_refused(tmp_path: Path, source: str, sa
         loading.find_pipeline(str(tmp_path / "p.py"))
 
 
-def test_pipelines_are_found_by_name_here_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"sft", "grpo", "sft_then_grpo"} <= loading.list_pipelines().keys(), "those of the checkout"
+def test_pipelines_are_found_by_name_here_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"sft", "grpo", "sft_then_grpo"} <= loading.list_pipelines().keys(), (
+        "those of the checkout"
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "grpo.py").write_text(SMALL)
@@ -142,12 +163,17 @@ def test_a_pipeline_extends_the_one_beside_it(tmp_path: Path) -> None:
         "from tuneloop.config.loading import load_pipeline\nbase = load_pipeline('base', beside=__file__)\n"
         "class Config(base.Config):\n    extra: int = 5\nbuild_argo = base.build_argo\n"
     )
-    assert plain(loading.find_pipeline(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"] == 5
+    assert (
+        plain(loading.find_pipeline(str(tmp_path / "more.py")).configure(None, ["seed=4"]))["extra"]
+        == 5
+    )
 
 
 def test_equal_configurations_render_equal_bytes() -> None:
     toy = loading.find_pipeline(TOY)
-    one, two = (loading.dump_workflow(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2))
+    one, two = (
+        loading.dump_workflow(toy.build(toy.configure(None, ["iterations=4"]))) for _ in range(2)
+    )
     assert one == two
     assert one != loading.dump_workflow(toy.build(toy.configure(None, ["iterations=5"])))
 
@@ -155,10 +181,30 @@ def test_equal_configurations_render_equal_bytes() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "item", "field", "says"),
     [
-        ("grpo", "update.algorithm_args.epsilon=-1", "update.algorithm_args.epsilon", "greater than 0"),
-        ("grpo", "update.algorithm_args.bta=1", "update.algorithm_args.bta", "grpo has no such option; it has epsilon"),
-        ("grpo", "update.algorithm=dr_grpo", "update.algorithm_args", "max_completion_length must be set"),
-        ("grpo", "update.algorithm=dpo", "update.algorithm", "preferences are for the stage preference"),
+        (
+            "grpo",
+            "update.algorithm_args.epsilon=-1",
+            "update.algorithm_args.epsilon",
+            "greater than 0",
+        ),
+        (
+            "grpo",
+            "update.algorithm_args.bta=1",
+            "update.algorithm_args.bta",
+            "grpo has no such option; it has epsilon",
+        ),
+        (
+            "grpo",
+            "update.algorithm=dr_grpo",
+            "update.algorithm_args",
+            "max_completion_length must be set",
+        ),
+        (
+            "grpo",
+            "update.algorithm=dpo",
+            "update.algorithm",
+            "preferences are for the stage preference",
+        ),
         ("grpo", "update.lr_scheduler_type=linear", "update.max_steps", "must know where it ends"),
         ("dpo", "preference.algorithm=grpo", "preference.algorithm", "for the stage policy_update"),
         (
@@ -168,7 +214,12 @@ def test_equal_configurations_render_equal_bytes() -> None:
             "less than",
         ),
         ("grpo", "data.rewards.exactt=1", "data.rewards.exactt", "unknown; known: code"),
-        ("grpo", "reward.reward_weights.exactt=1", "reward.reward_weights.exactt", "unknown; known: code"),
+        (
+            "grpo",
+            "reward.reward_weights.exactt=1",
+            "reward.reward_weights.exactt",
+            "unknown; known: code",
+        ),
         ("sft", "sft.lora.rank=4", "sft.lora.rank", "known: r, lora_alpha"),
     ],
 )

@@ -16,7 +16,9 @@ SERVED = ["--set", "lm_eval.engine=endpoint", "--set", "lm_eval.endpoint=http://
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> str:
-    (found,) = re.findall(r"^```python\n# my_evaluated\.py\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    (found,) = re.findall(
+        r"^```python\n# my_evaluated\.py\n(.*?)^```", PAGE.read_text(), re.S | re.M
+    )
     (tmp_path / "my_evaluated.py").write_text(found)
     return str(tmp_path / "my_evaluated.py")
 
@@ -33,10 +35,14 @@ def test_argo(pipeline: str, capsys: pytest.CaptureFixture[str]) -> None:
     here, there = render(), render(*SERVED)
     assert json.loads(here["args"][here["args"].index("--tasks") + 1]) == ["gsm8k"]
     assert "http://model:8000/v1" in there["args"]
-    assert "nvidia.com/gpu" in str(here["resources"]) and "nvidia.com/gpu" not in str(there["resources"])
+    assert "nvidia.com/gpu" in str(here["resources"]) and "nvidia.com/gpu" not in str(
+        there["resources"]
+    )
 
 
 def test_kfp(pipeline: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["render", pipeline, "--to", "kfp", *SERVED]) == 0
-    (found,) = (each for each in yaml.safe_load_all(capsys.readouterr().out) if "deploymentSpec" in each)
+    (found,) = (
+        each for each in yaml.safe_load_all(capsys.readouterr().out) if "deploymentSpec" in each
+    )
     assert "exec-evaluate-lm-eval" in found["deploymentSpec"]["executors"]

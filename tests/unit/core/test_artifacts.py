@@ -88,7 +88,11 @@ def test_a_part_is_proved_and_nothing_else_is_read(tmp_path: Path) -> None:
     for name in ("model-2", "trainer"):
         (draft.path / name / "x").write_text("damaged")
     artifact = Artifact(ref)
-    assert (artifact.part("model") / "x").read_text() == artifact.part("model/x").read_text() == "model"
+    assert (
+        (artifact.part("model") / "x").read_text()
+        == artifact.part("model/x").read_text()
+        == "model"
+    )
     for name in ("trainer", "trainer/x"):
         with pytest.raises(Corrupt, match=r"trainer/x': differs from its manifest"):
             artifact.part(name)
@@ -105,11 +109,15 @@ def test_a_list_of_files_that_is_not_the_one_referred_to_is_refused(tmp_path: Pa
     manifest.pop(CHECKSUM)
     (tmp_path / "a/manifest.json").write_bytes(dump_checked_json(manifest, MANIFEST))
     for asked in (ref, url):
-        with pytest.raises(Corrupt, match=f"it states {split_ref(other)[1]}, {split_ref(ref)[1]} was committed"):
+        with pytest.raises(
+            Corrupt, match=f"it states {split_ref(other)[1]}, {split_ref(ref)[1]} was committed"
+        ):
             Artifact(asked)
     manifest["digest"] = split_ref(other)[1]
     (tmp_path / "a/manifest.json").write_bytes(dump_checked_json(manifest, MANIFEST))
-    with pytest.raises(Corrupt, match=f"holds {split_ref(other)[1]}, but {split_ref(ref)[1]} was asked for"):
+    with pytest.raises(
+        Corrupt, match=f"holds {split_ref(other)[1]}, but {split_ref(ref)[1]} was asked for"
+    ):
         Artifact(ref)
     assert Artifact(url).ref != ref
 
@@ -143,10 +151,19 @@ def test_a_manifest_names_nothing_outside_its_artifact(
     name = changed.get("name", "x").format(tmp_path)
     manifest |= {"files": {name: manifest["files"]["x"]}, **changed}
     manifest.pop(CHECKSUM)
-    objects = {"b/a/manifest.json": dump_checked_json(manifest, MANIFEST), f"b/a/{manifest['root']}/x": b"theirs"}
-    with served(objects, monkeypatch), pytest.raises(Corrupt, match=r"manifest\.json.*is not a manifest \("):
+    objects = {
+        "b/a/manifest.json": dump_checked_json(manifest, MANIFEST),
+        f"b/a/{manifest['root']}/x": b"theirs",
+    }
+    with (
+        served(objects, monkeypatch),
+        pytest.raises(Corrupt, match=r"manifest\.json.*is not a manifest \("),
+    ):
         _ = Artifact("s3://b/a").path
-    assert precious.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == ["a", "precious.txt"]
+    assert precious.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == [
+        "a",
+        "precious.txt",
+    ]
 
 
 def test_what_could_not_be_fetched_leaves_nothing_half_in_the_cache(
@@ -165,20 +182,29 @@ def test_what_could_not_be_fetched_leaves_nothing_half_in_the_cache(
         assert sorted(p.read_text() for p in Artifact("s3://b/a").path.iterdir()) == ["1", "2"]
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(f"{tmp_path}/a", x="1")
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "a/manifest.json"))
     with served({"b/a/manifest.json": (tmp_path / "a/manifest.json").read_bytes()}, monkeypatch):
-        with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '.*manifest\.json': File exists; name a directory"):
+        with pytest.raises(
+            UserError, match=r"^TUNELOOP_CACHE: '.*manifest\.json': File exists; name a directory"
+        ):
             _ = Artifact("s3://b/a").path
         monkeypatch.setenv("TUNELOOP_CACHE", "/proc")  # which takes no files, whoever asks
-        with pytest.raises(UserError, match=r"^TUNELOOP_CACHE: '/proc': No such file or directory; name a directory"):
+        with pytest.raises(
+            UserError,
+            match=r"^TUNELOOP_CACHE: '/proc': No such file or directory; name a directory",
+        ):
             _ = Artifact("s3://b/a").path
 
 
 def test_the_drafts_of_one_attempt_lie_apart() -> None:
     """A resume point that is committed must not take the unfinished output with it."""
-    output, resume = (Draft(f"s3://bucket/run/sft{below}", attempt="data-a") for below in ("", "/resume/00000020"))
+    output, resume = (
+        Draft(f"s3://bucket/run/sft{below}", attempt="data-a") for below in ("", "/resume/00000020")
+    )
     (output.path / "metrics.jsonl").touch()
     delete_draft(resume.path)
     assert (output.path / "metrics.jsonl").exists()
@@ -194,10 +220,14 @@ def test_the_drafts_of_one_attempt_lie_apart() -> None:
         ({"results": {"loss": (1.0, 2.0)}}, r"results.loss cannot be \(1.0, 2.0\)"),
     ],
 )
-def test_what_no_reader_could_read_is_not_committed(tmp_path: Path, about: dict[str, Any], says: str) -> None:
+def test_what_no_reader_could_read_is_not_committed(
+    tmp_path: Path, about: dict[str, Any], says: str
+) -> None:
     draft = Draft(f"{tmp_path}/a")
     with pytest.raises(UserError, match=says):
         draft.commit(stage="test", **about)
     assert find_manifest(f"{tmp_path}/a") is None
-    assert draft.commit(stage="test", facts={"version": None}, results={"loss": 1.0, "done": True, "how": None})
+    assert draft.commit(
+        stage="test", facts={"version": None}, results={"loss": 1.0, "done": True, "how": None}
+    )
     assert Artifact(f"{tmp_path}/a").manifest.facts == {"version": None}

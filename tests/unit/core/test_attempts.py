@@ -19,7 +19,11 @@ from tuneloop.core.attempts import (
 from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 
-KILLED, DELETED, OUT_OF_MEMORY = "Failed 139 exit code 139", "Error -1 pod deleted", "Failed 137 main: OOMKilled (exit "
+KILLED, DELETED, OUT_OF_MEMORY = (
+    "Failed 139 exit code 139",
+    "Error -1 pod deleted",
+    "Failed 137 main: OOMKilled (exit ",
+)
 
 
 class Attempts:
@@ -105,8 +109,12 @@ def test_a_record_of_an_earlier_session_is_not_this_ones(stage: Attempts) -> Non
         stage.next(KILLED)
 
 
-def test_out_of_memory_is_tried_once_with_more(stage: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"memory: None: the last attempt ran out of memory; set a higher"):
+def test_out_of_memory_is_tried_once_with_more(
+    stage: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        UserError, match=r"memory: None: the last attempt ran out of memory; set a higher"
+    ):
         stage.next(OUT_OF_MEMORY)
     monkeypatch.setenv(MORE_MEMORY, "8Gi")
     stage.number = 0
@@ -132,7 +140,9 @@ def test_a_stage_gives_up_with_its_own_exit_code(
     monkeypatch.setenv(LAST_END, KILLED)
     resume = tmp_path / "out" / "resume"
     resume.mkdir(parents=True)
-    (resume / RECORD).write_text(Record(attempt=BUDGET, without_progress=BUDGET, progress="").model_dump_json())
+    (resume / RECORD).write_text(
+        Record(attempt=BUDGET, without_progress=BUDGET, progress="").model_dump_json()
+    )
     argv = ["--checkpoint", str(tmp_path / "out")]
     monkeypatch.setenv(ATTEMPT, str(BUDGET + 1))
     assert toy.sft.run(argv) == 70

@@ -73,7 +73,9 @@ def names(root: Path) -> list[str]:
 
 
 def start(code: str, ref: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code, ref], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, ref], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def read_line(pipe: IO[str] | None) -> str:
@@ -96,11 +98,16 @@ def test_a_part_costs_its_own_bytes_once(store: CountingS3) -> None:
     ref = commit("a", big=os.urandom(BIG), small=b"12345", other=b"678", empty=b"")
     store.log.clear()
     artifact = Artifact(ref)
-    assert artifact.part("small").read_bytes() == b"12345" and artifact.part("empty").read_bytes() == b""
+    assert (
+        artifact.part("small").read_bytes() == b"12345"
+        and artifact.part("empty").read_bytes() == b""
+    )
     assert [size for _, key, size in store.log if not key.endswith("manifest.json")] == [5, 0]
     assert store.read("/other") == store.read("/big") == 0
     artifact.part("big"), Artifact(ref).part("big")
-    sizes = sorted(size for method, key, size in store.log if method == "GET" and key.endswith("/big"))
+    sizes = sorted(
+        size for method, key, size in store.log if method == "GET" and key.endswith("/big")
+    )
     assert sizes == [5, RANGE, RANGE, RANGE]
     assert artifact.path == artifact.part("big").parent and store.read("/data-") == BIG + 5 + 3
 
@@ -115,7 +122,9 @@ def test_two_processes_fetch_once_and_see_no_half_file(held: Held, root: Path) -
     assert held.read("/big") == BIG
 
 
-def test_eight_readers_of_a_node_cost_the_store_an_eighth_of_eight_apart(store: CountingS3, tmp_path: Path) -> None:
+def test_eight_readers_of_a_node_cost_the_store_an_eighth_of_eight_apart(
+    store: CountingS3, tmp_path: Path
+) -> None:
     """As servers of a fleet do that are told to bring in a checkpoint; the benchmark has the seconds, too."""
     ref, read = checkpoint_readers.commit_checkpoint("s3://bucket/checkpoint", BIG), {}
     for name, caches in checkpoint_readers.list_caches(tmp_path, 8).items():
@@ -151,7 +160,16 @@ def test_what_a_killed_fetch_left_makes_room_for_others(
     assert names(root) == ["small"] and len(list(root.iterdir())) == 1, "empty directories go, too"
 
 
-CHANGES = {"open", "fcntl.flock", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "os.utime"}
+CHANGES = {
+    "open",
+    "fcntl.flock",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.truncate",
+    "os.utime",
+}
 
 
 def die_at(moment: int) -> None:
@@ -181,7 +199,9 @@ def test_a_kill_at_any_moment_leaves_nothing_that_is_wrong_or_stays(
                 file.write(part)
 
     def take(directory: Path) -> None:
-        held = cache.take_file(directory, "model/x", 10, lambda path: path.read_bytes() == b"1234567890", fetch)
+        held = cache.take_file(
+            directory, "model/x", 10, lambda path: path.read_bytes() == b"1234567890", fetch
+        )
         assert held and held.read() == b"1234567890"
         held.close()
 
@@ -254,12 +274,16 @@ def test_damage_is_found_here_and_there(store: CountingS3, root: Path) -> None:
         good = path.read_bytes()
         for bad in (good[:-1], bytes([good[0] ^ 1]) + good[1:]):
             path.write_bytes(bad)
-            assert Artifact(ref).part(name).read_bytes() == good, "of the copy here: it is fetched again"
+            assert Artifact(ref).part(name).read_bytes() == good, (
+                "of the copy here: it is fetched again"
+            )
         (key,) = (key for key in store.keys("bucket/a/") if key.endswith(f"/{name}"))
         for bad in (good[:-1], good + b"1", bytes([good[0] ^ 1]) + good[1:]):
             path.unlink()
             store.path(key).write_bytes(bad)
-            with pytest.raises(Corrupt, match=f"s3://{key}': differs from its manifest .*; restore it"):
+            with pytest.raises(
+                Corrupt, match=f"s3://{key}': differs from its manifest .*; restore it"
+            ):
                 Artifact(ref).part(name)
 
 
@@ -274,9 +298,13 @@ def test_nothing_else_in_the_directory_is_deleted(
     assert names(root) == ["mine", "y"]
 
 
-def test_the_limit_is_a_number(store: CountingS3, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_a_number(
+    store: CountingS3, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TUNELOOP_CACHE_BYTES", "50Gi")
-    with pytest.raises(UserError, match="TUNELOOP_CACHE_BYTES: '50Gi': is not a number of bytes; write one"):
+    with pytest.raises(
+        UserError, match="TUNELOOP_CACHE_BYTES: '50Gi': is not a number of bytes; write one"
+    ):
         Artifact(commit("a", x=b"1")).part("x")
 
 
@@ -305,7 +333,9 @@ def test_a_directory_that_another_process_tidies_away_is_made_again(
         os.rmdir(path)
 
     monkeypatch.setattr(os, "mkdir", make_and_lose)
-    held = cache.take_file(cache.open_directory("sha256:1"), "a/b", 1, lambda path: True, lambda path: None)
+    held = cache.take_file(
+        cache.open_directory("sha256:1"), "a/b", 1, lambda path: True, lambda path: None
+    )
     assert held and removed
     held.close()
     assert names(root) == ["b"]

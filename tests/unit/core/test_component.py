@@ -62,7 +62,9 @@ def toy(tmp_path: Path) -> Path:
 
 def run(program: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(program), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=LIMIT_S)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **env}, timeout=LIMIT_S
+    )
 
 
 def load(program: Path) -> Any:
@@ -74,7 +76,9 @@ def load(program: Path) -> Any:
     return module
 
 
-def test_a_stage_may_read_and_write_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_may_read_and_write_the_same_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @component("thing", results={"length": int})
     def double(stage: Stage, thing: OptionalInput) -> Results:
         """Write a file twice as long as the one read."""
@@ -105,7 +109,9 @@ class Fewer(Shared):
     steps: int = Field(7, ge=1)
 
 
-def test_options_that_stages_share_are_flags_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_stages_share_are_flags_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     @component("thing", results={"total": float})
     def shares(stage: Stage, *, before: int = 1, options: Fewer, after: int = 2) -> Results:
         """Multiply."""
@@ -114,7 +120,12 @@ def test_options_that_stages_share_are_flags_of_their_own(tmp_path: Path, capsys
 
     assert list(shares.Params.model_fields) == ["before", "steps", "rate", "after"]
     assert shares(out=f"{tmp_path}/a").results == {"total": 7.0}
-    assert shares(out=f"{tmp_path}/b", rate=2.0).params == {"before": 1, "steps": 7, "rate": 2.0, "after": 2}
+    assert shares(out=f"{tmp_path}/b", rate=2.0).params == {
+        "before": 1,
+        "steps": 7,
+        "rate": 2.0,
+        "after": 2,
+    }
     assert (Artifact(f"{tmp_path}/b").path / "unused").read_text() == "kept"
     assert shares.run(["--thing", f"{tmp_path}/c", "--rate", "0"]) == 2
     assert "shares.rate: '0': Input should be greater than 0" in capsys.readouterr().err
@@ -126,7 +137,9 @@ def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:
         done = run(toy, "--thing", f"{tmp_path}/a", "--times", "4", TUNELOOP_OUTPUTS=str(outputs))
         assert done.returncode == 0, done.stderr
         assert ("committed already" in done.stderr) == bool(attempt)
-        assert (outputs / "size").read_text() == "4" and (outputs / "mean-reward").read_text() == "0.5"
+        assert (outputs / "size").read_text() == "4" and (
+            outputs / "mean-reward"
+        ).read_text() == "0.5"
     ref = (outputs / "thing").read_text()
     manifest = Artifact(ref).manifest
     assert manifest.params == {"times": 4, "weights": None, "sleep": 0, "seed": 0}
@@ -136,7 +149,10 @@ def test_commits_once_and_says_its_results(toy: Path, tmp_path: Path) -> None:
 def test_inputs_are_recorded_and_followed(toy: Path, tmp_path: Path) -> None:
     assert run(toy, "--thing", f"{tmp_path}/a").returncode == 0
     ref = Artifact(f"{tmp_path}/a").ref
-    assert run(toy, "--source", ref, "--thing", f"{tmp_path}/b", "--weights", '{"w": 1}').returncode == 0
+    assert (
+        run(toy, "--source", ref, "--thing", f"{tmp_path}/b", "--weights", '{"w": 1}').returncode
+        == 0
+    )
     manifest = Artifact(f"{tmp_path}/b").manifest
     assert manifest.inputs == {"source": ref} and manifest.params["weights"] == {"w": 1.0}
     assert (Artifact(f"{tmp_path}/b").path / "x").read_text() == "x" * 9
@@ -146,8 +162,13 @@ def test_an_output_made_otherwise_is_refused_by_field(toy: Path, tmp_path: Path)
     assert run(toy, "--thing", f"{tmp_path}/a").returncode == 0
     other = run(toy, "--thing", f"{tmp_path}/a", "--times", "5")
     assert other.returncode == 2
-    assert other.stderr.startswith("error: --times: 5: ") and "made from 3; use another run name" in other.stderr
-    assert run(toy, "--thing", f"{tmp_path}/a", "--label", "other").returncode == 0, "untracked: not part of identity"
+    assert (
+        other.stderr.startswith("error: --times: 5: ")
+        and "made from 3; use another run name" in other.stderr
+    )
+    assert run(toy, "--thing", f"{tmp_path}/a", "--label", "other").returncode == 0, (
+        "untracked: not part of identity"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,11 +194,17 @@ def test_bad_input_is_one_line_and_exit_2(
 def test_an_extra_that_is_not_installed_is_named(toy: Path, tmp_path: Path) -> None:
     done = run(toy, "--thing", f"{tmp_path}/a", "--label", "lacks torch")
     assert done.returncode == 2
-    assert done.stderr == "error: package: 'torch': is not installed; pip install 'tuneloop[train]'\n"
+    assert (
+        done.stderr == "error: package: 'torch': is not installed; pip install 'tuneloop[train]'\n"
+    )
 
 
-@pytest.mark.parametrize(("label", "code"), [("crash", 1), ("lacks mine", 1), ("retry", 75), ("28", 75), ("122", 75)])
-def test_failures_keep_their_kind_and_leave_nothing(toy: Path, tmp_path: Path, label: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("label", "code"), [("crash", 1), ("lacks mine", 1), ("retry", 75), ("28", 75), ("122", 75)]
+)
+def test_failures_keep_their_kind_and_leave_nothing(
+    toy: Path, tmp_path: Path, label: str, code: int
+) -> None:
     done = run(toy, "--thing", f"{tmp_path}/a", "--label", label)
     assert done.returncode == code, done.stderr
     assert [p for p in tmp_path.glob("a/*") if p.is_dir()] == []
@@ -186,7 +213,9 @@ def test_failures_keep_their_kind_and_leave_nothing(toy: Path, tmp_path: Path, l
 def start(program: Path, *flags: str) -> subprocess.Popen[str]:
     """The program, at work on the first of its steps, each of which takes 0.1 s."""
     env = {**os.environ, "NAP": "0.1"}
-    child = subprocess.Popen([sys.executable, str(program), *flags], stdout=subprocess.PIPE, text=True, env=env)
+    child = subprocess.Popen(
+        [sys.executable, str(program), *flags], stdout=subprocess.PIPE, text=True, env=env
+    )
     assert child.stdout and child.stdout.readline() == "step 0\n"
     return child
 
@@ -204,7 +233,9 @@ def test_sigterm_saves_a_resume_point_and_exits_75(toy: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("step", [3, 7])
-def test_a_resume_point_of_other_parameters_is_not_in_the_way(toy: Path, tmp_path: Path, step: int) -> None:
+def test_a_resume_point_of_other_parameters_is_not_in_the_way(
+    toy: Path, tmp_path: Path, step: int
+) -> None:
     flags = ("--thing", f"{tmp_path}/a", "--sleep", "10")
     assert run(toy, *flags, STOP_AT="7").returncode == 75
     for stop_at, code in ((step, 75), (-1, 0)):

@@ -39,13 +39,33 @@ DOCS = Path(__file__).parents[3] / "docs"
 ENDS = [
     ("Succeeded", 0, "", SUCCEEDED),
     ("Failed", 2, "main: Error (exit code 2): error: sft.lr: 'x': is not a number", MISTAKE),
-    ("Failed", 3, "main: Error (exit code 3): not promoted: mean_reward: 0.4: is below 0.5", NOT_PROMOTED),
-    ("Failed", 75, "main: Error (exit code 75): interrupted: sft: stopped by a signal", INTERRUPTION),
+    (
+        "Failed",
+        3,
+        "main: Error (exit code 3): not promoted: mean_reward: 0.4: is below 0.5",
+        NOT_PROMOTED,
+    ),
+    (
+        "Failed",
+        75,
+        "main: Error (exit code 75): interrupted: sft: stopped by a signal",
+        INTERRUPTION,
+    ),
     ("Failed", 75, "exit code 75: interrupted: sft: stopped by a signal", INTERRUPTION),
     ("Failed", 75, "exit code 75: unavailable: store: s3://b: error sending", AWAY),
-    ("Failed", 75, "main: Error (exit code 75): unavailable: rank 3: store: s3://b: error sending", AWAY),
+    (
+        "Failed",
+        75,
+        "main: Error (exit code 75): unavailable: rank 3: store: s3://b: error sending",
+        AWAY,
+    ),
     ("Failed", 75, "unavailable: turn 3 of group g was lost", AWAY),
-    ("Failed", 75, "exit code 75: failed for now: reward: 9 of 9, one said interrupted: no", FOR_NOW),
+    (
+        "Failed",
+        75,
+        "exit code 75: failed for now: reward: 9 of 9, one said interrupted: no",
+        FOR_NOW,
+    ),
     ("Failed", 75, "main: Error (exit code 75)", FOR_NOW),
     ("Failed", 143, "main: Error (exit code 143)", INTERRUPTION),
     ("Error", -1, "pod deleted", EVICTED),
@@ -72,27 +92,42 @@ def test_an_end_has_a_class_and_argo_does_what_the_class_says(
     assert classify_end(phase, code, message) is end
     if end is SUCCEEDED:
         return
-    last = {"lastRetry.status": phase, "lastRetry.exitCode": str(code), "lastRetry.message": message, "retries": "0"}
+    last = {
+        "lastRetry.status": phase,
+        "lastRetry.exitCode": str(code),
+        "lastRetry.message": message,
+        "retries": "0",
+    }
     # A stage that ran out of memory is started once more in any case: it says what to set if it has no more of it.
     if code == 0:
         last["lastRetry.exitCode"] = "-1"  # which the expression reads for it
-    assert expressions.evaluate_boolean(RETRY_STAGE, last) == (end not in (MISTAKE, NOT_PROMOTED, GAVE_UP, BUG))
+    assert expressions.evaluate_boolean(RETRY_STAGE, last) == (
+        end not in (MISTAKE, NOT_PROMOTED, GAVE_UP, BUG)
+    )
     assert expressions.evaluate_boolean(RETRY_SERVER, last) == (end not in (MISTAKE, GAVE_UP))
 
 
 def test_an_error_of_the_engine_ends_a_run_that_never_starts() -> None:
-    last = {"lastRetry.status": "Error", "lastRetry.exitCode": "-1", "lastRetry.message": "InvalidImageName"}
+    last = {
+        "lastRetry.status": "Error",
+        "lastRetry.exitCode": "-1",
+        "lastRetry.message": "InvalidImageName",
+    }
     for expression in (RETRY_STAGE, RETRY_STEP, RETRY_SERVER):
         assert expressions.evaluate_boolean(expression, {**last, "retries": "19"})
         assert not expressions.evaluate_boolean(expression, {**last, "retries": "20"})
-        assert expressions.evaluate_boolean(expression, {**last, "lastRetry.message": "pod deleted", "retries": "20"})
+        assert expressions.evaluate_boolean(
+            expression, {**last, "lastRetry.message": "pod deleted", "retries": "20"}
+        )
 
 
 def test_a_small_step_is_killed_three_times_at_most() -> None:
     last = {"lastRetry.status": "Failed", "lastRetry.exitCode": "137", "lastRetry.message": ""}
     assert expressions.evaluate_boolean(RETRY_STEP, {**last, "retries": "2"})
     assert not expressions.evaluate_boolean(RETRY_STEP, {**last, "retries": "3"})
-    assert expressions.evaluate_boolean(RETRY_STEP, {**last, "lastRetry.exitCode": "75", "retries": "300"})
+    assert expressions.evaluate_boolean(
+        RETRY_STEP, {**last, "lastRetry.exitCode": "75", "retries": "300"}
+    )
 
 
 def test_an_exit_code_is_named() -> None:
@@ -100,8 +135,12 @@ def test_an_exit_code_is_named() -> None:
     assert describe_exit(139) == "exit code 139 (SIGSEGV, invalid memory reference)"
     named_already = "exit code 75: unavailable: store"
     assert describe_exit(75, named_already) == named_already
-    assert describe_exit(139, "exit code 139") == "exit code 139 (SIGSEGV, invalid memory reference)"
-    assert [describe_exit(code) for code in (0, 1, 75, 128, 255)] == [f"exit code {c}" for c in (0, 1, 75, 128, 255)]
+    assert (
+        describe_exit(139, "exit code 139") == "exit code 139 (SIGSEGV, invalid memory reference)"
+    )
+    assert [describe_exit(code) for code in (0, 1, 75, 128, 255)] == [
+        f"exit code {c}" for c in (0, 1, 75, 128, 255)
+    ]
 
 
 def test_the_docs_have_the_table() -> None:
@@ -137,7 +176,11 @@ def test_a_week_with_a_preemption_an_hour(hours: int) -> None:
     evicted = itertools.cycle([Result("Error", "pod deleted"), Result("Failed", exit_code=143)])
     for number, result in zip(range(hours), evicted):
         code = -1 if result.exit_code is None else result.exit_code
-        last = {"lastRetry.status": result.phase, "lastRetry.exitCode": str(code), "retries": str(number)}
+        last = {
+            "lastRetry.status": result.phase,
+            "lastRetry.exitCode": str(code),
+            "retries": str(number),
+        }
         last["lastRetry.message"] = result.message
         assert _refusal(strategy, last, result, number) is None, f"after {number + 1} preemptions"
         assert _pause(strategy["backoff"], number) == 10.0
@@ -173,7 +216,9 @@ def test_a_message_keeps_no_tag_for_argo(tmp_path: Path, monkeypatch: pytest.Mon
         assert "{{" not in words.read_text() and "workflow.name" in words.read_text()
 
 
-def test_what_a_rank_leaves_is_not_replaced_by_who_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_leaves_is_not_replaced_by_who_lost_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = tmp_path / "words"
     words.touch()
     monkeypatch.setenv(TERMINATION_LOG, str(words))

@@ -10,7 +10,9 @@ import pytest
 from tuneloop.core.hub import is_unreachable
 
 
-@pytest.mark.parametrize("number", [errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT])
+@pytest.mark.parametrize(
+    "number", [errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT]
+)
 def test_a_server_that_is_not_there_is_away(number: int) -> None:
     wrapped = RuntimeError("the client's own")
     wrapped.__cause__ = OSError(number, os.strerror(number))

@@ -95,7 +95,9 @@ def test_what_was_written_again_is_read_again_and_what_is_gone_is_gone(tmp_path:
     read(tmp_path)
     first = tmp_path / "run" / "iterations" / "1"
     manifest = first / "reward" / "manifest.json"
-    found = parse_manifest("reward", manifest.read_bytes()).model_copy(update={"results": {"mean_reward": 1.5}})
+    found = parse_manifest("reward", manifest.read_bytes()).model_copy(
+        update={"results": {"mean_reward": 1.5}}
+    )
     told = json.loads(found.model_copy(update={"digest": found.compute_digest()}).model_dump_json())
     manifest.write_bytes(dump_checked_json(told, manifest.name))
     (first / "rollout" / "manifest.json").unlink()
@@ -123,9 +125,15 @@ def test_who_may_not_write_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read(tmp_path) == expected
 
 
-def test_of_an_object_store_only_what_is_new_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_object_store_only_what_is_new_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(f"file://{tmp_path}/run", LONG + 2)
-    files = {str(path.relative_to(tmp_path)): path for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(tmp_path)): path
+        for path in sorted(tmp_path.rglob("*"))
+        if path.is_file()
+    }
     newest = tuple(f"run/iterations/{number}/" for number in (LONG + 1, LONG + 2))
     objects = {key: path.read_bytes() for key, path in files.items() if not key.startswith(newest)}
     with serve_bucket(objects, monkeypatch) as asked:
@@ -141,11 +149,15 @@ def test_of_an_object_store_only_what_is_new_is_asked(tmp_path: Path, monkeypatc
         asked.clear()
         run.refresh()
         assert asked == {"LIST": 11, "GET": 6} and len(run.entries) == 5 + 3 * (LONG + 2)
-        assert [entry.manifest for entry in run.entries] == [e.manifest for e in Run("run", str(tmp_path)).entries]
+        assert [entry.manifest for entry in run.entries] == [
+            e.manifest for e in Run("run", str(tmp_path)).entries
+        ]
         for key in [key for key in objects if key.startswith("run/iterations/1/reward")]:
             del objects[key]
         again = Run("run", "s3://bucket")
         assert len(again.entries) == len(run.entries), "it is settled: the index has it"
         again.refresh(whole=True)
         assert len(again.entries) == len(run.entries) - 1
-        assert len(Run("run", "s3://bucket").entries) == len(run.entries) - 1, "who looks at all mends the index"
+        assert len(Run("run", "s3://bucket").entries) == len(run.entries) - 1, (
+            "who looks at all mends the index"
+        )

@@ -19,14 +19,19 @@ from tuneloop.core.component import Results, Stage, component
 from tuneloop.core.errors import EXIT_RETRY, Unavailable
 from tuneloop.core.store import Conflict, Store
 
-AGAIN = {"max_retries": 3, "backoff": {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(seconds=1)}}
+AGAIN = {
+    "max_retries": 3,
+    "backoff": {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(seconds=1)},
+}
 URL = f"s3://{NAME}/a"
 
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A bucket that is asked again at once, and three times."""
-    monkeypatch.setattr("obstore.store.from_url", partial(obstore.store.from_url, retry_config=AGAIN))
+    monkeypatch.setattr(
+        "obstore.store.from_url", partial(obstore.store.from_url, retry_config=AGAIN)
+    )
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with serve() as served:
@@ -47,7 +52,9 @@ def test_an_artifact_stands_though_the_answer_to_its_manifest_was_lost(bucket: S
     assert (Artifact(f"{URL}@{made.digest}").path / "x").read_text() == "x"
 
 
-def test_a_manifest_refused_for_another_that_is_not_there_is_tried_again(bucket: Served, tmp_path: Path) -> None:
+def test_a_manifest_refused_for_another_that_is_not_there_is_tried_again(
+    bucket: Served, tmp_path: Path
+) -> None:
     bucket.begin(Plan("conflict 409", length=20, on="PUT if"))
     with pytest.raises(Unavailable, match="a write beside ours"):
         draft().commit(stage="test")
@@ -133,17 +140,23 @@ def test_a_full_disk_where_a_directory_is_made_is_no_mistake(
     assert local.run(words) == 0
 
 
-def test_names_are_durable_before_the_manifest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_durable_before_the_manifest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the files and of the directories between them and the artifact's own."""
     synced, linked = list[str](), list[list[str]]()
     sync, link = os.fsync, os.link
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd))[1]
+    )
     monkeypatch.setattr(os, "link", lambda *paths: (linked.append([*synced]), link(*paths))[1])
     made = Draft(str(tmp_path / "a"), attempt="data-1")
     (made.path / "deep").mkdir()
     (made.path / "deep" / "x").write_text("x")
     made.commit(stage="test")
-    assert {str(tmp_path / "a" / name) for name in ("", "data-1", "data-1/deep", "data-1/deep/x")} <= {*linked[0]}
+    assert {
+        str(tmp_path / "a" / name) for name in ("", "data-1", "data-1/deep", "data-1/deep/x")
+    } <= {*linked[0]}
 
 
 @component("thing")

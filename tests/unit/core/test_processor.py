@@ -42,7 +42,9 @@ class Machine:
                 patch.setattr(torch.cpu, question, lambda: True)
             patch.setattr(processor, "LIMITED", {})
             patch.setattr(processor, "advertises_amx", lambda: True)
-            patch.setattr(processor, "_multiply", (lambda: _end(ended_by)) if ended_by else self._multiply)
+            patch.setattr(
+                processor, "_multiply", (lambda: _end(ended_by)) if ended_by else self._multiply
+            )
             if not tried:
                 patch.setattr(processor, "try_product", lambda: pytest.fail("a product was tried"))
             processor._find_here.cache_clear()
@@ -50,7 +52,11 @@ class Machine:
                 processor.check_processor()
             processor._find_here.cache_clear()
             self.isa = os.environ.get("ONEDNN_MAX_CPU_ISA")
-            self.amx = torch.cpu._is_amx_tile_supported(), torch.cpu._is_amx_fp16_supported(), torch.cpu._init_amx()
+            self.amx = (
+                torch.cpu._is_amx_tile_supported(),
+                torch.cpu._is_amx_fp16_supported(),
+                torch.cpu._init_amx(),
+            )
             self.recorded: Any = collect_provenance(0.0, 1).get("processor")
         return self._capsys.readouterr().err
 
@@ -70,7 +76,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_a_product_that_dies_limits_onednn_and_vllm(machine: Machine) -> None:
     line = f"processor: AMX is not used ({WHY}); oneDNN and vLLM are held to AVX512_CORE_FP16\n"
     assert machine.run(ended_by=signal.SIGILL) == line
-    assert (machine.isa, machine.amx, machine.recorded) == ("AVX512_CORE_FP16", (False, False, False), LIMITS)
+    assert (machine.isa, machine.amx, machine.recorded) == (
+        "AVX512_CORE_FP16",
+        (False, False, False),
+        LIMITS,
+    )
     assert "SIGTERM" in machine.run(ended_by=signal.SIGTERM)
     assert machine.isa == "AVX512_CORE_FP16"
 
@@ -81,7 +91,8 @@ def test_a_product_that_succeeds_changes_nothing(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("set_before", "then"), [("avx2", "avx2"), ("AVX512_CORE_AMX", "AVX512_CORE_FP16"), ("ALL", "AVX512_CORE_FP16")]
+    ("set_before", "then"),
+    [("avx2", "avx2"), ("AVX512_CORE_AMX", "AVX512_CORE_FP16"), ("ALL", "AVX512_CORE_FP16")],
 )
 def test_a_lower_limit_stays(machine: Machine, set_before: str, then: str) -> None:
     machine.run(ended_by=signal.SIGILL, ONEDNN_MAX_CPU_ISA=set_before)
@@ -91,7 +102,9 @@ def test_a_lower_limit_stays(machine: Machine, set_before: str, then: str) -> No
 def test_good_and_bad_answer_without_a_product(machine: Machine) -> None:
     machine.run(tried=False, TUNELOOP_PROCESSOR_CHECK="good")
     assert machine.recorded is None
-    assert machine.run(tried=False, TUNELOOP_PROCESSOR_CHECK="bad", RANK="1") == ""  # the first rank's to say
+    assert (
+        machine.run(tried=False, TUNELOOP_PROCESSOR_CHECK="bad", RANK="1") == ""
+    )  # the first rank's to say
     assert machine.recorded == {**LIMITS, "why": "TUNELOOP_PROCESSOR_CHECK=bad"}
 
 
@@ -106,7 +119,9 @@ def test_a_child_that_fails_by_itself_answers_nothing(monkeypatch: pytest.Monkey
         processor.try_product()
 
 
-def test_only_the_processors_flags_advertise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_processors_flags_advertise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text, advertised in (
         ("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n", True),
         ("flags\t\t: fpu avx512_bf16\nbugs\t\t: amx_tile\n", False),
@@ -124,7 +139,9 @@ def test_only_the_processors_flags_advertise(tmp_path: Path, monkeypatch: pytest
     processor._find_here.cache_clear()
 
 
-def test_vllms_own_processes_get_the_limit_by_its_plugins(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_own_processes_get_the_limit_by_its_plugins(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     (plugin,) = project["entry-points"]["vllm.general_plugins"].values()
     assert EntryPoint("", plugin, "").load() is processor.limit_workers

@@ -7,7 +7,9 @@ import pytest
 from tuneloop.core.server_token import VARIABLE, build_token_headers, create_token_file, read_tokens
 
 
-def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_made_once_and_only_its_owner_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "token"
     create_token_file(path)
     made = path.read_text()
@@ -17,7 +19,9 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path, monkey
     monkeypatch.setenv(VARIABLE, str(path))
     assert build_token_headers() == {"Authorization": f"Bearer {made.strip()}"}
     path.write_text("new\nold\n")
-    assert read_tokens() == ["new", "old"] and build_token_headers() == {"Authorization": "Bearer new"}
+    assert read_tokens() == ["new", "old"] and build_token_headers() == {
+        "Authorization": "Bearer new"
+    }
 
 
 def test_no_file_is_no_token_and_an_empty_one_a_token_of_nobodys(

@@ -25,7 +25,9 @@ def test_a_store_without_a_bucket_or_directory_is_refused(scheme: str) -> None:
     """Without its last slashes ``s3://`` would be a path: a directory named ``s3:``."""
     of_files = scheme in ("file", "memory")
     for rest in ("", "/", "//", "bucket/x", "/bucket/x", "//bucket/x" if of_files else "///x"):
-        with pytest.raises(UserError, match=f"names no {'directory' if of_files else 'bucket'}; write {scheme}://"):
+        with pytest.raises(
+            UserError, match=f"names no {'directory' if of_files else 'bucket'}; write {scheme}://"
+        ):
             normalize_url(f"{scheme}:{rest}")
 
 
@@ -36,8 +38,13 @@ def test_characters_that_no_address_has_are_refused(url: str) -> None:
 
 
 def test_the_root_is_a_directory_and_a_colon_may_be_in_a_name() -> None:
-    assert normalize_url("/") == normalize_url("file:///") == "file:///" and local_path("file:///") == Path("/")
-    assert normalize_url("/a/s3:/b") == "file:///a/s3:/b" and local_path("a:b") == Path("a:b").absolute()
+    assert normalize_url("/") == normalize_url("file:///") == "file:///" and local_path(
+        "file:///"
+    ) == Path("/")
+    assert (
+        normalize_url("/a/s3:/b") == "file:///a/s3:/b"
+        and local_path("a:b") == Path("a:b").absolute()
+    )
 
 
 def test_create_is_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -136,14 +143,27 @@ def test_a_download_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None
     assert {p.name for p in tmp_path.rglob("*") if p.is_file()} == {"file", "k"}, "no leftovers"
 
 
-ELSEWHERE = ("garbage", "localhost:9000", "//h", "ftp://h", "http://", "http://a b", "http://a:b", "http://h:70000")
+ELSEWHERE = (
+    "garbage",
+    "localhost:9000",
+    "//h",
+    "ftp://h",
+    "http://",
+    "http://a b",
+    "http://a:b",
+    "http://h:70000",
+)
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"])
-def test_an_endpoint_that_is_no_url_is_one_line(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_no_url_is_one_line(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for value in (*ELSEWHERE, 'http://a"b', "http://[::1", "http://%zz"):
         monkeypatch.setenv(variable, value)
-        with pytest.raises(UserError, match=f"^{variable}: .*: is not the URL of an S3; write http://HOST:PORT"):
+        with pytest.raises(
+            UserError, match=f"^{variable}: .*: is not the URL of an S3; write http://HOST:PORT"
+        ):
             Store("s3://b/x")
     for value in ("http://s3.s3.svc:7070", "https://h/path/", "http://[::1]:9000", ""):
         monkeypatch.setenv(variable, value)
@@ -153,14 +173,20 @@ def test_an_endpoint_that_is_no_url_is_one_line(variable: str, monkeypatch: pyte
 def test_a_store_that_lacks_a_setting_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match=r"az://c/x.*Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"):
+    with pytest.raises(
+        UserError, match=r"az://c/x.*Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME"
+    ):
         Store("az://c/x")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere")
-    with pytest.raises(UserError, match=r"gs://b/x.*/nowhere.*; set GOOGLE_APPLICATION_CREDENTIALS"):
+    with pytest.raises(
+        UserError, match=r"gs://b/x.*/nowhere.*; set GOOGLE_APPLICATION_CREDENTIALS"
+    ):
         Store("gs://b/x")
 
 
-def test_a_machine_that_gives_out_no_keys_is_a_mistake_of_who_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_gives_out_no_keys_is_a_mistake_of_who_types(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Stages are tried again: a node's metadata server may answer later."""
     said = "<Error><Message>GET http://169.254.169.254/latest/meta-data: refused</Message></Error>"
     with served({}, monkeypatch, missing=(400, said)):
@@ -175,19 +201,30 @@ def test_a_file_where_a_directory_should_be_is_no_lost_race(tmp_path: Path, key:
     (tmp_path / "file").touch()
     store = Store(str(tmp_path / "file"))
     for work in (lambda: store.create(key, b""), lambda: store.put(key, b""), store.check_writable):
-        with pytest.raises(UserError, match=r"store: 'file://.*/file/.*: Not a directory; choose a writable place"):
+        with pytest.raises(
+            UserError, match=r"store: 'file://.*/file/.*: Not a directory; choose a writable place"
+        ):
             work()
 
 
 REFUSED = "<Error><Code>{}</Code><Message>Long.</Message><BucketName>b</BucketName><HostId>{}</HostId></Error>"
 
 
-@pytest.mark.parametrize("status, code", [(403, "AccessDenied"), (403, "SignatureDoesNotMatch"), (404, "NoSuchBucket")])
-def test_what_an_s3_refuses_is_said_by_its_code(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "status, code", [(403, "AccessDenied"), (403, "SignatureDoesNotMatch"), (404, "NoSuchBucket")]
+)
+def test_what_an_s3_refuses_is_said_by_its_code(
+    status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = []
     with served({}, monkeypatch, missing=(status, REFUSED.format(code, "x" * 300))):
         store = Store("s3://b/x")
-        for work in (store.keys, store.stat, lambda: store.put("k", b""), lambda: store.delete("k")):
+        for work in (
+            store.keys,
+            store.stat,
+            lambda: store.put("k", b""),
+            lambda: store.delete("k"),
+        ):
             with pytest.raises(UserError, match=rf"store: 's3://b/x.*{code}.*; [a-z]") as refusal:
                 work()
             said.append(str(refusal.value))
@@ -202,7 +239,11 @@ def test_a_part_of_a_key_is_read_alone(tmp_path: Path) -> None:
         store.create("k", bytes(range(256)) * 1024)
         with store.open("k") as file:
             assert (file.seek(-4, 2), file.read()) == (256 * 1024 - 4, b"\xfc\xfd\xfe\xff")
-            assert (file.seek(1 << 17), file.read(2), file.tell()) == (1 << 17, b"\x00\x01", (1 << 17) + 2)
+            assert (file.seek(1 << 17), file.read(2), file.tell()) == (
+                1 << 17,
+                b"\x00\x01",
+                (1 << 17) + 2,
+            )
             assert (file.seek(1 << 20), file.read(1)) == (1 << 20, b""), "behind the end"
         with pytest.raises(FileNotFoundError):
             store.open("none")

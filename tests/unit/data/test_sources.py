@@ -40,7 +40,9 @@ def test_a_share_of_the_demonstrations_copies() -> None:
     wrong = [e for e in shown if e.demonstration is not None]
     assert 0.57 < len(wrong) / len(shown) < 0.63
     assert all(e.demonstration == f" {e.metadata['digits']}" for e in wrong)
-    assert not [e for e in load_source("digits", {"sft_wrong_share": 0.0}, 50, 1).sft if e.demonstration]
+    assert not [
+        e for e in load_source("digits", {"sft_wrong_share": 0.0}, 50, 1).sft if e.demonstration
+    ]
 
 
 def test_the_seed_decides_the_order() -> None:
@@ -68,7 +70,12 @@ def test_files(tmp_path: Path, suffix: str) -> None:
 def test_splits_of_their_own(tmp_path: Path) -> None:
     main, other = jsonl(tmp_path / "a.jsonl", ROWS[:4]), jsonl(tmp_path / "b.jsonl", ROWS[4:6])
     shown = jsonl(tmp_path / "c.jsonl", [{"q": "hello", "a": "world"}])
-    args = {"train": main, "eval": other, "sft": shown, "sft_columns": {"prompt": "q", "answer": "a"}}
+    args = {
+        "train": main,
+        "eval": other,
+        "sft": shown,
+        "sft_columns": {"prompt": "q", "answer": "a"},
+    }
     splits = load_source("jsonl", args, 0, 0)
     assert [len(list(part)) for part in (splits.train, splits.eval)] == [4, 2]
     assert [e.prompt for e in splits.sft] == ["hello"]
@@ -88,7 +95,10 @@ def test_answers_are_cut_out(tmp_path: Path) -> None:
 def test_huggingface_folder(tmp_path: Path, saved: bool) -> None:
     folder = tmp_path / "set"
     if saved:
-        parts = {"train": datasets.Dataset.from_list(ROWS[:15]), "test": datasets.Dataset.from_list(ROWS[15:])}
+        parts = {
+            "train": datasets.Dataset.from_list(ROWS[:15]),
+            "test": datasets.Dataset.from_list(ROWS[15:]),
+        }
         datasets.DatasetDict(parts).save_to_disk(folder)
     else:
         folder.mkdir()
@@ -122,15 +132,35 @@ def test_reasoning_gym_answers_satisfy_its_verifiers(task: str) -> None:
     ("source", "args", "message"),
     [
         ("none", {}, "unknown; known: digits"),
-        ("digits", {"digit": 3}, r"source_args.digit: 3: unknown; digits takes digits, sft_wrong_share"),
+        (
+            "digits",
+            {"digit": 3},
+            r"source_args.digit: 3: unknown; digits takes digits, sft_wrong_share",
+        ),
         ("digits", {"digits": 0}, "source_args.digits: 0: Input should be greater"),
-        ("digits", {"digits": "four"}, "source_args.digits: 'four': Input should be a valid integer"),
+        (
+            "digits",
+            {"digits": "four"},
+            "source_args.digits: 'four': Input should be a valid integer",
+        ),
         ("digits", {"sft_wrong_share": 1.5}, "source_args.sft_wrong_share: 1.5"),
         ("jsonl", {}, "source_args.train: None: is required"),
-        ("jsonl", {"train": "x.jsonl", "columns": {"question": "q"}}, "source_args.columns.question"),
+        (
+            "jsonl",
+            {"train": "x.jsonl", "columns": {"question": "q"}},
+            "source_args.columns.question",
+        ),
         ("reasoning_gym", {"task": "chain"}, "not a task of reasoning_gym; known: chain_sum"),
-        ("reasoning_gym", {"task": "chain_sum", "config": {"min_terms": 0}}, "source_args.config: .*chain_sum refuses"),
-        ("reasoning_gym", {"task": "chain_sum", "config": {"none": 0}}, "source_args.config: .*chain_sum refuses"),
+        (
+            "reasoning_gym",
+            {"task": "chain_sum", "config": {"min_terms": 0}},
+            "source_args.config: .*chain_sum refuses",
+        ),
+        (
+            "reasoning_gym",
+            {"task": "chain_sum", "config": {"none": 0}},
+            "source_args.config: .*chain_sum refuses",
+        ),
     ],
 )
 def test_bad_arguments(source: str, args: dict[str, Any], message: str) -> None:
@@ -152,11 +182,31 @@ def test_a_task_without_gold_answers() -> None:
         ("x.jsonl", b'{"prompt": "a", "answer": "b"}\n{"prompt', r"x.jsonl:2.*is not JSON"),
         ("x.jsonl", b'["a"]', r"x.jsonl:1.*must be a JSON object"),
         ("x.jsonl", b'{"prompt": "\xff"}', "is not UTF-8"),
-        ("x.jsonl", b'{"prompt": "a", "text": "b"}', "columns.answer: 'answer': no such column in .*: prompt, text"),
-        ("x.jsonl", b'{"prompt": "a", "answer": null}', "row 0: None: column 'answer' must hold text or a number"),
-        ("x.jsonl", b'{"prompt": "a", "answer": true}', "row 0: True: column 'answer' must hold text or a number"),
-        ("x.jsonl", b'{"prompt": "", "answer": "b"}', "column 'prompt' must hold text or chat messages"),
-        ("x.jsonl", b'{"prompt": [{"text": "a"}], "answer": "b"}', "column 'prompt' must hold text or chat messages"),
+        (
+            "x.jsonl",
+            b'{"prompt": "a", "text": "b"}',
+            "columns.answer: 'answer': no such column in .*: prompt, text",
+        ),
+        (
+            "x.jsonl",
+            b'{"prompt": "a", "answer": null}',
+            "row 0: None: column 'answer' must hold text or a number",
+        ),
+        (
+            "x.jsonl",
+            b'{"prompt": "a", "answer": true}',
+            "row 0: True: column 'answer' must hold text or a number",
+        ),
+        (
+            "x.jsonl",
+            b'{"prompt": "", "answer": "b"}',
+            "column 'prompt' must hold text or chat messages",
+        ),
+        (
+            "x.jsonl",
+            b'{"prompt": [{"text": "a"}], "answer": "b"}',
+            "column 'prompt' must hold text or chat messages",
+        ),
         ("x.csv", b"prompt,answer\na,b", "must end in .jsonl, .json or .parquet"),
         ("x.parquet", b"PAR1 nonsense", "is not readable as Parquet"),
     ],

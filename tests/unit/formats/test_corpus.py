@@ -62,7 +62,11 @@ def pairs(count: int, length: int) -> Iterator[Sides]:
 
 
 def written(given: Iterable[Sides]) -> Pairs:
-    documents = ((f"p{i}", build_document(each[0], side)) for i, each in enumerate(given) for side in each[1:])
+    documents = (
+        (f"p{i}", build_document(each[0], side))
+        for i, each in enumerate(given)
+        for side in each[1:]
+    )
     return Pairs(Corpus.from_documents(documents))
 
 
@@ -75,13 +79,18 @@ def test_pairs_come_back_as_they_went_in() -> None:
     others = Mismatched(found.documents)
     assert len(others) == 40
     assert others[0] == build_document(wanted[0][0], wanted[-1][1])
-    assert others[3:5] == [build_document(wanted[1][0], wanted[0][2]), build_document(wanted[2][0], wanted[1][1])]
+    assert others[3:5] == [
+        build_document(wanted[1][0], wanted[0][2]),
+        build_document(wanted[2][0], wanted[1][1]),
+    ]
 
 
 def test_digests_of_pairs_tell_tokens_apart() -> None:
     found = written(pairs(20, 5)).digests()
     assert found.equals(written(pairs(20, 5)).digests()) and len({*found.to_pylist()}) == 20
-    moved = [([*prompt, chosen[0]], chosen[1:], rejected) for prompt, chosen, rejected in pairs(20, 5)]
+    moved = [
+        ([*prompt, chosen[0]], chosen[1:], rejected) for prompt, chosen, rejected in pairs(20, 5)
+    ]
     assert not {*written(moved).digests().to_pylist()} & {*found.to_pylist()}
 
 

@@ -40,7 +40,9 @@ def test_a_template_that_strips_what_was_thought_is_refused():
         "{% for m in messages %}<{{ m.role }}>{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    with pytest.raises(UserError, match=r"message 3: 'two'.*rewrites what was said.*demonstration of its own"):
+    with pytest.raises(
+        UserError, match=r"message 3: 'two'.*rewrites what was said.*demonstration of its own"
+    ):
         encode_conversation(words, json.dumps(TALK))
 
 
@@ -65,13 +67,19 @@ def test_no_text_becomes_a_control_token(number: int, spelled: str) -> None:
     stops = [words.eos_token_id]
     for put in (
         lambda said: encode_prompt(words, json.dumps([{"role": "user", "content": said}]), True),
-        lambda said: encode_conversation(words, json.dumps([*TALK, {"role": "assistant", "content": said}]))[0],
-        lambda said: encode_conversation(words, json.dumps([{"role": "system", "content": said}, *TALK]))[0],
+        lambda said: encode_conversation(
+            words, json.dumps([*TALK, {"role": "assistant", "content": said}])
+        )[0],
+        lambda said: encode_conversation(
+            words, json.dumps([{"role": "system", "content": said}, *TALK])
+        )[0],
         lambda said: encode_reply(words, said, True, "tool", stops),
         lambda said: encode_reply(words, said, False, "tool", stops),
     ):
         assert controls(words, put(text)) == controls(words, put("word"))
-        assert text in words.decode(put(text), skip_special_tokens=False), "it is still there to be read"
+        assert text in words.decode(put(text), skip_special_tokens=False), (
+            "it is still there to be read"
+        )
 
 
 def test_a_text_in_two_parts_becomes_no_control_token() -> None:

@@ -39,7 +39,15 @@ DATUM = {
 @contextlib.contextmanager
 def serve(home: Path, *more: str) -> Iterator[SimpleNamespace]:
     """A gateway for sessions on this machine, and a client of its."""
-    command = [sys.executable, "-m", "tuneloop.cli", "gateway", "--local", "--store", str(home / "store")]
+    command = [
+        sys.executable,
+        "-m",
+        "tuneloop.cli",
+        "gateway",
+        "--local",
+        "--store",
+        str(home / "store"),
+    ]
     flags = ["--port", "0", "--token-file", str(home / "token"), *more]
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -75,12 +83,22 @@ def fetch(gateway: SimpleNamespace, request: str) -> httpx2.Response:
 
 def begin_session(gateway: SimpleNamespace, key: str) -> tuple[str, list[str], Path]:
     """A session that was asked for a model and eight steps: its id, the requests, and what it will log to."""
-    session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": key}).json()["id"]
+    session = gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": key}).json()[
+        "id"
+    ]
     model, base = f"{session}:train:0", checkpoint_artifact(gateway.home / f"base-{key}")
     asked = [ask(gateway, "create_model", session_id=session, base_model=base.ref)]
     inputs = {"data": [DATUM], "loss_fn": "cross_entropy"}
     for number in range(1, 2 * STEPS, 2):
-        asked.append(ask(gateway, "forward_backward", model_id=model, seq_id=number, forward_backward_input=inputs))
+        asked.append(
+            ask(
+                gateway,
+                "forward_backward",
+                model_id=model,
+                seq_id=number,
+                forward_backward_input=inputs,
+            )
+        )
         step = {"seq_id": number + 1, "adam_params": {"learning_rate": 0.01}}
         asked.append(ask(gateway, "optim_step", model_id=model, **step))
     return session, asked, gateway.home / "gateway-logs" / f"{session.partition('.')[2]}.log"
@@ -96,7 +114,9 @@ def check_done(gateway: SimpleNamespace, asked: list[str]) -> None:
 
 
 def check_saved(gateway: SimpleNamespace, session: str, log: Path) -> None:
-    store = gateway.home / f"store/sessions/local/{session.partition('.')[2]}/train-0/weights/drained"
+    store = (
+        gateway.home / f"store/sessions/local/{session.partition('.')[2]}/train-0/weights/drained"
+    )
     assert Artifact(str(store)).manifest.facts["version"] == STEPS, log.read_text()
     assert f"saved tinker://{session}:train:0/weights/drained" in log.read_text()
 
@@ -104,7 +124,9 @@ def check_saved(gateway: SimpleNamespace, session: str, log: Path) -> None:
 def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace) -> None:
     """It counts as ended at once; its results are there until it is gone, its process then is no more."""
     session, asked, log = begin_session(gateway, "a")
-    (worker,) = subprocess.run(["pgrep", "-f", f"worker --session {session}"], capture_output=True).stdout.split()
+    (worker,) = subprocess.run(
+        ["pgrep", "-f", f"worker --session {session}"], capture_output=True
+    ).stdout.split()
     assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
     assert gateway.http.get("/v1/sessions").json() == {"sessions": []}
     assert gateway.http.delete(f"/v1/sessions/{session}").status_code == 204
@@ -112,18 +134,30 @@ def test_a_session_ends_behind_what_its_owner_asked_for(gateway: SimpleNamespace
     until(lambda: not Path(f"/proc/{worker.decode()}").exists(), child=gateway.process)
     check_saved(gateway, session, log)
     beat = {"session_id": session}
-    until(lambda: gateway.http.post("/api/v1/session_heartbeat", json=beat).status_code == 404, child=gateway.process)
+    until(
+        lambda: gateway.http.post("/api/v1/session_heartbeat", json=beat).status_code == 404,
+        child=gateway.process,
+    )
 
 
-def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway: SimpleNamespace) -> None:
+def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(
+    gateway: SimpleNamespace,
+) -> None:
     session, asked, log = begin_session(gateway, "b")
     gateway.process.send_signal(signal.SIGTERM)
     until(lambda: "is ending: accepts no new requests" in log.read_text(), child=gateway.process)
-    again = {"model_id": f"{session}:train:0", "seq_id": 2 * STEPS, "adam_params": {"learning_rate": 0.01}}
+    again = {
+        "model_id": f"{session}:train:0",
+        "seq_id": 2 * STEPS,
+        "adam_params": {"learning_rate": 0.01},
+    }
     late = gateway.http.post("/api/v1/optim_step", json={**again, "seq_id": 2 * STEPS + 1})
     assert late.status_code == 503 and "its session is ending" in late.json()["error"]
     assert ask(gateway, "optim_step", **again) == asked[-1], "sent again"
-    assert gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"}).status_code == 503
+    assert (
+        gateway.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "c"}).status_code
+        == 503
+    )
     check_done(gateway, asked)
     assert gateway.process.wait(LIMIT_S) == 0
     check_saved(gateway, session, log)
@@ -131,11 +165,15 @@ def test_what_was_accepted_before_sigterm_is_done_and_fetched_and_saved(gateway:
 
 def freeze(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
     process.send_signal(signal.SIGSTOP)
-    until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    until(
+        lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    )
     return process
 
 
-def test_nobody_takes_the_place_of_one_that_ends_and_one_that_hangs_is_killed(tmp_path: Path) -> None:
+def test_nobody_takes_the_place_of_one_that_ends_and_one_that_hangs_is_killed(
+    tmp_path: Path,
+) -> None:
     processes = Processes(tmp_path, Settings(), "cpu")
     place = ("session-1", Wanted(namespace="local"), "me", f"{tmp_path}/sessions/local/session-1")
     try:
@@ -169,12 +207,20 @@ def test_a_request_whose_predecessor_never_came_does_not_keep_models_from_being_
     worker.thread.start()
     worker.drain(2 * LIMIT_S)
     worker.stopping.set()
-    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
+    assert (
+        Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"]
+        == 1
+    )
     assert not driver.session.ledger.future(behind).done()
-    assert "ends with 0 requests not done, 1 that wait for an earlier one, 0 results not fetched" in caplog.text
+    assert (
+        "ends with 0 requests not done, 1 that wait for an earlier one, 0 results not fetched"
+        in caplog.text
+    )
 
 
-def test_models_are_saved_in_time_however_much_was_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_saved_in_time_however_much_was_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is left then is refused: whoever goes on from what was saved has to send it again."""
     monkeypatch.setattr(module, "FETCH_S", 0.0)
     driver = Driver(tmp_path, checkpoint_artifact(tmp_path / "base"))
@@ -188,9 +234,14 @@ def test_models_are_saved_in_time_however_much_was_accepted(tmp_path: Path, monk
     worker.thread.start()
     worker.drain(module.MARGIN_S + 16)
     worker.stopping.set()
-    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
+    assert (
+        Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"]
+        == 1
+    )
     assert driver.session.ledger.future(asked[0]).exception(0) is None
-    with pytest.raises(Refused, match="not done: its session is ending; continue from its checkpoints"):
+    with pytest.raises(
+        Refused, match="not done: its session is ending; continue from its checkpoints"
+    ):
         driver.session.ledger.future(asked[-1]).result(0)
 
 
@@ -215,4 +266,7 @@ def test_a_session_that_nobody_asks_for_anything_saves_its_models(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"] == 1
+    assert (
+        Artifact(f"{driver.session.artifacts}/train-0/weights/drained").manifest.facts["version"]
+        == 1
+    )

@@ -28,7 +28,9 @@ from tuneloop.inference.refusals import Refused
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_honest_requests_are_all_answered_beside_a_hundred_hostile_connections(server: str, tmp_path: Path) -> None:
+def test_honest_requests_are_all_answered_beside_a_hundred_hostile_connections(
+    server: str, tmp_path: Path
+) -> None:
     """Of each kind of the benchmark; it goes on after them."""
     with SERVERS[server](tmp_path) as honest:
         measures, opened = besiege(honest, 100, 3.0, 1.0)
@@ -75,7 +77,9 @@ def test_the_oldest_of_too_many_without_a_token_make_room(token: tuple[str, str]
         kept = http.client.HTTPConnection(address, timeout=LIMIT_S)
         assert ask_version(kept, token[1]) == 200
         refused = http.client.HTTPConnection(address, timeout=LIMIT_S)
-        assert ask_version(refused, "wrong") == 401 and refused.sock is None, "it was told that it is closed"
+        assert ask_version(refused, "wrong") == 401 and refused.sock is None, (
+            "it was told that it is closed"
+        )
         silent = [connect(address) for _ in range(60)]
         until(lambda: sum(map(is_closed, silent)) == 40)
         assert [is_closed(each) for each in silent] == [True] * 40 + [False] * 20
@@ -104,7 +108,10 @@ def test_a_refused_caller_does_not_hold_its_connection(token: tuple[str, str]) -
         assert ask_version(kept, token[1]) == 200
         drips, deaf = connect(address), connect(address)
         drips.sendall(head % 10**6)
-        threads = [threading.Thread(target=flood, args=args) for args in ((drips, b"a"), (deaf, head % 0 * 1000))]
+        threads = [
+            threading.Thread(target=flood, args=args)
+            for args in ((drips, b"a"), (deaf, head % 0 * 1000))
+        ]
         for each in threads:
             each.start()
         for each in threads:
@@ -125,7 +132,11 @@ def test_what_is_no_http_is_answered_late_and_once(token: tuple[str, str]) -> No
             each.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
         gone.close()
         answer = b"".join(iter(lambda: stays.recv(2**16), b""))
-        assert time.monotonic() - begun >= 0.5 and answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP") == 2
+        assert (
+            time.monotonic() - begun >= 0.5
+            and answer.startswith(b"HTTP/1.1 400 ")
+            and answer.count(b"HTTP") == 2
+        )
         assert ask_version(http.client.HTTPConnection(address, timeout=LIMIT_S), token[1]) == 200
         child.send_signal(signal.SIGTERM)
         assert child.stderr and child.stderr.read() == ""
@@ -178,7 +189,9 @@ def test_a_flood_of_tokens_makes_no_known_caller_wait(
     server, access = reviews
 
     async def flood_and_ask() -> None:
-        assert await access.caller("known") == Caller("system:serviceaccount:team-a:ci", namespace="team-a")
+        assert await access.caller("known") == Caller(
+            "system:serviceaccount:team-a:ci", namespace="team-a"
+        )
         assert await access.caller("known") and server.known == 1, "it is remembered"
         others = [asyncio.create_task(access.caller(f"other-{number}")) for number in range(100)]
         while server.asked < 4:
@@ -209,7 +222,9 @@ def test_a_refused_token_is_asked_for_once_and_drives_out_no_caller(
             assert await access.caller(f"other-{number}") is None
         assert await access.caller("known") and (server.asked, server.known) == (4, 1)
         assert await access.caller("other-2") is None and server.asked == 4
-        assert await access.caller("wrong") is None and server.asked == 5, "more than two are not remembered"
+        assert await access.caller("wrong") is None and server.asked == 5, (
+            "more than two are not remembered"
+        )
         monkeypatch.setattr("tuneloop.gateway.access.REMEMBERED", 0.0)
         assert await access.caller("wrong") is None and server.asked == 6
 
@@ -229,7 +244,9 @@ def test_who_would_wait_behind_too_many_tokens_is_to_try_again(
         server.decided.set()
         answers = await asyncio.gather(*others, return_exceptions=True)
         refused = [each for each in answers if isinstance(each, Refused)]
-        assert [each.status for each in refused] == [503] * 11 and "9 tokens wait" in str(refused[0])
+        assert [each.status for each in refused] == [503] * 11 and "9 tokens wait" in str(
+            refused[0]
+        )
         assert answers.count(None) == 9 and server.asked == 9
         assert await access.caller("known"), "there is room again"
 
@@ -238,7 +255,20 @@ def test_who_would_wait_behind_too_many_tokens_is_to_try_again(
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/hostile_connections.py", "--connections", "10", "--seconds", "1"]
-    told = subprocess.run([*command, "--idle", "0.5"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    command = [
+        sys.executable,
+        "benchmarks/hostile_connections.py",
+        "--connections",
+        "10",
+        "--seconds",
+        "1",
+    ]
+    told = subprocess.run(
+        [*command, "--idle", "0.5"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert told.returncode == 0, told.stderr
-    assert [line.split()[0] for line in told.stdout.splitlines()[2:5]] == ["idle", "attacked", "after"]
+    assert [line.split()[0] for line in told.stdout.splitlines()[2:5]] == [
+        "idle",
+        "attacked",
+        "after",
+    ]

@@ -30,7 +30,8 @@ def test_each_once_and_in_order_however_requests_arrive() -> None:
     done: list[str] = []
     for part in range(0, len(order), 10):
         threads = [
-            threading.Thread(target=ledger.submit, args=("m", n, entry(f"r{n}"))) for n in order[part : part + 10]
+            threading.Thread(target=ledger.submit, args=("m", n, entry(f"r{n}")))
+            for n in order[part : part + 10]
         ]
         for thread in threads:
             thread.start()
@@ -89,7 +90,9 @@ def test_old_results_are_dropped_and_never_applied_again(monkeypatch: pytest.Mon
     assert ledger.future("m:5").result(0) == "r5"
 
 
-def test_requests_that_wait_for_one_that_never_comes_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_for_one_that_never_comes_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else each would be kept with all that it carries; the one that they wait for is taken."""
     monkeypatch.setattr(module, "KEPT", 3)
     ledger = Ledger()

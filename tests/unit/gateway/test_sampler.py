@@ -52,12 +52,19 @@ def test_a_sampler_is_started_once_and_given_back_when_nobody_uses_it() -> None:
     assert scale.asked == [("a", 1), ("a", 0), ("a", 1)]
 
 
-def test_a_sampler_of_a_gateway_before_this_one_is_given_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_of_a_gateway_before_this_one_is_given_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scale = Scale()
-    scale.failures = [UserError("--config", "gateway.yaml", "is no YAML"), Retryable("the API server does not answer")]
+    scale.failures = [
+        UserError("--config", "gateway.yaml", "is no YAML"),
+        Retryable("the API server does not answer"),
+    ]
     SamplerUse(scale, ["a"], idle_s=0.2)
     until(lambda: scale.asked == [("a", 0), ("a", 0), ("a", 0)])
-    assert "the sampler of a could not be scaled to 0: the API server does not answer" in caplog.text
+    assert (
+        "the sampler of a could not be scaled to 0: the API server does not answer" in caplog.text
+    )
     assert "is no YAML" in caplog.text
 
 
@@ -74,17 +81,36 @@ def test_who_samples_is_told_that_it_cannot_be_started(monkeypatch: pytest.Monke
     assert len(scale.asked) == 3, "somebody else may have scaled it down"
 
 
-def test_a_session_that_ends_while_its_samples_wait_for_the_sampler_saves_its_models(tmp_path: Path) -> None:
+def test_a_session_that_ends_while_its_samples_wait_for_the_sampler_saves_its_models(
+    tmp_path: Path,
+) -> None:
     base = checkpoint_artifact(tmp_path / "base", version=3)
-    session = Session(ID, f"{tmp_path}/sessions/local/session-0123456789", lambda: Ranks("cpu"), "http://127.0.0.1:1")
-    asked = CreateModel(session_id=ID, base_model=base.ref, lora_config=LoraConfig(train_unembed=False, rank=0))
+    session = Session(
+        ID,
+        f"{tmp_path}/sessions/local/session-0123456789",
+        lambda: Ranks("cpu"),
+        "http://127.0.0.1:1",
+    )
+    asked = CreateModel(
+        session_id=ID, base_model=base.ref, lora_config=LoraConfig(train_unembed=False, rank=0)
+    )
     created = session.create_model(asked)
     inputs = {"target_tokens": np.array([6, 7, 8]), "weights": np.ones(3, np.float32)}
-    given = ForwardBackward(f"{ID}:train:0", None, [Datum([5, 6, 7], inputs)], "cross_entropy", {}, False)
+    given = ForwardBackward(
+        f"{ID}:train:0", None, [Datum([5, 6, 7], inputs)], "cross_entropy", {}, False
+    )
     session.forward_backward(b"a", given)
-    stepped = session.optim_step(OptimStep(model_id=f"{ID}:train:0", adam_params=AdamParams(learning_rate=0.01)))
-    session.create_sampling(CreateSampling(session_id=ID, sampling_session_seq_id=0, base_model=base.ref))
-    about = {"sampling_session_id": f"{ID}:sample:0", "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}
+    stepped = session.optim_step(
+        OptimStep(model_id=f"{ID}:train:0", adam_params=AdamParams(learning_rate=0.01))
+    )
+    session.create_sampling(
+        CreateSampling(session_id=ID, sampling_session_seq_id=0, base_model=base.ref)
+    )
+    about = {
+        "sampling_session_id": f"{ID}:sample:0",
+        "prompt": {"chunks": [{"tokens": [5]}]},
+        "sampling_params": {},
+    }
     samples = [session.sample(Sample(seq_id=number, **about)) for number in (1, 2)]
 
     def work() -> None:
@@ -99,7 +125,9 @@ def test_a_session_that_ends_while_its_samples_wait_for_the_sampler_saves_its_mo
     session.save_models().result(LIMIT_S)  # while both wait for a server that does not come
     saved.set()
     thread.join()
-    assert Artifact(f"{tmp_path}/sessions/local/session-0123456789/train-0/weights/drained").manifest
+    assert Artifact(
+        f"{tmp_path}/sessions/local/session-0123456789/train-0/weights/drained"
+    ).manifest
     for sample in samples:
         with pytest.raises(Refused, match="its session is ending"):
             session.ledger.future(sample).result(0)
@@ -109,8 +137,12 @@ def test_a_job_knows_the_sampler_and_its_token(tmp_path: Path) -> None:
     (config := tmp_path / "gateway.yaml").write_text("sampler: {deployment: shared}")
     jobs, told = Jobs.__new__(Jobs), list[Any]()
     jobs.config, jobs.sampler = config, read_settings(config).sampler
-    jobs.apps = SimpleNamespace(patch_namespaced_deployment_scale=lambda *given, **_: told.append(given))
-    pod = jobs._job("session-1", Wanted(namespace="a"), "me", "s3://b/sessions/a/session-1")["spec"]["template"]["spec"]
+    jobs.apps = SimpleNamespace(
+        patch_namespaced_deployment_scale=lambda *given, **_: told.append(given)
+    )
+    pod = jobs._job("session-1", Wanted(namespace="a"), "me", "s3://b/sessions/a/session-1")[
+        "spec"
+    ]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"][-2:] == ["--sampler", "http://shared:8000"]
     assert {"name": VARIABLE, "value": "/sampler/token"} in container["env"]

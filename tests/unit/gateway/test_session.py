@@ -32,34 +32,50 @@ MODEL = f"{ID}:train:0"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return checkpoint_artifact(tmp_path_factory.mktemp("base") / "policy", version=3, dtype=torch.float32)
+    return checkpoint_artifact(
+        tmp_path_factory.mktemp("base") / "policy", version=3, dtype=torch.float32
+    )
 
 
 class Driver:
     """A session, and the thread that would do its work."""
 
     def __init__(self, path: Path, base: Artifact, **lora: Any) -> None:
-        self.session = Session(ID, f"{path}/sessions/local/session-0123456789", lambda: Ranks("cpu"))
+        self.session = Session(
+            ID, f"{path}/sessions/local/session-0123456789", lambda: Ranks("cpu")
+        )
         config = LoraConfig(train_unembed=False, **(lora or {"rank": 0}))
-        self.result(self.session.create_model(CreateModel(session_id=ID, base_model=base.ref, lora_config=config)))
+        self.result(
+            self.session.create_model(
+                CreateModel(session_id=ID, base_model=base.ref, lora_config=config)
+            )
+        )
 
     def result(self, request: str) -> Any:
         while entries := self.session.ledger.take(0):
             self.session.do(entries)
         return self.session.ledger.future(request).result(0)
 
-    def forward_backward(self, data: list[Datum], loss: str, config: dict | None = None, only: bool = False) -> Any:
+    def forward_backward(
+        self, data: list[Datum], loss: str, config: dict | None = None, only: bool = False
+    ) -> Any:
         asked = ForwardBackward(MODEL, None, data, loss, config or {}, only)
         return self.result(self.session.forward_backward(repr(asked).encode(), asked))
 
     def step(self, **adam: Any) -> Any:
-        return self.result(self.session.optim_step(OptimStep(model_id=MODEL, adam_params=AdamParams(**adam))))
+        return self.result(
+            self.session.optim_step(OptimStep(model_id=MODEL, adam_params=AdamParams(**adam)))
+        )
 
     def save(self, name: str) -> str:
-        return str(self.result(self.session.save_weights(SaveWeights(model_id=MODEL, path=name)))["path"])
+        return str(
+            self.result(self.session.save_weights(SaveWeights(model_id=MODEL, path=name)))["path"]
+        )
 
     def load(self, path: str, optimizer: bool = True) -> None:
-        self.result(self.session.load_weights(LoadWeights(model_id=MODEL, path=path, optimizer=optimizer)))
+        self.result(
+            self.session.load_weights(LoadWeights(model_id=MODEL, path=path, optimizer=optimizer))
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.session.models[MODEL].snapshot().state
@@ -77,7 +93,9 @@ def data(seed: int = 0, **needed: Any) -> list[Datum]:
     for length in (3, 8, 5):
         inputs = {name: make(rng, length).astype("f4") for name, make in needed.items()}
         targets = rng.integers(3, 41, length)
-        found.append(Datum(rng.integers(3, 41, length).tolist(), {"target_tokens": targets, **inputs}))
+        found.append(
+            Datum(rng.integers(3, 41, length).tolist(), {"target_tokens": targets, **inputs})
+        )
     return found
 
 
@@ -102,7 +120,9 @@ def test_losses_are_those_of_the_formulas(name: str, driver: Driver, base: Artif
     total = torch.tensor(0.0)
     for datum, mine in zip(batch, found.logprobs):
         logits = model(input_ids=torch.tensor([datum.tokens])).logits[0]
-        logp = logits.log_softmax(-1).gather(1, torch.tensor(datum.inputs["target_tokens"])[:, None])[:, 0]
+        logp = logits.log_softmax(-1).gather(
+            1, torch.tensor(datum.inputs["target_tokens"])[:, None]
+        )[:, 0]
         assert np.allclose(mine, logp.detach(), atol=1e-4)
         given = {name: torch.from_numpy(values) for name, values in datum.inputs.items()}
         if name == "cross_entropy":
@@ -155,7 +175,11 @@ def test_a_saved_state_goes_on_bit_for_bit(lora: dict, tmp_path: Path, base: Art
     assert not all(torch.equal(value, wanted[name]) for name, value in driver.weights().items())
     saved = Artifact(driver.session._url(path))
     assert path == f"tinker://{MODEL}/weights/one"
-    assert (saved.manifest.stage, saved.manifest.facts["version"], trainer_state(saved)["step"]) == ("session", 4, 1)
+    assert (
+        saved.manifest.stage,
+        saved.manifest.facts["version"],
+        trainer_state(saved)["step"],
+    ) == ("session", 4, 1)
     assert "model/tokenizer.json" in saved.manifest.files and saved.path
 
 
@@ -169,18 +193,24 @@ def test_what_can_not_be_done_says_why_and_changes_nothing(driver: Driver) -> No
         ([Datum([5, 41], good[0].inputs)], r"must be \[2\]"),
         ([Datum([5, 41, 6], good[0].inputs)], "is not a token of this model, which has 41"),
         ([Datum([5] * 65, good[0].inputs)], "1 to 64"),
-        ([Datum(good[0].tokens, {**good[0].inputs, "mask": np.ones(3)})], "this loss does not use it"),
+        (
+            [Datum(good[0].tokens, {**good[0].inputs, "mask": np.ones(3)})],
+            "this loss does not use it",
+        ),
     ):
         with pytest.raises(UserError, match=why):
             driver.forward_backward([*good[1:], *wrong] if wrong else [], "cross_entropy")
-    with pytest.raises(UserError, match=r"loss_fn_inputs.advantages.*required|loss_fn_inputs.logprobs.*required"):
+    with pytest.raises(
+        UserError, match=r"loss_fn_inputs.advantages.*required|loss_fn_inputs.logprobs.*required"
+    ):
         driver.forward_backward(good, "ppo")
     with pytest.raises(UserError, match="unknown; known: cross_entropy"):
         driver.forward_backward(good, "dro")
     with pytest.raises(UserError, match="cross_entropy has no options"):
         driver.forward_backward(good, "cross_entropy", {"beta": 1.0})
     driver.forward_backward(
-        [Datum(good[0].tokens, {**good[0].inputs, "weights": np.full(3, np.inf, "f4")})], "cross_entropy"
+        [Datum(good[0].tokens, {**good[0].inputs, "weights": np.full(3, np.inf, "f4")})],
+        "cross_entropy",
     )
     with pytest.raises(UserError, match="has gradients that no step has used"):
         driver.save("x")
@@ -189,7 +219,9 @@ def test_what_can_not_be_done_says_why_and_changes_nothing(driver: Driver) -> No
     assert all(torch.equal(value, before[name]) for name, value in driver.weights().items())
     driver.save("x")
     with pytest.raises(UserError, match="is taken"):
-        driver.result(driver.session.save_weights(SaveWeights(model_id=MODEL, path="x", ttl_seconds=3600)))
+        driver.result(
+            driver.session.save_weights(SaveWeights(model_id=MODEL, path="x", ttl_seconds=3600))
+        )
     for name in ("", "../x", "a/b", None):
         with pytest.raises(UserError, match="a name of letters"):
             driver.session.save_weights(SaveWeights(model_id=MODEL, path=name))
@@ -252,7 +284,11 @@ def test_checkpoints_of_other_namespaces_are_out_of_reach(driver: Driver) -> Non
 
 def ask(sampling: str, tokens: list[int], **params: Any) -> Sample:
     about = {"sampling_session_id": sampling, "prompt": {"chunks": [{"tokens": tokens}]}}
-    own = {name: params.pop(name) for name in ("num_samples", "prompt_logprobs", "seq_id") if name in params}
+    own = {
+        name: params.pop(name)
+        for name in ("num_samples", "prompt_logprobs", "seq_id")
+        if name in params
+    }
     return Sample.model_validate({**about, **own, "sampling_params": {"max_tokens": 6, **params}})
 
 
@@ -264,12 +300,16 @@ def test_samples_are_of_the_version_they_name(driver: Driver) -> None:
         return str(driver.result(session.save_weights_for_sampler(asked))["sampling_session_id"])
 
     old = snapshot(0)
-    (found,) = [driver.result(session.sample(ask(old, [5, 6], num_samples=3, prompt_logprobs=True)))]
+    (found,) = [
+        driver.result(session.sample(ask(old, [5, 6], num_samples=3, prompt_logprobs=True)))
+    ]
     assert found.version == 3
     for sequence in found.sequences:  # the trainer agrees with what the sampler says of its tokens
         ids = [5, 6, *sequence["tokens"]]
         inputs = {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, "f4")}
-        theirs = driver.forward_backward([Datum(ids[:-1], inputs)], "cross_entropy", only=True).logprobs[0]
+        theirs = driver.forward_backward(
+            [Datum(ids[:-1], inputs)], "cross_entropy", only=True
+        ).logprobs[0]
         assert np.allclose(theirs, [*found.prompt_logprobs, *sequence["logprobs"]], atol=1e-4)
     driver.forward_backward(data(**SUPERVISED), "cross_entropy")
     driver.step(learning_rate=1e-2)
@@ -277,13 +317,18 @@ def test_samples_are_of_the_version_they_name(driver: Driver) -> None:
     requests = [session.sample(ask(name, [5, 6], temperature=0.0)) for name in (old, new, old)]
     first, changed, again = (driver.result(request) for request in requests)
     assert (first.version, changed.version) == (3, 4)
-    assert first.sequences == again.sequences and first.sequences[0]["logprobs"] != changed.sequences[0]["logprobs"]
+    assert (
+        first.sequences == again.sequences
+        and first.sequences[0]["logprobs"] != changed.sequences[0]["logprobs"]
+    )
     snapshot(2)
     with pytest.raises(UserError, match="were dropped for newer ones"):
         driver.result(session.sample(ask(old, [5, 6])))
 
 
-def test_samples_do_not_depend_on_who_is_sampled_beside_them(driver: Driver, base: Artifact) -> None:
+def test_samples_do_not_depend_on_who_is_sampled_beside_them(
+    driver: Driver, base: Artifact
+) -> None:
     session = driver.session
     sampling = session.create_sampling(CreateSampling(session_id=ID, base_model=base.ref))
     together = [session.sample(ask(sampling, [5, 6 + n], seq_id=n)) for n in range(4)]
@@ -293,7 +338,9 @@ def test_samples_do_not_depend_on_who_is_sampled_beside_them(driver: Driver, bas
     for number, wanted in enumerate(together):
         request = other.sample(ask(sampling, [5, 6 + number], seq_id=number))
         other.do(other.ledger.take(0))
-        assert [s["tokens"] for s in other.ledger.future(request).result(0).sequences] == [s["tokens"] for s in wanted]
+        assert [s["tokens"] for s in other.ledger.future(request).result(0).sequences] == [
+            s["tokens"] for s in wanted
+        ]
     seeded = [driver.result(session.sample(ask(sampling, [5], seed=7))).sequences for _ in range(2)]
     assert seeded[0] == seeded[1]
 
@@ -321,7 +368,9 @@ def test_one_bad_prompt_spoils_no_other(driver: Driver, base: Artifact) -> None:
         driver.result(bad)
 
 
-def test_a_session_that_sleeps_between_turns_computes_the_same(tmp_path: Path, base: Artifact) -> None:
+def test_a_session_that_sleeps_between_turns_computes_the_same(
+    tmp_path: Path, base: Artifact
+) -> None:
     steady, turning = Driver(tmp_path / "a", base), Driver(tmp_path / "b", base)
     for seed in range(3):
         for driver in (steady, turning):
@@ -332,7 +381,9 @@ def test_a_session_that_sleeps_between_turns_computes_the_same(tmp_path: Path, b
                     driver.forward_backward(data(seed, **SUPERVISED), "cross_entropy")
                 driver.session.wake()
             driver.step(learning_rate=1e-2)
-    assert all(torch.equal(value, turning.weights()[name]) for name, value in steady.weights().items())
+    assert all(
+        torch.equal(value, turning.weights()[name]) for name, value in steady.weights().items()
+    )
 
 
 def test_a_model_whose_step_failed_half_way_is_used_no_more(driver: Driver) -> None:
@@ -359,7 +410,9 @@ def test_a_model_whose_step_failed_half_way_is_used_no_more(driver: Driver) -> N
     again = LoadWeights(session_id=ID, model_seq_id=1, path=path, optimizer=True)
     driver.result(driver.session.load_weights(again))
     found = driver.session.models[f"{ID}:train:1"].snapshot()
-    assert found.version == 3 and all(torch.equal(value, before[name]) for name, value in found.state.items())
+    assert found.version == 3 and all(
+        torch.equal(value, before[name]) for name, value in found.state.items()
+    )
     driver.session.sleep()
     driver.session.wake()
 
@@ -379,5 +432,11 @@ def test_at_the_end_models_are_saved_under_a_free_name_each_for_itself(
         driver.session.do(driver.session.ledger.take(0))
         saved.result(0)
     assert len(list(Path(f"{driver.session.artifacts}/train-0/weights").iterdir())) == 3
-    assert Artifact(f"{driver.session.artifacts}/train-0/weights/drained-3").manifest.facts["version"] == 5
-    assert "nobody could not be saved (UserError: path: 'tinker://nobody/weights/drained': no checkpoint" in caplog.text
+    assert (
+        Artifact(f"{driver.session.artifacts}/train-0/weights/drained-3").manifest.facts["version"]
+        == 5
+    )
+    assert (
+        "nobody could not be saved (UserError: path: 'tinker://nobody/weights/drained': no checkpoint"
+        in caplog.text
+    )

@@ -5,7 +5,10 @@ import pytest
 from pydantic import ValidationError
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
-from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.proto.response_conv import (
+    deserialize_forward_backward_output,
+    deserialize_sample_response,
+)
 
 from tuneloop.core.errors import UserError
 from tuneloop.gateway import wire
@@ -16,7 +19,9 @@ def encoded(*chunks: types.ModelInputChunk, config: dict | None = None) -> bytes
     inputs = {"target_tokens": [6, 7, 70_000], "weights": [0.0, 0.5, 1.0]}
     datum = types.Datum(model_input=types.ModelInput(chunks=list(chunks)), loss_fn_inputs=inputs)
     asked = types.ForwardBackwardInput([datum, datum], "ppo", config)
-    return forward_backward_request_to_proto(types.ForwardBackwardRequest(asked, "a.b:train:0", 3)).SerializeToString()
+    return forward_backward_request_to_proto(
+        types.ForwardBackwardRequest(asked, "a.b:train:0", 3)
+    ).SerializeToString()
 
 
 def test_what_the_client_sends() -> None:
@@ -51,8 +56,14 @@ def test_bytes_that_do_not_fit_are_refused() -> None:
         return bytes(message.SerializeToString())
 
     assert wire.read_forward_backward(asked(bytes(8), bytes(8), 2)).data[0].tokens == [0, 0]
-    for wrong in (asked(bytes(7), bytes(8), 2), asked(bytes(8), bytes(7), 2), asked(bytes(8), bytes(8), 3)):
-        with pytest.raises(UserError, match=r"model_input.*int32|loss_fn_inputs.weights.*do not fit"):
+    for wrong in (
+        asked(bytes(7), bytes(8), 2),
+        asked(bytes(8), bytes(7), 2),
+        asked(bytes(8), bytes(8), 3),
+    ):
+        with pytest.raises(
+            UserError, match=r"model_input.*int32|loss_fn_inputs.weights.*do not fit"
+        ):
             wire.read_forward_backward(wrong)
     with pytest.raises(UserError, match=r"loss_fn_inputs.x.*do not fit"):
         Array(data=[1e300], dtype="int64").read("x")
@@ -62,7 +73,9 @@ def test_bytes_that_do_not_fit_are_refused() -> None:
 
 def test_what_the_client_reads() -> None:
     parts = [np.array([-1, -2, -3], "<f4"), np.array([-4], "<f4")]
-    found = deserialize_forward_backward_output(wire.write_forward_backward(parts, {"loss:sum": 2.5}))
+    found = deserialize_forward_backward_output(
+        wire.write_forward_backward(parts, {"loss:sum": 2.5})
+    )
     assert [out["logprobs"].tolist() for out in found.loss_fn_outputs] == [[-1, -2, -3], [-4]]
     assert found.metrics == {"loss:sum": 2.5}
     sequences = [
@@ -70,6 +83,9 @@ def test_what_the_client_reads() -> None:
         {"tokens": [], "logprobs": [], "stop_reason": "stop"},
     ]
     said = deserialize_sample_response(wire.write_samples(sequences, [-0.25]))
-    assert [(each.tokens, each.stop_reason) for each in said.sequences] == [([1, 70_000], "length"), ([], "stop")]
+    assert [(each.tokens, each.stop_reason) for each in said.sequences] == [
+        ([1, 70_000], "length"),
+        ([], "stop"),
+    ]
     assert said.sequences[0].logprobs == [-0.5, -1.5]
     assert said.prompt_logprobs == [None, -0.25]

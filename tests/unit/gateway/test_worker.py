@@ -45,7 +45,11 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
         with other.acquire() as held:
             request = session.create_model(CreateModel(base_model=base.ref))
             until(lambda: [seat.who for seat in other.read().waiting] == [session.id])
-            assert held.number == 1 and not session.ledger.future(request).done() and not session.models
+            assert (
+                held.number == 1
+                and not session.ledger.future(request).done()
+                and not session.models
+            )
         session.ledger.future(request).result(LIMIT_S)
         until(lambda: (other.read().holder, other.read().number) == (None, 2))
         assert session._asleep == [session.models[MODEL]]
@@ -85,7 +89,16 @@ def test_a_worker_whose_gateway_was_killed_before_it_began_ends(tmp_path: Path) 
     """Whoever asks late for its parent finds another one, and would stay for its idle hour."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    words = ["--session", "a.session-1", "--artifacts", str(tmp_path), "--port", "0", "--parent", str(gone.pid)]
+    words = [
+        "--session",
+        "a.session-1",
+        "--artifacts",
+        str(tmp_path),
+        "--port",
+        "0",
+        "--parent",
+        str(gone.pid),
+    ]
     command = [sys.executable, "-m", "tuneloop.gateway.worker", *words]
     done = subprocess.run(command, env={**os.environ, module.KEY: "key"}, timeout=LIMIT_S)
     assert done.returncode == 0
@@ -130,7 +143,12 @@ def test_a_worker_that_can_not_wake_up_ends(session: Session, tmp_path: Path) ->
     request = session.optim_step(OptimStep(model_id=MODEL))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        assert module._serve(worker, module._parse(["--session", "s", "--artifacts", "a", "--port", "0"])) == 1
+        assert (
+            module._serve(
+                worker, module._parse(["--session", "s", "--artifacts", "a", "--port", "0"])
+            )
+            == 1
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -162,12 +180,18 @@ def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) ->
             ask("forward_backward", content=about.SerializeToString(), headers=proto),
         ]
         assert refused == [f"{MODEL}:{number}" for number in (1, 2, 3, 4)]
-        assert ask("save_weights", json={"model_id": MODEL, "seq_id": 1, "path": "a/b"}) == refused[0]  # sent again
-        assert result(ask("save_weights", json={"model_id": MODEL, "seq_id": 5, "path": "x"}))["path"].endswith("/x")
+        assert (
+            ask("save_weights", json={"model_id": MODEL, "seq_id": 1, "path": "a/b"}) == refused[0]
+        )  # sent again
+        assert result(ask("save_weights", json={"model_id": MODEL, "seq_id": 5, "path": "x"}))[
+            "path"
+        ].endswith("/x")
         for request, field in zip(
             refused, ("path: 'a/b'", "adam_params.beta1: 2", "forward_backward_input", "model_i")
         ):
-            assert result(request)["category"] == "user" and result(request)["error"].startswith(field)
+            assert result(request)["category"] == "user" and result(request)["error"].startswith(
+                field
+            )
         wrong = http.post("/api/v1/optim_step", json={"model_id": MODEL, "seq_id": "x"})
         assert wrong.status_code == 422 and wrong.json()["error"].startswith("seq_id: 'x'")
         assert wrong.headers[module.SESSION] == session.id
@@ -180,7 +204,9 @@ def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) ->
     worker.thread.join()
 
 
-def test_turns_of_another_kind_fail_the_request_and_not_the_worker(session: Session, tmp_path: Path) -> None:
+def test_turns_of_another_kind_fail_the_request_and_not_the_worker(
+    session: Session, tmp_path: Path
+) -> None:
     with open_turns(str(tmp_path / "group"), who="another", policy="lrs").acquire():
         worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
         worker.thread.start()

@@ -17,7 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 ROUTES = [
-    *("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation"),
+    *(
+        "get_weight_version",
+        "pause_generation",
+        "update_weights_from_disk",
+        "flush_cache",
+        "resume_generation",
+    ),
     "liveness_probe",
 ]
 
@@ -103,7 +109,13 @@ class Crew:
 
 
 def listing(name: str, url: str) -> dict[str, Any]:
-    return {"component": "backend", "endpoint": "rl", "instance_id": name, "system_url": url, "routes": ROUTES}
+    return {
+        "component": "backend",
+        "endpoint": "rl",
+        "instance_id": name,
+        "system_url": url,
+        "routes": ROUTES,
+    }
 
 
 class Frontend(Handler):
@@ -116,7 +128,10 @@ class Frontend(Handler):
             self.reply(404, {"error": "nothing here"})  # an HTTP server is up
             return
         found = socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
-        rows = [listing(place, f"http://{place}:{self.port}") for place in sorted({str(a[0]) for *_, a in found})]
+        rows = [
+            listing(place, f"http://{place}:{self.port}")
+            for place in sorted({str(a[0]) for *_, a in found})
+        ]
         self.reply(200, {"protocol_version": 1, "namespace": "dynamo", "workers": rows})
 
 
@@ -125,7 +140,9 @@ def main(role: str, *words: str) -> None:
         Handler.member = Member(os.environ.get("HOSTNAME", "worker"))
         ThreadingHTTPServer(("", int(words[0])), Handler).serve_forever()
     Frontend.name, Frontend.port = words[2], int(words[3])
-    threading.Thread(target=ThreadingHTTPServer(("", int(words[0])), Frontend).serve_forever, daemon=True).start()
+    threading.Thread(
+        target=ThreadingHTTPServer(("", int(words[0])), Frontend).serve_forever, daemon=True
+    ).start()
     ThreadingHTTPServer(("", int(words[1])), Frontend).serve_forever()
 
 

@@ -28,7 +28,9 @@ class Model:
         self.last, self.before = rng.normal(0, 1.5, (2, VOCABULARY, VOCABULARY))
 
     def logprobs(self, ids: list[int], temperature: float = 1.0) -> Any:
-        logits = (self.last[ids[-1]] + self.before[ids[-2] if len(ids) > 1 else 0]) / (temperature or 1.0)
+        logits = (self.last[ids[-1]] + self.before[ids[-2] if len(ids) > 1 else 0]) / (
+            temperature or 1.0
+        )
         logits = logits - logits.max()
         return logits - np.log(np.exp(logits).sum())
 
@@ -46,7 +48,10 @@ class Peer:
 
     def refuse(self, body: dict[str, Any]) -> tuple[int, str] | None:
         wanted, least = body.get("version"), body.get("min_version")
-        if self.fault not in ("serves any version", "echoes the demanded version") and wanted not in (
+        if self.fault not in (
+            "serves any version",
+            "echoes the demanded version",
+        ) and wanted not in (
             None,
             self.version,
         ):
@@ -54,12 +59,16 @@ class Peer:
         if self.fault != "ignores the minimum" and least is not None and least > self.version:
             return 409, f"serves {self.version}"
         for request in body["requests"]:
-            bad = not request["prompt_ids"] or not all(0 <= i < VOCABULARY for i in request["prompt_ids"])
+            bad = not request["prompt_ids"] or not all(
+                0 <= i < VOCABULARY for i in request["prompt_ids"]
+            )
             if bad and self.fault != "takes any ids":
                 return 400, "no such ids"
         return None
 
-    def complete(self, request: dict[str, Any], sample: int, body: dict[str, Any]) -> Iterator[tuple[int, float]]:
+    def complete(
+        self, request: dict[str, Any], sample: int, body: dict[str, Any]
+    ) -> Iterator[tuple[int, float]]:
         """Tokens and their log-probabilities."""
         how = body["sampling"]
         ids = [i % VOCABULARY for i in request["prompt_ids"]] or [0]
@@ -75,7 +84,9 @@ class Peer:
             if self.fault == "cuts the distribution":
                 dist = np.where(dist >= np.sort(dist)[-5], dist, -np.inf)
                 dist = dist - np.log(np.exp(dist).sum())
-            token = int(dist.argmax() if not how["temperature"] else rng.choice(VOCABULARY, p=np.exp(dist)))
+            token = int(
+                dist.argmax() if not how["temperature"] else rng.choice(VOCABULARY, p=np.exp(dist))
+            )
             raw = self.fault == "log-probabilities before temperature" or not how["temperature"]
             yield token, float((self.model.logprobs(ids) if raw else dist)[token])
             ids = [*ids, token]
@@ -85,7 +96,9 @@ class Peer:
     def scores(self, ids: list[int]) -> list[float]:
         known = [i % VOCABULARY for i in ids]
         made = [float(self.model.logprobs(known[:k])[known[k]]) for k in range(1, len(known))]
-        return made[1:] + made[:1] if self.fault == "shifts the prompt's log-probabilities" else made
+        return (
+            made[1:] + made[:1] if self.fault == "shifts the prompt's log-probabilities" else made
+        )
 
     def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         version = self.version + 1 if self.fault == "another version echoed" else self.version
@@ -98,7 +111,9 @@ class Peer:
                 tokens = []
                 for token, logprob in self.complete(request, sample, body):
                     tokens.append((token, logprob))
-                    if body.get("stream") and not (self.fault == "streams too little" and len(tokens) == 2):
+                    if body.get("stream") and not (
+                        self.fault == "streams too little" and len(tokens) == 2
+                    ):
                         yield {
                             "index": index,
                             "sample": sample,

@@ -33,7 +33,9 @@ class Digits(Vllm):
         self.duration_s = float(os.environ.get("DURATION_S", 0))
         self.running: dict[str, float] = {}
 
-    def submit(self, key: str, prompt_ids: Sequence[int], seed: int, sampling: Sampling, **_: bool) -> None:
+    def submit(
+        self, key: str, prompt_ids: Sequence[int], seed: int, sampling: Sampling, **_: bool
+    ) -> None:
         if not prompt_ids or max(prompt_ids) > 63:
             raise ValueError("prompt ids must be at least one, from 0 to 63")
         self.running[key] = time.monotonic() + self.duration_s
@@ -59,11 +61,18 @@ class Digits(Vllm):
 def serving(*flags: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yield the process and its ``host:port`` once it serves."""
     command = [sys.executable, "-m", "tests.unit.inference.rollout_server", "--port", "0", *flags]
-    about: Any = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": {**os.environ, **env}}
+    about: Any = {
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "cwd": ROOT,
+        "env": {**os.environ, **env},
+    }
     with subprocess.Popen(command, **about) as child:
         assert child.stderr
         try:
-            address = next(found[1] for line in child.stderr if (found := re.search(r"at http://(\S+)", line)))
+            address = next(
+                found[1] for line in child.stderr if (found := re.search(r"at http://(\S+)", line))
+            )
             until(lambda: ask(address, "GET", "/health")[0] == 200, child=child)
             yield child, address
         finally:

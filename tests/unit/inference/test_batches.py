@@ -24,8 +24,13 @@ class Watched(Digits):
     def begin_batch(self) -> None:
         self.found.append(len(self.running))
 
-    def submit(self, key: str, prompt_ids: Sequence[int], seed: int, sampling: Sampling, **_: bool) -> None:
-        self.shared |= {each.partition("-")[0] for each in self.running} not in (set(), {key.partition("-")[0]})
+    def submit(
+        self, key: str, prompt_ids: Sequence[int], seed: int, sampling: Sampling, **_: bool
+    ) -> None:
+        self.shared |= {each.partition("-")[0] for each in self.running} not in (
+            set(),
+            {key.partition("-")[0]},
+        )
         super().submit(key, prompt_ids, seed, sampling)
 
 

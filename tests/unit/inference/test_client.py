@@ -26,7 +26,13 @@ from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.stages.rollout import rollout
 
 REQUESTS = [Request("a", [1, 2], [0]), Request("b", [3], [1])]
-SAID = {"ids": [5], "logprobs": [-0.5], "finish_reason": "stop", "start_version": 4, "end_version": 4}
+SAID = {
+    "ids": [5],
+    "logprobs": [-0.5],
+    "finish_reason": "stop",
+    "start_version": 4,
+    "end_version": 4,
+}
 
 
 @contextmanager
@@ -57,11 +63,15 @@ def serving(answer: Callable[[BaseHTTPRequestHandler, int], None]) -> Iterator[s
 def reply(handler: BaseHTTPRequestHandler, status: int, *lines: object) -> None:
     handler.send_response(status)
     handler.end_headers()
-    handler.wfile.write(b"".join(b"\n" if line is None else json.dumps(line).encode() + b"\n" for line in lines))
+    handler.wfile.write(
+        b"".join(b"\n" if line is None else json.dumps(line).encode() + b"\n" for line in lines)
+    )
 
 
 def ask(endpoint: str, timeout_s: float = 60.0, seen: list[int] | None = None) -> list[list[int]]:
-    made = Client(endpoint, timeout_s, patience_s=0.1).generate(REQUESTS, Sampling(1.0, 4, ()), (seen or []).append)
+    made = Client(endpoint, timeout_s, patience_s=0.1).generate(
+        REQUESTS, Sampling(1.0, 4, ()), (seen or []).append
+    )
     return [c.ids for group in made for c in group]  # type: ignore[misc]
 
 
@@ -74,7 +84,9 @@ def test_answers_come_back_in_the_order_of_the_requests() -> None:
         assert ask(endpoint) == [[6], [7]]
 
 
-def test_many_requests_are_several_posts_and_come_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_requests_are_several_posts_and_come_back_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A server takes no more than 65,536 prompts, and 4 MiB."""
     posts: list[list[list[int]]] = []
 
@@ -86,7 +98,9 @@ def test_many_requests_are_several_posts_and_come_back_in_order(monkeypatch: pyt
         posts.clear()
         requests, seen = [Request(str(i), [i] * length, [0]) for i in range(10)], list[int]()
         made = Client(endpoint, 60.0).generate(requests, Sampling(1.0, 4, ()), seen.append)
-        assert [group[0].ids for group in made] == [[i] for i in range(10)] and seen == [*range(1, 11)]
+        assert [group[0].ids for group in made] == [[i] for i in range(10)] and seen == [
+            *range(1, 11)
+        ]
         return [len(post) for post in posts]
 
     with serving(answer) as endpoint:
@@ -125,7 +139,9 @@ def test_waits_while_the_version_is_loading() -> None:
 
 def test_what_is_finished_is_not_asked_for_again() -> None:
     with serving(lambda h, number: reply(h, 200, line(0, 5 + number))) as endpoint:
-        assert ask(endpoint) == [[6], [8]], "the second request is the third answer: the server was looked at between"
+        assert ask(endpoint) == [[6], [8]], (
+            "the second request is the third answer: the server was looked at between"
+        )
 
 
 @pytest.mark.parametrize(
@@ -145,14 +161,19 @@ def test_who_loses_all_attempts_names_the_cause(answer: Callable[..., None], sai
         reply(handler, 200, {}) if handler.path == "/version" else answer(handler, number)
 
     with serving(or_version) as endpoint:
-        with pytest.raises(Retryable, match=f"{said}.*; lost {LOSSES} times in a row without a request finished"):
+        with pytest.raises(
+            Retryable, match=f"{said}.*; lost {LOSSES} times in a row without a request finished"
+        ):
             ask(endpoint)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda h, _: reply(h, 503, {"error": "no version is loaded whole"}), "no version is loaded whole"),
+        (
+            lambda h, _: reply(h, 503, {"error": "no version is loaded whole"}),
+            "no version is loaded whole",
+        ),
         (lambda h, _: None, "is `python -m tuneloop.inference.server` running there?"),
     ],
     ids=["poisoned", "hangs up"],
@@ -175,7 +196,9 @@ def test_a_silent_server_is_given_up() -> None:
 def test_409_is_given_up_in_time() -> None:
     with serving(lambda h, _: reply(h, 409, {"error": "serves version 3"})) as endpoint:
         with pytest.raises(Retryable, match="serves version 3"):
-            ask(endpoint, timeout_s=2.0)  # in which the first answer is there, on a busy machine, too
+            ask(
+                endpoint, timeout_s=2.0
+            )  # in which the first answer is there, on a busy machine, too
 
 
 def test_nobody_there(tmp_path: Path) -> None:
@@ -276,14 +299,20 @@ def mortal(about: Mortal) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
             about.calls[self.life].append("scores" if "prompt_logprobs" in body else self.path)
             if self.path == "/load":
-                served[self.life] = {**about.boots, "version": body["version"], "digest": body["ref"].split("@")[1]}
+                served[self.life] = {
+                    **about.boots,
+                    "version": body["version"],
+                    "digest": body["ref"].split("@")[1],
+                }
                 reply(self, 200, served[self.life])
             elif self.path == "/version":
                 reply(self, 200, self.served)
             elif body["version"] != self.served["version"]:
                 reply(self, 409, {"error": f"serves version {self.served['version']}"})
             elif "prompt_logprobs" in body:
-                scores = about.boots.get("scores") or [0.0] * (len(body["requests"][0]["prompt_ids"]) - 1)
+                scores = about.boots.get("scores") or [0.0] * (
+                    len(body["requests"][0]["prompt_ids"]) - 1
+                )
                 reply(self, 200, {"index": 0, "completions": [{**SAID, "prompt_logprobs": scores}]})
             else:
                 self.generate(body)
@@ -299,7 +328,10 @@ def mortal(about: Mortal) -> Iterator[str]:
                     about.dead.set()
                     return
                 said = {**SAID, "start_version": body["version"], "end_version": body["version"]}
-                made = [{**said, "ids": [sum(request["prompt_ids"]) % 50 + seed % 7]} for seed in request["seeds"]]
+                made = [
+                    {**said, "ids": [sum(request["prompt_ids"]) % 50 + seed % 7]}
+                    for seed in request["seeds"]
+                ]
                 self.wfile.write(json.dumps({"index": index, "completions": made}).encode() + b"\n")
 
         def log_message(self, *_: object) -> None: ...
@@ -326,7 +358,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return commit_policy(tmp_path_factory.mktemp("policy") / "c", version=4)
 
 
-def test_a_batch_goes_on_where_the_server_died(policy: Artifact, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_goes_on_where_the_server_died(
+    policy: Artifact, capfd: pytest.CaptureFixture[str]
+) -> None:
     """What is finished is kept, in its order; the new process is told the version, proved, and asked for the rest."""
     with mortal(Mortal(BOOT, [None])) as endpoint:
         calm = Client(endpoint, 60.0, patience_s=LIMIT_S)
@@ -343,7 +377,9 @@ def test_a_batch_goes_on_where_the_server_died(policy: Artifact, capfd: pytest.C
     assert about.asked == [["r0", "r1", "r2", "r3", "r4"], ["r0", "r1", "r2"], ["r0"]]
     assert {c.start_version for group in made for c in group} == {4}
     assert proofs == [2, 2]
-    assert [calls[:4] for calls in about.calls[1:]] == [["/version", "/version", "/load", "scores"]] * 2
+    assert [calls[:4] for calls in about.calls[1:]] == [
+        ["/version", "/version", "/load", "scores"]
+    ] * 2
     assert seen == sorted(seen) and seen[-1] == 5
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 4, "one line when it is lost, and one when it is back"
@@ -360,7 +396,9 @@ def test_a_deterministic_batch_is_made_anew_where_the_server_died(policy: Artifa
         assert client.determinism == {"threads": 2}
         made = client.generate(BATCH, Sampling(1.0, 4, ()), lambda _: None)
     assert about.asked == [["r0", "r1", "r2", "r3", "r4"]] * 3
-    assert ids(made) == [[[(2 * i + 1) % 50 + seed % 7] for seed in (2 * i, 2 * i + 1)] for i in range(5)]
+    assert ids(made) == [
+        [[(2 * i + 1) % 50 + seed % 7] for seed in (2 * i, 2 * i + 1)] for i in range(5)
+    ]
     with mortal(Mortal(BOOT, [None])) as endpoint:
         client = Client(endpoint, 60.0, deterministic=True, patience_s=0.1)
         with pytest.raises(UserError, match="its server is not deterministic"):
@@ -438,9 +476,13 @@ def test_the_signal_is_heard_while_the_server_is_silent() -> None:
 
 def test_episodes_go_on_where_the_server_died(policy: Artifact) -> None:
     """It dies in the second turn: the first is not played again, nor are episodes that had their answer."""
-    rows = [{"id": str(i), "answer": "", "metadata": "{}", "chat": False} for i in range(len(BATCH))]
+    rows = [
+        {"id": str(i), "answer": "", "metadata": "{}", "chat": False} for i in range(len(BATCH))
+    ]
     how = EpisodeOptions(
-        environment="tests.unit.inference.test_episodes:echo", environment_args={"replies": 1}, max_turns=2
+        environment="tests.unit.inference.test_episodes:echo",
+        environment_args={"replies": 1},
+        max_turns=2,
     )
     words = load_tokenizer(policy.path / "model")
     played = []
@@ -451,17 +493,29 @@ def test_episodes_go_on_where_the_server_died(policy: Artifact) -> None:
             client.load(policy)
             sampling = Sampling(1.0, 4, ())
             played.append(
-                play_episodes(how, client, rows, BATCH, sampling, words, lambda _, turn: turn, lambda _: None)
+                play_episodes(
+                    how, client, rows, BATCH, sampling, words, lambda _, turn: turn, lambda _: None
+                )
             )
     assert played[0] == played[1]
-    assert [len(each) for each in about.asked] == [5 + 10, 3], "five requests of two episodes, then a request each"
+    assert [len(each) for each in about.asked] == [5 + 10, 3], (
+        "five requests of two episodes, then a request each"
+    )
 
 
-def test_rollouts_of_a_server_that_died_are_those_of_one_that_lived(policy: Artifact, tmp_path: Path) -> None:
+def test_rollouts_of_a_server_that_died_are_those_of_one_that_lived(
+    policy: Artifact, tmp_path: Path
+) -> None:
     """The stage proves the new process, too: what it commits is the same."""
     scores = json.loads((policy.path / "canary.json").read_text())["logprobs"]
     prompts = commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)])
-    asked = {"policy": policy.ref, "prompts": prompts.ref, "prompts_per_iteration": 4, "n": 2, "max_tokens": 8}
+    asked = {
+        "policy": policy.ref,
+        "prompts": prompts.ref,
+        "prompts_per_iteration": 4,
+        "n": 2,
+        "max_tokens": 8,
+    }
     made = []
     for name, lives in (("calm", [None]), ("killed", [3, None])):
         about = Mortal(BOOT | {"scores": scores}, lives)

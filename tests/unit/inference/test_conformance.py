@@ -50,24 +50,47 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 @pytest.mark.parametrize(("fault", "caught_by"), [("", None), *FAULTS.items()])
 def test_faults_are_caught(fault: str, caught_by: str | None, policy: Artifact) -> None:
     with serving(Peer(3, fault)) as url:
-        patience = 1.5 if fault == "works for who hung up" else 60.0  # which it makes the check wait for
+        patience = (
+            1.5 if fault == "works for who hung up" else 60.0
+        )  # which it makes the check wait for
         outcomes = list(run_checks(Probe(url, policy, VOCABULARY, timeout_s=patience)))
     failed = [name for name, result, _ in outcomes if result == "failed"]
     assert fault == "ignores seeds" or "skipped" not in [result for _, result, _ in outcomes]
-    assert failed == [] if caught_by is None else caught_by in failed, [o for o in outcomes if o[1] != "ok"]
+    assert failed == [] if caught_by is None else caught_by in failed, [
+        o for o in outcomes if o[1] != "ok"
+    ]
 
 
 def test_command(policy: Artifact, capsys: pytest.CaptureFixture[str]) -> None:
     for fault, code in (("", 0), ("ignores seeds", 1)):
         with serving(Peer(3, fault)) as url:
-            assert run_cli(["endpoint", "check", url, "--policy", policy.ref, "--vocabulary", str(VOCABULARY)]) == code
+            assert (
+                run_cli(
+                    [
+                        "endpoint",
+                        "check",
+                        url,
+                        "--policy",
+                        policy.ref,
+                        "--vocabulary",
+                        str(VOCABULARY),
+                    ]
+                )
+                == code
+            )
     printed = capsys.readouterr().out
-    assert "15 of 15 checks without a fault" in printed and "gives the same tokens for eight seeds" in printed
+    assert (
+        "15 of 15 checks without a fault" in printed
+        and "gives the same tokens for eight seeds" in printed
+    )
 
 
 def test_nobody_there() -> None:
     outcomes = list(run_checks(Probe("http://127.0.0.1:9", timeout_s=1)))
-    assert {result for _, result, _ in outcomes} == {"failed", "skipped"} and "ConnectionRefused" in outcomes[0][2]
+    assert {result for _, result, _ in outcomes} == {
+        "failed",
+        "skipped",
+    } and "ConnectionRefused" in outcomes[0][2]
 
 
 def test_the_peer_is_not_imported_by_the_package() -> None:

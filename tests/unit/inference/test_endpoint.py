@@ -45,11 +45,15 @@ def alone(peer: Peer, request: Request, limit: int = 6) -> list[list[int]]:
     """What the peer says when it is asked directly."""
     body = {"sampling": {"temperature": 1.0, "max_tokens": limit, "stop_token_ids": []}}
     asked = {"prompt_ids": request.prompt_ids, "seeds": request.seeds}
-    return [[token for token, _ in peer.complete(asked, j, body)] for j in range(len(request.seeds))]
+    return [
+        [token for token, _ in peer.complete(asked, j, body)] for j in range(len(request.seeds))
+    ]
 
 
 @pytest.mark.parametrize("partial_rollout", [False, True])
-def test_asks_for_one_prompt_at_a_time_and_for_the_version(policy: Artifact, partial_rollout: bool) -> None:
+def test_asks_for_one_prompt_at_a_time_and_for_the_version(
+    policy: Artifact, partial_rollout: bool
+) -> None:
     peer = Peer(3)
     seen: list[int] = []
     with serving(peer) as url:
@@ -110,7 +114,9 @@ def test_lost_requests_are_sent_again(policy: Artifact) -> None:
     with serving(peer) as url:
         engine = opened(url, policy)
         made = engine.generate(REQUESTS, SAMPLED, quiet)
-    assert [[c.ids for c in group] for group in made] == [alone(peer, r) for r in REQUESTS] and engine.retries == 1
+    assert [[c.ids for c in group] for group in made] == [
+        alone(peer, r) for r in REQUESTS
+    ] and engine.retries == 1
 
 
 def test_several_urls_take_turns(policy: Artifact) -> None:
@@ -140,11 +146,15 @@ def test_partial_rollouts_are_drained_with_their_versions(policy: Artifact) -> N
     assert newer.asked[0]["requests"][0]["prompt_ids"] == [3, 4, 5, *said.ids[:3]]
     assert newer.asked[0]["sampling"]["max_tokens"] == 3
     ids = [3, 4, 5, *said.ids]
-    assert said.logprobs[3:] == pytest.approx(newer.scores(ids)[5:]), "scored given the tokens of the older version"
+    assert said.logprobs[3:] == pytest.approx(newer.scores(ids)[5:]), (
+        "scored given the tokens of the older version"
+    )
 
 
 @pytest.mark.parametrize(("arrived", "reason"), [(3, "stop"), (6, "length")])
-def test_a_completion_that_was_lost_at_its_end_is_whole(policy: Artifact, arrived: int, reason: str) -> None:
+def test_a_completion_that_was_lost_at_its_end_is_whole(
+    policy: Artifact, arrived: int, reason: str
+) -> None:
     peer = Peer(3)
     request = Request("r", [3, 4, 5], [7])
     whole = alone(peer, request, arrived)[0]
@@ -156,7 +166,10 @@ def test_a_completion_that_was_lost_at_its_end_is_whole(policy: Artifact, arrive
 
 
 def test_a_stream_that_leaves_tokens_out_is_refused(policy: Artifact) -> None:
-    with serving(Peer(3, "streams too little")) as url, pytest.raises(UserError, match="streams other tokens"):
+    with (
+        serving(Peer(3, "streams too little")) as url,
+        pytest.raises(UserError, match="streams other tokens"),
+    ):
         opened(url, policy, partial_rollout=True).generate(REQUESTS, SAMPLED, quiet)
 
 
@@ -200,8 +213,17 @@ def careless(about: dict[str, Any]) -> Any:
 def test_the_hook_may_change_a_request(policy: Artifact) -> None:
     with serving(Peer(2)) as url, pytest.raises(Retryable, match="after 1 retries"):
         opened(url, policy, hook=f"{__name__}:hook").generate(REQUESTS[:1], SAMPLED, quiet)
-    assert len(CALLS) == 2 and CALLS[0].keys() == {"url", "payload", "headers", "max_retries", "retry_sleep"}
-    with serving(Peer(3)) as url, pytest.raises(TypeError, match="must return a dict, not NoneType"):
+    assert len(CALLS) == 2 and CALLS[0].keys() == {
+        "url",
+        "payload",
+        "headers",
+        "max_retries",
+        "retry_sleep",
+    }
+    with (
+        serving(Peer(3)) as url,
+        pytest.raises(TypeError, match="must return a dict, not NoneType"),
+    ):
         opened(url, policy, hook=f"{__name__}:careless").generate(REQUESTS[:1], SAMPLED, quiet)
 
 
@@ -241,19 +263,30 @@ def test_completions_of_two_versions_say_which_token_is_whose(tmp_path: Path) ->
         ({"name": "endpoint", "rollout_endpoint_url": "http://x"}, "set pull or fleet, not both"),
         ({"name": "endpoint", "fleet": "http://x", "pull": True}, "set pull or fleet, not both"),
         ({"name": "endpoint", "fleet": "x"}, "fleet: 'x': must be a URL"),
-        ({"name": "endpoint", "fleet": "dynamo://a.b", "rollout_endpoint_url": "http://x"}, "name gives its URL"),
+        (
+            {"name": "endpoint", "fleet": "dynamo://a.b", "rollout_endpoint_url": "http://x"},
+            "name gives its URL",
+        ),
         ({"name": "endpoint", "rollout_endpoint_url": "x:80", "pull": True}, "absolute URL"),
         ({"name": "transformers", "pull": True}, "pulls nothing"),
         ({"weights": "/w"}, "set pull"),
         (
-            {"name": "endpoint", "rollout_endpoint_url": "http://x", "pull": True, "colocate": True},
+            {
+                "name": "endpoint",
+                "rollout_endpoint_url": "http://x",
+                "pull": True,
+                "colocate": True,
+            },
             "colocate needs the run's own",
         ),
         ({"name": "transformers", "snapshot": True}, "snapshot needs the run's one server"),
         ({"snapshot": True, "pull": True}, "snapshot needs the run's one server"),
         ({"snapshot": True, "replicas": 2}, "snapshot needs the run's one server"),
         ({"snapshot": True}, "set kv_cache_memory_bytes or enable_sleep_mode"),
-        ({"snapshot": True, "args": {"enable_sleep_mode": False}}, "set kv_cache_memory_bytes or enable_sleep_mode"),
+        (
+            {"snapshot": True, "args": {"enable_sleep_mode": False}},
+            "set kv_cache_memory_bytes or enable_sleep_mode",
+        ),
     ],
 )
 def test_settings_that_exclude_one_another(engine: dict[str, Any], said: str) -> None:

@@ -27,7 +27,13 @@ from tuneloop.stages.reward import reward
 from tuneloop.stages.rollout import rollout
 from tuneloop.training.samples import read_samples
 
-SMALL = {"engine": "transformers", "prompts_per_iteration": 3, "n": 2, "max_tokens": 24, "temperature": 0.8}
+SMALL = {
+    "engine": "transformers",
+    "prompts_per_iteration": 3,
+    "n": 2,
+    "max_tokens": 24,
+    "temperature": 0.8,
+}
 ASKED: list[list[Request]] = []
 
 
@@ -39,7 +45,12 @@ class Echo:
 
     def step(self, said: str) -> Reply:
         self.left -= 1
-        return Reply(f"you said {len(said)}\n", done=self.left < 0, role="user", reward=min(len(said) / 100, 1.0))
+        return Reply(
+            f"you said {len(said)}\n",
+            done=self.left < 0,
+            role="user",
+            reward=min(len(said) / 100, 1.0),
+        )
 
 
 def echo(row: Mapping[str, Any], replies: int = 1) -> Echo:
@@ -85,9 +96,15 @@ def prompts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def run(out: Path, policy: Artifact, prompts: Artifact, **params: Any) -> list[dict[str, Any]]:
     ASKED.clear()
-    given = {"environment": f"{__name__}:echo", "environment_args": {"replies": 2}, "engine": f"{__name__}:spy"}
+    given = {
+        "environment": f"{__name__}:echo",
+        "environment_args": {"replies": 2},
+        "engine": f"{__name__}:spy",
+    }
     rollout(out=str(out), policy=policy.ref, prompts=prompts.ref, **{**SMALL, **given, **params})
-    rows: list[dict[str, Any]] = pq.read_table(Artifact(str(out)).path / "rollouts.parquet").to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(
+        Artifact(str(out)).path / "rollouts.parquet"
+    ).to_pylist()
     return rows
 
 
@@ -109,7 +126,9 @@ def test_turns_are_one_list_of_ids(tmp_path: Path, policy: Artifact, prompts: Ar
         with torch.no_grad():
             logits = plain(torch.tensor([whole[row["request_id"]]])).logits[0] / 0.8
         start = len(row["prompt_ids"]) - 1
-        want = [float(logits[start + i].log_softmax(-1)[t]) for i, t in enumerate(row["completion_ids"])]
+        want = [
+            float(logits[start + i].log_softmax(-1)[t]) for i, t in enumerate(row["completion_ids"])
+        ]
         mask = row["loss_mask"]
         assert [p for p, m in zip(row["logprobs"], mask) if m] == pytest.approx(
             [p for p, m in zip(want, mask) if m], abs=1e-4
@@ -119,19 +138,31 @@ def test_turns_are_one_list_of_ids(tmp_path: Path, policy: Artifact, prompts: Ar
         turns_, last = json.loads(row["metadata"])["environment"]["turns"], row["finish_reason"]
         assert said.count("you said") == turns_ - 1 and last in ("stop", "length")
         if chat and turns_ > 1:
-            assert said.startswith("\n<|im_start|>user\nyou said") and said.endswith("<|im_start|>assistant\n")
+            assert said.startswith("\n<|im_start|>user\nyou said") and said.endswith(
+                "<|im_start|>assistant\n"
+            )
 
 
 def test_the_limits_of_an_episode(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     one = run(tmp_path / "a", policy, prompts, max_turns=1)
-    assert all(all(row["loss_mask"]) for row in one) and {row["finish_reason"] for row in one} == {"length"}
-    small = run(tmp_path / "b", policy, prompts, engine_args={"max_model_len": 130}, environment_args={"replies": 99})
+    assert all(all(row["loss_mask"]) for row in one) and {row["finish_reason"] for row in one} == {
+        "length"
+    }
+    small = run(
+        tmp_path / "b",
+        policy,
+        prompts,
+        engine_args={"max_model_len": 130},
+        environment_args={"replies": 99},
+    )
     assert max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in small) <= 130
     assert {row["finish_reason"] for row in small} == {"length"} and len(ASKED) > 1
     assert all(row["loss_mask"][-1] for row in small)  # a reply that nothing follows is left out
 
 
-def test_the_policy_learns_what_it_sampled(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
+def test_the_policy_learns_what_it_sampled(
+    tmp_path: Path, policy: Artifact, prompts: Artifact
+) -> None:
     rows = run(tmp_path / "r", policy, prompts, environment_args={"replies": 1}, n=4)
     reward(out=str(tmp_path / "w"), rollouts=str(tmp_path / "r"))
     scored = Artifact(str(tmp_path / "w"))
@@ -139,7 +170,9 @@ def test_the_policy_learns_what_it_sampled(tmp_path: Path, policy: Artifact, pro
     for sample, row in zip(read_samples(scored, 2, 0), rows):
         assert list(sample.document.targets) == [False] * len(row["prompt_ids"]) + row["loss_mask"]
         assert len(sample.engine) == sum(row["loss_mask"]) == sample.length
-    update = policy_update(out=str(tmp_path / "u"), policy=policy.ref, rewards=scored.ref, dtype="float32")
+    update = policy_update(
+        out=str(tmp_path / "u"), policy=policy.ref, rewards=scored.ref, dtype="float32"
+    )
     assert update.results["version"] == 3
     evaluate(out=str(tmp_path / "e"), policy=policy.ref, prompts=prompts.ref, engine="transformers", max_tokens=24,
              environment=f"{__name__}:echo")  # fmt: skip
@@ -158,7 +191,9 @@ def test_a_template_that_strips_reasoning() -> None:
     whole = encode_reply(words, "12", True, "tool", stops)
     assert words.decode(whole) == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
     words.chat_template = STRIPS
-    with pytest.raises(UserError, match=r"chat template: 'tool': strips reasoning .*--keep-reasoning true"):
+    with pytest.raises(
+        UserError, match=r"chat template: 'tool': strips reasoning .*--keep-reasoning true"
+    ):
         encode_reply(words, "12", True, "tool", stops)
     assert encode_reply(words, "12", True, "tool", stops, keep_reasoning=True) == whole
     with pytest.raises(UserError, match="ends no turn of the assistant"):
@@ -171,14 +206,22 @@ def test_a_template_that_strips_reasoning() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"environment": "chess"}, "rollout.environment: 'chess': .*unknown; known: calculator, python"),
+        (
+            {"environment": "chess"},
+            "rollout.environment: 'chess': .*unknown; known: calculator, python",
+        ),
         ({"environment_args": {"x": 1}}, "environment_args.x: 1: unknown; .* takes replies"),
         ({"environment_args": {"replies": "many"}}, "environment_args.replies: 'many'"),
         ({"max_turns": 0}, "rollout.max_turns: 0"),
-        ({"environment": "tests.guess:create_environment", "environment_args": {}}, "row p.*guess needs a whole"),
+        (
+            {"environment": "tests.guess:create_environment", "environment_args": {}},
+            "row p.*guess needs a whole",
+        ),
     ],
 )
-def test_bad_parameters(tmp_path: Path, policy: Artifact, prompts: Artifact, params: Any, said: str) -> None:
+def test_bad_parameters(
+    tmp_path: Path, policy: Artifact, prompts: Artifact, params: Any, said: str
+) -> None:
     with pytest.raises(UserError, match=said) as raised:
         run(tmp_path / "r", policy, prompts, **params)
     assert "\n" not in str(raised.value) and not list(tmp_path.glob("r/*"))
@@ -205,11 +248,15 @@ class Scripted(Transformers):
     def generate(self, requests: Any, sampling: Any, done: Any) -> Any:
         words = tokenizer()
         texts = [
-            [self.said[int(r.id.split("-s")[1]) if "-s" in r.id else s].pop(0) for s in range(len(r.seeds))]
+            [
+                self.said[int(r.id.split("-s")[1]) if "-s" in r.id else s].pop(0)
+                for s in range(len(r.seeds))
+            ]
             for r in requests
         ]
         ids = [
-            [[*words.encode(text, add_special_tokens=False), words.eos_token_id] for text in group] for group in texts
+            [[*words.encode(text, add_special_tokens=False), words.eos_token_id] for text in group]
+            for group in texts
         ]
         return [[Completion(i, [-1.0] * len(i), "stop", 2, 2) for i in group] for group in ids]
 
@@ -261,9 +308,16 @@ def test_python(said: str, reply: Reply) -> None:
 
 def test_calls_that_are_none() -> None:
     assert Calculator().step("so it is 27") == Reply(done=True)
-    said = '<tool_call>{</tool_call><tool_call>{"name": "shell"}</tool_call><tool_call>[]</tool_call>'
+    said = (
+        '<tool_call>{</tool_call><tool_call>{"name": "shell"}</tool_call><tool_call>[]</tool_call>'
+    )
     said += '<tool_call>{"name": "shell", "arguments": []}</tool_call>'
-    assert [call.problem for call in tool_calls(said)] == ["is not JSON", "", "has no name", "has non-object arguments"]
+    assert [call.problem for call in tool_calls(said)] == [
+        "is not JSON",
+        "",
+        "has no name",
+        "has non-object arguments",
+    ]
     assert Calculator().step(said).text.count("error: ") == 4
     assert evaluate_expression("1/3") * 3 == 1
 
@@ -281,5 +335,9 @@ def test_what_only_an_episode_shows_is_not_asked_of_gold_answers(tmp_path: Path)
 
 def test_guess() -> None:
     game = Guess(7)
-    assert [game.step(said).text for said in ("5", "9 no, 8", "hm")] == ["higher\n", "lower\n", "say a number\n"]
+    assert [game.step(said).text for said in ("5", "9 no, 8", "hm")] == [
+        "higher\n",
+        "lower\n",
+        "say a number\n",
+    ]
     assert game.step("7") == Reply(done=True, reward=1.0)

@@ -27,7 +27,9 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     model = checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model"
     publish_version(str(tmp_path / "weights"), 1, model)
     (tmp_path / "taken").write_text("a file where the directory should be")
-    follower = Follower(EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", 0.01, "wait", None)
+    follower = Follower(
+        EngineLoop(Vllm({})), str(tmp_path / "weights"), tmp_path / "taken", 0.01, "wait", None
+    )
     follower.start()
     until(lambda: follower.trouble or not follower.is_alive())
     assert follower.is_alive() and "File exists" in follower.trouble
@@ -35,9 +37,15 @@ def test_whatever_goes_wrong_is_told_and_tried_again(tmp_path: Path) -> None:
     follower.join(LIMIT_S)
 
 
-def test_a_version_is_reported_once_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_is_reported_once_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that asked during the verification would otherwise record no pull."""
-    publish_version(str(tmp_path / "weights"), 1, checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model")
+    publish_version(
+        str(tmp_path / "weights"),
+        1,
+        checkpoint_artifact(tmp_path / "policy", "qwen3").path / "model",
+    )
     engine = Vllm({})
 
     def change(model: Path, version: int, digest: str) -> None:
@@ -50,7 +58,10 @@ def test_a_version_is_reported_once_it_is_verified(tmp_path: Path, monkeypatch: 
     loop, seen = EngineLoop(engine), list[dict[str, Any]]()
     monkeypatch.setattr(engine, "change", change)
     monkeypatch.setattr(_follow, "prove_tensors", prove)
-    api = HttpApi(loop, follower := Follower(loop, str(tmp_path / "weights"), tmp_path / "at", 0.01, "wait", None))
+    api = HttpApi(
+        loop,
+        follower := Follower(loop, str(tmp_path / "weights"), tmp_path / "at", 0.01, "wait", None),
+    )
     worker = threading.Thread(target=loop.run)
     worker.start()
     try:
@@ -83,10 +94,14 @@ def test_a_server_that_waits_for_a_version_ends_when_told_to(tmp_path: Path) -> 
 
 def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:
     """vLLM's worker is a plain module here: one tensor right, one wrong, one that it keeps in no known form."""
-    held = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2, bias=False) for name in ("right", "wrong")})
+    held = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(3, 2, bias=False) for name in ("right", "wrong")}
+    )
     files = {f"{name}.weight": part.weight.detach().clone() for name, part in held.items()}
     worker = SimpleNamespace(get_model=lambda: held)
-    engine = SimpleNamespace(engine=SimpleNamespace(collective_rpc=lambda work, args: [work(worker, *args)]))
+    engine = SimpleNamespace(
+        engine=SimpleNamespace(collective_rpc=lambda work, args: [work(worker, *args)])
+    )
     path = tmp_path / "model.safetensors"
     save_file(files, path)
     assert prove_tensors(engine, tmp_path).identical == 2  # type: ignore[arg-type]
@@ -95,6 +110,10 @@ def test_what_can_not_be_read_back_is_not_served(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1 of 2 tensors differ, wrong\.weight among them"):
         prove_tensors(engine, tmp_path)  # type: ignore[arg-type]
     files["wrong.weight"][1, 2] -= 1
-    save_file({"right.weight": files["right.weight"], "experts.weight": files["wrong.weight"]}, path)
-    with pytest.raises(RuntimeError, match=r"1 of 2 tensors cannot be read back from this engine, experts\.weight"):
+    save_file(
+        {"right.weight": files["right.weight"], "experts.weight": files["wrong.weight"]}, path
+    )
+    with pytest.raises(
+        RuntimeError, match=r"1 of 2 tensors cannot be read back from this engine, experts\.weight"
+    ):
         prove_tensors(engine, tmp_path)  # type: ignore[arg-type]

@@ -20,7 +20,9 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"requests": TWO, "sampling": SAMPLING, "prompt_logprobs": True},
     ],
     "/load": [{"ref": "nowhere@xxh3-128:00", "version": 1, "force": True}],
-    "/engine/update_weights_from_disk": [{"model_path": "/nowhere/a/model", "weight_version": "1@xxh3-128:00"}],
+    "/engine/update_weights_from_disk": [
+        {"model_path": "/nowhere/a/model", "weight_version": "1@xxh3-128:00"}
+    ],
     "/engine/flush_cache": [{}],
     "/verify": [{}],
 }
@@ -38,12 +40,16 @@ def served() -> Iterator[tuple[httpx2.Client, Memory]]:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_every_body_has_an_answer_that_is_named(served: tuple[httpx2.Client, Memory], path: str) -> None:
+def test_every_body_has_an_answer_that_is_named(
+    served: tuple[httpx2.Client, Memory], path: str
+) -> None:
     http, memory = served
 
     @given(draw_bodies(GOOD[path]))
     def check(body: dict[str, Any]) -> None:
-        answer = http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        answer = http.post(
+            path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
         lines = [json.loads(line) for line in answer.text.splitlines() if line]
         assert answer.status_code in NAMED, (answer.status_code, answer.text)
         assert answer.status_code == 200 or set(lines[0]) == {"error"}, answer.text

@@ -51,7 +51,11 @@ ALPHA = {
     "apiVersion": "nvidia.com/v1alpha1",
     "kind": "DynamoGraphDeployment",
     "metadata": {"name": "graph"},
-    "spec": {"services": {"Worker": {"replicas": 1, "extraPodSpec": {"mainContainer": {"command": ["serve"]}}}}},
+    "spec": {
+        "services": {
+            "Worker": {"replicas": 1, "extraPodSpec": {"mainContainer": {"command": ["serve"]}}}
+        }
+    },
 }
 
 
@@ -65,10 +69,18 @@ def test_a_manifest_is_changed_where_it_is_told_to_and_nowhere_else() -> None:
         image="default:2",
         sets=["spec.components.Worker.replicas=3", "spec.env=[{name: A, value: b}]"],
     )
-    assert made["metadata"] == {"name": "mine", "namespace": "ns", "labels": {"team": "rl", "run": "demo"}}
+    assert made["metadata"] == {
+        "name": "mine",
+        "namespace": "ns",
+        "labels": {"team": "rl", "run": "demo"},
+    }
     frontend, worker = made["spec"]["components"]
-    assert frontend["podTemplate"] == {"spec": {"containers": [{"name": "main", "image": "default:2"}]}}
-    assert worker == {**documents[1]["spec"]["components"][1], "replicas": 3}, "its account and image stay"
+    assert frontend["podTemplate"] == {
+        "spec": {"containers": [{"name": "main", "image": "default:2"}]}
+    }
+    assert worker == {**documents[1]["spec"]["components"][1], "replicas": 3}, (
+        "its account and image stay"
+    )
     assert documents == list(yaml.safe_load_all(BETA))
     assert find_drift(documents[1]["spec"], made["spec"], "spec") == []
     assert find_drift(made["spec"], documents[1]["spec"], "spec") == [
@@ -91,7 +103,11 @@ def test_a_manifest_is_changed_where_it_is_told_to_and_nowhere_else() -> None:
         ([{**ALPHA, "metadata": {}}], [], "has no name"),
         ([ALPHA], ["spec.replicas"], "write path=value"),
         ([ALPHA], ["metadata.name.there=1"], "below no mapping"),
-        ([{**ALPHA, "spec": {"components": []}}], ["spec.components.Worker.replicas=1"], "nothing named Worker"),
+        (
+            [{**ALPHA, "spec": {"components": []}}],
+            ["spec.components.Worker.replicas=1"],
+            "nothing named Worker",
+        ),
     ],
 )
 def test_a_manifest_that_can_not_be_meant(documents: list[Any], sets: list[str], said: str) -> None:
@@ -105,7 +121,11 @@ def test_a_manifest_that_can_not_be_meant(documents: list[Any], sets: list[str],
         (None, False, "not seen"),
         ({"state": "pending"}, False, "pending"),
         ({"state": "successful"}, True, "successful"),
-        ({"state": "successful", "observedGeneration": 1}, False, "successful, of an earlier generation"),
+        (
+            {"state": "successful", "observedGeneration": 1},
+            False,
+            "successful, of an earlier generation",
+        ),
         ({"state": "successful", "observedGeneration": 2}, True, "successful"),
     ],
 )
@@ -125,19 +145,34 @@ def test_the_pods_gate() -> None:
     assert pods_gate([pod("True"), pod("False", leaving=True)]).open
 
 
-@pytest.mark.parametrize(("status", "open_"), [(200, True), (404, True), (500, True), (502, False), (503, False)])
+@pytest.mark.parametrize(
+    ("status", "open_"), [(200, True), (404, True), (500, True), (502, False), (503, False)]
+)
 def test_the_frontends_gate(status: int, open_: bool) -> None:
     assert frontend_gate(status).open is open_
-    assert frontend_gate(0, "ConnectionRefused").why == "ConnectionRefused" and not frontend_gate(0).open
+    assert (
+        frontend_gate(0, "ConnectionRefused").why == "ConnectionRefused"
+        and not frontend_gate(0).open
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_newest_version_of_the_api_is_taken_and_one_that_may_not_be_looked_at_counts_as_there(version: str) -> None:
-    path, verbs = f"/apis/{GROUP}/{version}", {"namespaced": True, "singularName": "", "kind": KIND, "verbs": []}
+def test_the_newest_version_of_the_api_is_taken_and_one_that_may_not_be_looked_at_counts_as_there(
+    version: str,
+) -> None:
+    path, verbs = (
+        f"/apis/{GROUP}/{version}",
+        {"namespaced": True, "singularName": "", "kind": KIND, "verbs": []},
+    )
     with serve_cluster() as api:
-        with pytest.raises(UserError, match=r"has no DynamoGraphDeployment .*; install Dynamo's operator first"):
+        with pytest.raises(
+            UserError, match=r"has no DynamoGraphDeployment .*; install Dynamo's operator first"
+        ):
             find_api_version(connected(api.url))
-        api.objects[path] = {"groupVersion": f"{GROUP}/{version}", "resources": [{"name": PLURAL, **verbs}]}
+        api.objects[path] = {
+            "groupVersion": f"{GROUP}/{version}",
+            "resources": [{"name": PLURAL, **verbs}],
+        }
         assert find_api_version(connected(api.url)) == version
         del api.objects[path]
         api.denied[path] = PLURAL
@@ -150,7 +185,9 @@ def test_a_frontend_is_asked_by_its_name_in_a_pod_and_through_the_api_elsewhere(
         assert _probe(connected(api.url), "graph-frontend", 8000) == (404, "")
         api.objects[proxied] = {"status": "ok"}
         assert _probe(connected(api.url), "graph-frontend", 8000) == (200, "")
-        pod = Connection("1", IN_CLUSTER, "", None, None, None)  # so that service.namespace is 127.0.0.1
+        pod = Connection(
+            "1", IN_CLUSTER, "", None, None, None
+        )  # so that service.namespace is 127.0.0.1
         assert _probe(pod, "127.0.0", api.server_port) == (404, ""), "/health of the service itself"
 
 
@@ -173,7 +210,9 @@ class Keeping:
         self.calls.append("delete")
         self.live = None
 
-    def create_namespaced_custom_object(self, group: str, version: str, space: str, plural: str, body: Any) -> None:
+    def create_namespaced_custom_object(
+        self, group: str, version: str, space: str, plural: str, body: Any
+    ) -> None:
         self.calls.append("create")
         self.live = body
 
@@ -192,7 +231,9 @@ def test_a_graph_that_differs_is_replaced_where_it_is_asked_for(
 ) -> None:
     api, told = Keeping(render_graph([ALPHA])), list[str]()
     wanted = render_graph([ALPHA], sets=[f"spec.services.Worker.replicas={replicas}"])
-    assert _ensure(Connection("ns", "test", "", None, api, None), wanted, recreate, told.append) is bool(calls)
+    assert _ensure(
+        Connection("ns", "test", "", None, api, None), wanted, recreate, told.append
+    ) is bool(calls)
     assert (api.calls, told) == (calls, [f"graph: {said}"])
     assert api.live == (wanted if calls else render_graph([ALPHA]))
 
@@ -206,11 +247,17 @@ class Api:
     def get_api_resources(self, group: str, version: str) -> Any:
         return SimpleNamespace(resources=[SimpleNamespace(name=PLURAL)])
 
-    def get_namespaced_custom_object(self, group: str, version: str, space: str, plural: str, name: str) -> Any:
+    def get_namespaced_custom_object(
+        self, group: str, version: str, space: str, plural: str, name: str
+    ) -> Any:
         if plural == "workflows":
             about = {"name": name, "uid": "w1", "labels": {RUN_LABEL: "demo"}}
             return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": about}
-        about = {"name": name, "resourceVersion": str(self.changes), "labels": {RUN_LABEL: self.run}}
+        about = {
+            "name": name,
+            "resourceVersion": str(self.changes),
+            "labels": {RUN_LABEL: self.run},
+        }
         return {"metadata": {**about, "ownerReferences": [{"uid": "other"}]}}
 
     def patch_namespaced_custom_object(self, *words: Any) -> None:
@@ -224,19 +271,29 @@ class Api:
 def test_the_owner_of_a_graph(run: str, patches: int) -> None:
     """Beside others, after a conflict again, and none of a graph that another run made."""
     api, said = Api(run), list[str]()
-    own_graph(Connection("ns", "test", "", None, api, None), {"metadata": {"name": "graph"}}, "demo", said.append)
+    own_graph(
+        Connection("ns", "test", "", None, api, None),
+        {"metadata": {"name": "graph"}},
+        "demo",
+        said.append,
+    )
     assert len(api.patches) == patches and len(said) == (not patches)
     if api.patches:
         other, mine = api.patches[-1]["ownerReferences"]
         assert (other, mine["uid"], mine["controller"]) == ({"uid": "other"}, "w1", False)
 
 
-def test_submitting_with_a_graph_sets_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submitting_with_a_graph_sets_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "graph.yaml"
     path.write_text(BETA)
     line = ["submit", "grpo", "--run", "demo", "--store", "s3://b/p", "--fleet", str(path)]
     assert run_cli([*line, "--set", "engine.rollout_endpoint_url=http://a"]) == 2
-    assert "a Dynamo graph's name gives its URL: set fleet or rollout_endpoint_url" in capsys.readouterr().err
+    assert (
+        "a Dynamo graph's name gives its URL: set fleet or rollout_endpoint_url"
+        in capsys.readouterr().err
+    )
     assert run_cli([*line, "--server", "http://argo"]) == 2
     assert "--fleet" in capsys.readouterr().err
     path.write_text("a: [")
@@ -248,7 +305,15 @@ def test_a_dry_run_prints_what_would_be_created_and_asks_no_cluster(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     (tmp_path / "graph.yaml").write_text(BETA)
-    changed = ["--set", "spec.components.Worker.replicas=3", "--image", "default:2", "--name", "mine", "--dry-run"]
+    changed = [
+        "--set",
+        "spec.components.Worker.replicas=3",
+        "--image",
+        "default:2",
+        "--name",
+        "mine",
+        "--dry-run",
+    ]
     assert run_cli(["fleet", "up", str(tmp_path / "graph.yaml"), *changed]) == 0
     made = yaml.safe_load(capsys.readouterr().out)
     assert made["metadata"] == {"name": "mine", "labels": {"team": "rl"}, "namespace": "tuneloop"}
@@ -257,8 +322,13 @@ def test_a_dry_run_prints_what_would_be_created_and_asks_no_cluster(
     assert run_cli([*line, "--fleet", str(tmp_path / "graph.yaml")]) == 0
     graph, workflow = yaml.safe_load_all(capsys.readouterr().out)
     assert (graph["kind"], graph["metadata"]["labels"][RUN_LABEL]) == (KIND, "demo")
-    assert {"name": "run", "value": "demo"}.items() <= workflow["spec"]["arguments"]["parameters"][0].items()
-    assert "dynamo://graph.tuneloop" in json.dumps(workflow) and workflow["spec"]["onExit"] == "end-graph"
+    assert {"name": "run", "value": "demo"}.items() <= workflow["spec"]["arguments"]["parameters"][
+        0
+    ].items()
+    assert (
+        "dynamo://graph.tuneloop" in json.dumps(workflow)
+        and workflow["spec"]["onExit"] == "end-graph"
+    )
     assert run_cli(line) == 0
     made = yaml.safe_load(capsys.readouterr().out)
     assert made["metadata"]["labels"][RUN_LABEL] == "demo" and "onExit" not in made["spec"]

@@ -40,7 +40,9 @@ PATHS = (
 )
 
 
-def test_all_but_health_need_the_token_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_but_health_need_the_token_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create_token_file(path := tmp_path / "token")
     token = path.read_text().strip()
     with serving(**{VARIABLE: str(path), "REFUSAL_S": "0"}) as (_, address):
@@ -52,10 +54,14 @@ def test_all_but_health_need_the_token_of_the_run(tmp_path: Path, monkeypatch: p
         assert ask(address, "GET", "/health")[0] == 200
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=LIMIT_S) as answer:
             assert answer.status == 200, "Prometheus and autoscalers have no token"
-        assert ask(address, "POST", "/generate", BODY, Authorization=f"Bearer {token}")[1]["completions"]
+        assert ask(address, "POST", "/generate", BODY, Authorization=f"Bearer {token}")[1][
+            "completions"
+        ]
         stranger, worker = Client(f"http://{address}", LIMIT_S), Worker("a", f"http://{address}")
         monkeypatch.delenv(VARIABLE, raising=False)
-        with pytest.raises(UserError, match="answers 401: no token of this run: send Authorization"):
+        with pytest.raises(
+            UserError, match="answers 401: no token of this run: send Authorization"
+        ):
             stranger._json("GET", "/version")
         monkeypatch.setenv(VARIABLE, str(path))
         assert stranger._json("GET", "/version")["version"] == 0
@@ -76,10 +82,14 @@ def test_a_token_file_that_is_gone_lets_nobody_in(tmp_path: Path) -> None:
         for headers in ({}, {"Authorization": "Bearer a-token"}, {"Authorization": "Bearer "}):
             assert ask(address, "POST", "/generate", BODY, **headers)[0] == 401
         token.write_text("a-token\n")
-        assert ask(address, "POST", "/generate", BODY, Authorization="Bearer a-token")[1]["completions"]
+        assert ask(address, "POST", "/generate", BODY, Authorization="Bearer a-token")[1][
+            "completions"
+        ]
 
 
-def test_a_client_whose_token_is_the_old_one_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_token_is_the_old_one_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kubelets of two nodes bring a new token at two times."""
     (tmp_path / "theirs").write_text("new\n")
     (tmp_path / "ours").write_text("old\n")
@@ -90,7 +100,9 @@ def test_a_client_whose_token_is_the_old_one_tries_again(tmp_path: Path, monkeyp
         engine = open_engine(f"http://{address}", {"retry_sleep": 0.1}, LIMIT_S)
         engine.version, engine.vocab_size = 0, 64
         with ThreadPoolExecutor() as pool:
-            asked = pool.submit(engine.generate, [Request("a", [1], [0])], Sampling(), lambda _: None)
+            asked = pool.submit(
+                engine.generate, [Request("a", [1], [0])], Sampling(), lambda _: None
+            )
             while not engine.retries:
                 assert not asked.done()
             (tmp_path / "ours").write_text("new\n")
@@ -118,7 +130,9 @@ def test_without_a_file_nobody_is_asked(tmp_path: Path) -> None:
         ("min_version", -(10**30)),
     ],
 )
-def test_a_number_without_a_limit_is_refused_by_its_name(field: str, value: object, server: str) -> None:
+def test_a_number_without_a_limit_is_refused_by_its_name(
+    field: str, value: object, server: str
+) -> None:
     body: dict = {"requests": [{"id": "a", "prompt_ids": [1, 2], "seeds": [7]}]}
     body["sampling"] = {"temperature": 1.0, "max_tokens": 4, "stop_token_ids": [1]}
     *above, last = field.split(".")
@@ -137,7 +151,9 @@ def server() -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize(("path", "most"), [("/generate", 2**22 + 2**16), ("/load", 2**16), ("/sleep", 2**16)])
+@pytest.mark.parametrize(
+    ("path", "most"), [("/generate", 2**22 + 2**16), ("/load", 2**16), ("/sleep", 2**16)]
+)
 def test_a_body_ends_at_a_limit(path: str, most: int, server: str) -> None:
     connection = http.client.HTTPConnection(server, timeout=LIMIT_S)
     connection.putrequest("POST", path)
@@ -157,7 +173,9 @@ def test_a_body_ends_at_a_limit(path: str, most: int, server: str) -> None:
 def test_a_prompt_as_long_as_the_context_is_taken_whatever_that_is() -> None:
     loop = EngineLoop(Digits({}))
     loop.engine.context = 2**20
-    assert HttpApi(loop).limit_body("/generate") > len(json.dumps([1234567] * 2**20, separators=(",", ":")))
+    assert HttpApi(loop).limit_body("/generate") > len(
+        json.dumps([1234567] * 2**20, separators=(",", ":"))
+    )
 
 
 def test_connections_without_headers_are_closed_and_others_are_answered() -> None:
@@ -179,7 +197,9 @@ def test_connections_without_headers_are_closed_and_others_are_answered() -> Non
         assert child.poll() is None
 
 
-def test_a_known_connection_is_not_closed_while_its_next_token_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_connection_is_not_closed_while_its_next_token_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A gateway asks the API server for it meanwhile. One whose first token takes longer than it has is closed."""
     judged = threading.Event()
 
@@ -208,7 +228,12 @@ def test_a_known_connection_is_not_closed_while_its_next_token_is_looked_at(monk
                 connection.request("GET", first)
                 assert connection.getresponse().read() == b"known"
             connection.request("GET", "/slow")
-            until(lambda: any(each.scope and each.scope["path"] == "/slow" for each in guard.TimedProtocol.strangers))
+            until(
+                lambda: any(
+                    each.scope and each.scope["path"] == "/slow"
+                    for each in guard.TimedProtocol.strangers
+                )
+            )
             next(iter(guard.TimedProtocol.strangers)).loop.call_soon_threadsafe(judge)
             try:
                 assert connection.getresponse().read() == expected
@@ -226,14 +251,18 @@ def test_what_was_accepted_before_sigterm_is_answered() -> None:
 
         def send(_: int) -> http.client.HTTPResponse:
             connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
-            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/generate", json.dumps(body), {"Content-Type": "application/json"}
+            )
             return connection.getresponse()  # its headers: it was admitted
 
         with ThreadPoolExecutor(41) as pool:
             answers = list(pool.map(send, range(41)))
             child.send_signal(signal.SIGTERM)
             texts = list(pool.map(lambda answer: answer.read(), answers))
-        assert [sum(b"completions" in line for line in text.split(b"\n")) for text in texts] == [3] * 41
+        assert [sum(b"completions" in line for line in text.split(b"\n")) for text in texts] == [
+            3
+        ] * 41
         assert child.wait(LIMIT_S) == 0
         assert ask(address, "GET", "/health") == (0, None)
 

@@ -17,7 +17,13 @@ from tuneloop.inference.fleet.refit import Target, make_target, refit_fleet
 
 NEW = Target("7@sha256:0123", "/store/v7/model")
 CHANGED = [
-    *("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation"),
+    *(
+        "get_weight_version",
+        "pause_generation",
+        "update_weights_from_disk",
+        "flush_cache",
+        "resume_generation",
+    ),
     "get_weight_version",
 ]
 
@@ -83,7 +89,9 @@ def test_a_fleet_that_does_not_come_to_rest(crew: Crew) -> None:
 @pytest.mark.parametrize("fault", ["pause_generation", "update_weights_from_disk", "flush_cache"])
 def test_a_worker_that_fails_is_resumed_and_told_of(crew: Crew, fault: str) -> None:
     bad, good = crew.hire("bad", fault), crew.hire("good")
-    with pytest.raises(Retryable, match=f"worker backend/bad at http.*: {fault}: answers 200: .*failed"):
+    with pytest.raises(
+        Retryable, match=f"worker backend/bad at http.*: {fault}: answers 200: .*failed"
+    ):
         refit_fleet(Listed(crew), NEW)
     assert bad.calls[-1] == "resume_generation" and not bad.paused
     assert good.version == NEW.label and not good.paused
@@ -103,7 +111,9 @@ def test_a_worker_that_is_gone_counts_no_more_one_that_is_only_silent_does(crew:
     crew.lose("b")
     with pytest.raises(Retryable, match=r"worker backend/b at .*ConnectionRefused"):
         refit_fleet(Listed(crew), NEW, timeout_s=20)
-    assert set(refit_fleet(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW).workers) == {"backend/a"}
+    assert set(refit_fleet(Listed(crew, [lambda: None, lambda: crew.fire("b")]), NEW).workers) == {
+        "backend/a"
+    }
 
 
 def test_no_worker(crew: Crew) -> None:
@@ -133,7 +143,11 @@ def test_backends(crew: Crew) -> None:
     assert isinstance(named, dns.Dns) and named.endpoint is None
     assert f"http://127.0.0.1:{port}" in [w.url for w in named.discover()]
     graph = open_fleet("dynamo://graph.ours")
-    assert isinstance(graph, dynamo.Dynamo) and (graph.name, graph.namespace, graph.port) == ("graph", "ours", 8000)
+    assert isinstance(graph, dynamo.Dynamo) and (graph.name, graph.namespace, graph.port) == (
+        "graph",
+        "ours",
+        8000,
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,9 +178,13 @@ def test_a_frontend_that_says_something_else(crew: Crew) -> None:
     said = crew.listed()
     with pytest.raises(UserError, match="protocol_version: 2"):
         dynamo.read_workers({**said, "protocol_version": 2})
-    with pytest.raises(UserError, match="lacks pause_generation, system_url; start it with --enable-rl"):
+    with pytest.raises(
+        UserError, match="lacks pause_generation, system_url; start it with --enable-rl"
+    ):
         routes = [name for name in said["workers"][0]["routes"] if name != "pause_generation"]
-        dynamo.read_workers({**said, "workers": [{**said["workers"][0], "routes": routes, "system_url": None}]})
+        dynamo.read_workers(
+            {**said, "workers": [{**said["workers"][0], "routes": routes, "system_url": None}]}
+        )
     with pytest.raises(Retryable, match="worker backend/a: timed out"):
         dynamo.read_workers({**said, "workers": [{**said["workers"][0], "error": "timed out"}]})
 

@@ -14,7 +14,14 @@ class Body(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("sent", "field"), [(b"", "body"), (b"{", "body"), (b"[1]", "body"), (b"{}", "count"), (b'{"count": "x"}', "count")]
+    ("sent", "field"),
+    [
+        (b"", "body"),
+        (b"{", "body"),
+        (b"[1]", "body"),
+        (b"{}", "count"),
+        (b'{"count": "x"}', "count"),
+    ],
 )
 def test_a_body_that_cannot_be_read_is_named(sent: bytes, field: str) -> None:
     app = create_app(400)
@@ -23,7 +30,9 @@ def test_a_body_that_cannot_be_read_is_named(sent: bytes, field: str) -> None:
     def take(body: Body) -> int:
         return body.count
 
-    answer = TestClient(app).post("/take", content=sent, headers={"content-type": "application/json"})
+    answer = TestClient(app).post(
+        "/take", content=sent, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400
     assert answer.json()["error"].startswith(f"{field}: ")
 
@@ -40,5 +49,11 @@ def test_who_is_to_try_again_is_told_when_and_who_is_refused_waits() -> None:
     assert "Retry-After" not in client.get("/refuse/409").headers
     begun = time.monotonic()
     answer = client.get("/refuse/401")
-    assert time.monotonic() - begun >= REFUSAL_S, "else each of many connections asks as often as it can"
-    assert (answer.status_code, answer.json(), answer.headers["Connection"]) == (401, {"error": "no"}, "close")
+    assert time.monotonic() - begun >= REFUSAL_S, (
+        "else each of many connections asks as often as it can"
+    )
+    assert (answer.status_code, answer.json(), answer.headers["Connection"]) == (
+        401,
+        {"error": "no"},
+        "close",
+    )

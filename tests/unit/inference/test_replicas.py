@@ -37,8 +37,12 @@ def alone(policy: Artifact) -> list[list[list[int]]]:
         return ids(client.generate(BATCH, HOW, lambda _: None))
 
 
-def open_replicas(stack: contextlib.ExitStack, servers: Sequence[Mortal], patience_s: float = LIMIT_S) -> Replicas:
-    return Replicas([Client(stack.enter_context(mortal(each)), 60.0, patience_s=patience_s) for each in servers])
+def open_replicas(
+    stack: contextlib.ExitStack, servers: Sequence[Mortal], patience_s: float = LIMIT_S
+) -> Replicas:
+    return Replicas(
+        [Client(stack.enter_context(mortal(each)), 60.0, patience_s=patience_s) for each in servers]
+    )
 
 
 def test_a_prompt_stays_with_its_replica(policy: Artifact, alone: list[list[list[int]]]) -> None:
@@ -51,7 +55,11 @@ def test_a_prompt_stays_with_its_replica(policy: Artifact, alone: list[list[list
         engine.load(policy)
         assert (engine.version, engine.digest, engine.context) == (4, policy.manifest.digest, 64)
         assert ids(engine.generate(BATCH, HOW, seen.append)) == alone
-        turns = [Request("r3-s01", [1], [0]), Request("r2-s00", [1], [0]), Request("r1-s01", [1], [0])]
+        turns = [
+            Request("r3-s01", [1], [0]),
+            Request("r2-s00", [1], [0]),
+            Request("r1-s01", [1], [0]),
+        ]
         engine.generate(turns, HOW, lambda _: None)
     first, second = (set(server.asked[0]) for server in servers)
     assert (first, second) == ({"r0", "r2", "r4", "r2-s00"}, {"r1", "r3", "r1-s01", "r3-s01"})
@@ -60,13 +68,17 @@ def test_a_prompt_stays_with_its_replica(policy: Artifact, alone: list[list[list
     assert seen == sorted(seen) and seen[-1] == 5
 
 
-def test_the_others_make_what_one_that_is_lost_had_not_finished(policy: Artifact, alone: list[list[list[int]]]) -> None:
+def test_the_others_make_what_one_that_is_lost_had_not_finished(
+    policy: Artifact, alone: list[list[list[int]]]
+) -> None:
     servers = [Mortal(BOOT, [None]), Mortal(BOOT, [1]), Mortal(BOOT, [None])]
     with contextlib.ExitStack() as stack:
         engine = open_replicas(stack, servers)
         engine.load(policy)
         assert ids(engine.generate(BATCH, HOW, lambda _: None)) == alone
-        assert ids(engine.generate(BATCH, HOW, lambda _: None)) == alone, "and all of the next batch"
+        assert ids(engine.generate(BATCH, HOW, lambda _: None)) == alone, (
+            "and all of the next batch"
+        )
     assert servers[1].asked == [["r1", "r4"]], "of which it finished the last"
     assert sorted(servers[0].asked[0]) == ["r0", "r0", "r1", "r1", "r3", "r3"]
     assert sorted(servers[2].asked[0]) == ["r2", "r2", "r4"]
@@ -75,7 +87,9 @@ def test_the_others_make_what_one_that_is_lost_had_not_finished(policy: Artifact
     assert "JSONDecodeError" in about[1]["lost"] and "lost" not in about[0] | about[2]
 
 
-def test_a_replica_that_is_away_from_the_start(policy: Artifact, alone: list[list[list[int]]]) -> None:
+def test_a_replica_that_is_away_from_the_start(
+    policy: Artifact, alone: list[list[list[int]]]
+) -> None:
     with contextlib.ExitStack() as stack:
         gone = Client("http://127.0.0.1:9", 60.0, patience_s=LIMIT_S)
         engine = Replicas([gone, *open_replicas(stack, [Mortal(BOOT, [None])]).clients])
@@ -99,7 +113,9 @@ def test_the_last_is_waited_for(policy: Artifact, alone: list[list[list[int]]]) 
         servers[1].held.clear()
         assert servers[1].calls, "its first life"
         made = None
-        engine.check = lambda: None if engine.live == list(engine.clients) else servers[1].held.set()
+        engine.check = lambda: (
+            None if engine.live == list(engine.clients) else servers[1].held.set()
+        )
         made = engine.generate(BATCH, HOW, lambda _: None)
     assert ids(made) == alone
     assert {*proofs} <= {engine.clients[1].endpoint} and proofs
@@ -125,11 +141,19 @@ def test_the_signal_that_stops_the_stage_is_heard(policy: Artifact) -> None:
             engine.generate(BATCH, HOW, stop)
 
 
-def test_a_stage_proves_each_replica_and_says_who_made_what(policy: Artifact, tmp_path: Path) -> None:
+def test_a_stage_proves_each_replica_and_says_who_made_what(
+    policy: Artifact, tmp_path: Path
+) -> None:
     """Rollouts of two servers, one of which dies, are those of one."""
     scores = json.loads((policy.path / "canary.json").read_text())["logprobs"]
     prompts = commit_prompts(tmp_path / "p", [f"reverse {i} =" for i in range(10, 20)])
-    asked = {"policy": policy.ref, "prompts": prompts.ref, "prompts_per_iteration": 4, "n": 2, "max_tokens": 8}
+    asked = {
+        "policy": policy.ref,
+        "prompts": prompts.ref,
+        "prompts_per_iteration": 4,
+        "n": 2,
+        "max_tokens": 8,
+    }
     digests = set()
     for name, lives in (("one", [[None]]), ("two", [[None], [None]]), ("killed", [[None], [1]])):
         servers = [Mortal(BOOT | {"scores": scores}, each) for each in lives]
@@ -143,7 +167,10 @@ def test_a_stage_proves_each_replica_and_says_who_made_what(policy: Artifact, tm
         assert name != "killed" or [each["requests"] for each in served.values()] == [3, 1]
     assert len(digests) == 1
 
-    wrong = [Mortal(BOOT | {"scores": scores}, [None]), Mortal(BOOT | {"scores": [s - 1 for s in scores]}, [None])]
+    wrong = [
+        Mortal(BOOT | {"scores": scores}, [None]),
+        Mortal(BOOT | {"scores": [s - 1 for s in scores]}, [None]),
+    ]
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(mortal(each)) for each in wrong]
         with pytest.raises(StaleWeights, match="stale or wrong"):

@@ -42,8 +42,13 @@ class Api(http.server.ThreadingHTTPServer):
             about = {"limits": {"memory": "4352Mi"}, "requests": dict(requests)}
             return [{"name": "wait", "resources": {}}, {"name": "main", "resources": about}]
 
-        conditions = [{"type": "PodResizePending", "reason": self.pending, "message": "too little cpu"}]
-        status = {"containerStatuses": container(self.actual), "conditions": conditions if self.pending else []}
+        conditions = [
+            {"type": "PodResizePending", "reason": self.pending, "message": "too little cpu"}
+        ]
+        status = {
+            "containerStatuses": container(self.actual),
+            "conditions": conditions if self.pending else [],
+        }
         return {"spec": {"containers": container(self.requests)}, "status": status}
 
 
@@ -55,7 +60,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         assert self.headers["Content-Type"] == "application/strategic-merge-patch+json"
         assert self.path == PATH and self.headers["Authorization"].startswith("Bearer h.")
         (container,) = body["spec"]["containers"]
-        assert container["name"] == "main" and [*container["resources"]] == ["requests"], "limits stay"
+        assert container["name"] == "main" and [*container["resources"]] == ["requests"], (
+            "limits stay"
+        )
         api.bodies.append(container["resources"]["requests"])
         if api.trouble and api.bodies[-1]:
             return self.answer(api.trouble[0], {"kind": "Status", "message": api.trouble[1]})
@@ -76,12 +83,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def make_certificate(files: Path) -> ssl.SSLContext:
     """What proves that the server is 127.0.0.1, and in `files` what a pod knows it by."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "api")])
-    now, address = datetime.datetime.now(datetime.UTC), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    made = made.serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+    key, name = (
+        ec.generate_private_key(ec.SECP256R1()),
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "api")]),
+    )
+    now, address = (
+        datetime.datetime.now(datetime.UTC),
+        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+    )
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    )
+    made = (
+        made.serial_number(1)
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+    )
     made = made.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-    signed = made.add_extension(x509.BasicConstraints(True, None), critical=True).sign(key, hashes.SHA256())
+    signed = made.add_extension(x509.BasicConstraints(True, None), critical=True).sign(
+        key, hashes.SHA256()
+    )
     (files / "ca.crt").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     how = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     (files / "api.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, *how))
@@ -92,7 +113,9 @@ def make_certificate(files: Path) -> ssl.SSLContext:
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    said = {"kubernetes.io": {"namespace": "tuneloop", "pod": {"name": "a-run-serve-1", "uid": "1"}}}
+    said = {
+        "kubernetes.io": {"namespace": "tuneloop", "pod": {"name": "a-run-serve-1", "uid": "1"}}
+    }
     claims = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
     (tmp_path / "token").write_text(f"h.{claims}.s")
     with Api() as server:
@@ -118,7 +141,9 @@ def read_until(child: Any, words: str) -> list[str]:
     return lines
 
 
-def test_a_pod_requests_less_while_its_server_sleeps_and_then_what_it_was_made_with(api: Api) -> None:
+def test_a_pod_requests_less_while_its_server_sleeps_and_then_what_it_was_made_with(
+    api: Api,
+) -> None:
     with serving(*FLAGS) as (child, address):
         for _ in range(2):
             sleep(address)
@@ -146,7 +171,9 @@ def test_what_is_refused_is_said_once_and_the_server_serves(api: Api) -> None:
         sleep(address, False)
         assert ask(address, "POST", "/generate", BODY)[0] == 200
     refused = [line for line in lines if "its pod's requests do not change" in line]
-    assert len(refused) == 1 and 'refused (403): pods "a-run-serve-1" is forbidden' in refused[0], lines
+    assert len(refused) == 1 and 'refused (403): pods "a-run-serve-1" is forbidden' in refused[0], (
+        lines
+    )
 
 
 @pytest.mark.parametrize("reason", ["Deferred", "Infeasible"])

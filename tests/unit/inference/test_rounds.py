@@ -33,14 +33,22 @@ class Given:
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         name, _, number = request.id.partition("-s")
         return [
-            self._say(seed, sampling, len(request.prompt_ids) - len(PROMPT), self.length(name, int(number or sample)))
+            self._say(
+                seed,
+                sampling,
+                len(request.prompt_ids) - len(PROMPT),
+                self.length(name, int(number or sample)),
+            )
             for sample, seed in enumerate(request.seeds)
         ]
 
     def _say(self, seed: int, sampling: Sampling, before: int, wanted: int) -> Completion:
         left = wanted - before
         assert left > 0, "a completion that has ended is not asked for again"
-        ids = [derive_seed(seed, "token", place) % 1000 + 2 for place in range(min(left, sampling.max_tokens))]
+        ids = [
+            derive_seed(seed, "token", place) % 1000 + 2
+            for place in range(min(left, sampling.max_tokens))
+        ]
         if left <= sampling.max_tokens:
             ids[-1] = STOP
         reason: FinishReason = "stop" if left <= sampling.max_tokens else "length"
@@ -48,21 +56,36 @@ class Given:
 
 
 def play(
-    engine: Given, rounds: Rounds, names: Sequence[str], n: int, most: int, over: list[int] | None = None
+    engine: Given,
+    rounds: Rounds,
+    names: Sequence[str],
+    n: int,
+    most: int,
+    over: list[int] | None = None,
 ) -> list[list[Completion]]:
-    requests = [Request(name, PROMPT, [derive_seed(0, name, i) for i in range(n)]) for name in names]
+    requests = [
+        Request(name, PROMPT, [derive_seed(0, name, i) for i in range(n)]) for name in names
+    ]
 
     def check(made: Sequence[Sequence[Completion]]) -> None:
-        assert {v for group in made for said in group for v in get_versions(said)} == {engine.version}
+        assert {v for group in made for said in group for v in get_versions(said)} == {
+            engine.version
+        }
 
     seeds = lambda name, length: derive_seed(0, "on", name, length)  # noqa: E731
     done = over.append if over is not None else lambda _: None
-    return rounds.grow_completions(engine, requests, Sampling(1.0, most, (STOP,)), seeds, check, done)  # type: ignore[arg-type]
+    return rounds.grow_completions(
+        engine, requests, Sampling(1.0, most, (STOP,)), seeds, check, done
+    )  # type: ignore[arg-type]
 
 
 def test_completions_grow_until_enough_groups_have_ended() -> None:
     lengths = {"a": (1, 5), "b": (2, 2), "c": (7, 7), "d": (4, 3)}
-    engine, rounds, over = Given(3, lambda name, sample: lengths[name][sample]), Rounds(2, 2, 0, {}), list[int]()
+    engine, rounds, over = (
+        Given(3, lambda name, sample: lengths[name][sample]),
+        Rounds(2, 2, 0, {}),
+        list[int](),
+    )
     made = play(engine, rounds, [*lengths], 2, 6, over)
     assert [[(r.id, len(r.prompt_ids) - 2) for r in asked] for asked in engine.asked] == [
         [("a", 0), ("b", 0), ("c", 0), ("d", 0)],
@@ -85,8 +108,15 @@ def test_completions_grow_until_enough_groups_have_ended() -> None:
     assert [[r.id for r in asked] for asked in engine.asked] == [["a-s01", "c-s00", "c-s01", "e"]]
     assert later.divide_groups(whole, 6) == ([0, 1], [2])
     assert [said.ids[:4] for said in whole[1]] == [said.ids for said in made[2]]
-    assert whole[1][0].versions == [3, 3, 3, 3, 4, 4] and whole[1][0].logprobs == [-1.5] * 4 + [-2.0] * 2
-    assert (whole[1][0].start_version, whole[1][0].end_version, whole[1][0].finish_reason) == (3, 4, "length")
+    assert (
+        whole[1][0].versions == [3, 3, 3, 3, 4, 4]
+        and whole[1][0].logprobs == [-1.5] * 4 + [-2.0] * 2
+    )
+    assert (whole[1][0].start_version, whole[1][0].end_version, whole[1][0].finish_reason) == (
+        3,
+        4,
+        "length",
+    )
     assert whole[0][0] == made[0][0], "what has ended is as it was"
 
 
@@ -102,7 +132,9 @@ def test_every_group_is_in_one_batch_and_no_token_is_older_than_the_bound(
         fresh = [f"i{version:02d}-p{place}" for place in range(groups - len(begun))]
         drawn += len(fresh)
         names = [*begun, *fresh]
-        engine = Given(version, lambda name, sample: derive_seed(seed, name, sample) % (2 * size * rounds) + 1)
+        engine = Given(
+            version, lambda name, sample: derive_seed(seed, name, sample) % (2 * size * rounds) + 1
+        )
         made = play(engine, one := Rounds(size, wanted, bound, begun), names, n, size * rounds)
         batch, left = one.divide_groups(made, size * rounds)
         batches.append([names[i] for i in batch])
@@ -116,7 +148,15 @@ def test_every_group_is_in_one_batch_and_no_token_is_older_than_the_bound(
 
 @pytest.mark.parametrize(
     ("rounds", "groups", "wanted", "bound"),
-    [(4, 8, 8, 0), (1, 16, 8, 1), (2, 16, 8, 1), (2, 9, 8, 1), (4, 16, 8, 3), (4, 24, 8, 4), (1, 24, 8, 2)],
+    [
+        (4, 8, 8, 0),
+        (1, 16, 8, 1),
+        (2, 16, 8, 1),
+        (2, 9, 8, 1),
+        (4, 16, 8, 3),
+        (4, 24, 8, 4),
+        (1, 24, 8, 2),
+    ],
 )
 def test_the_bound_is_reached(rounds: int, groups: int, wanted: int, bound: int) -> None:
     """By groups that take all rounds beside others that end in the first."""

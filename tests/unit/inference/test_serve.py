@@ -46,7 +46,9 @@ uvicorn.Server.run = told_before
 @pytest.mark.parametrize("program", [SERVE, GATEWAY], ids=["serve", "gateway"])
 def test_a_server_that_is_told_to_end_right_before_it_serves_ends(program: str) -> None:
     """Else nobody hears the signal, and the pod's grace period has to run out."""
-    done = subprocess.run([sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=LIMIT_S)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{EARLY}{program}os._exit(code)"], timeout=LIMIT_S
+    )
     assert done.returncode == 0
 
 
@@ -71,7 +73,9 @@ def test_sigint_ends_a_server_that_still_streams(before: list[signal.Signals]) -
     with subprocess.Popen([sys.executable, "-c", STREAMING], text=True, **pipes) as child:
         assert child.stdout and child.stderr
         try:
-            connection = http.client.HTTPConnection("127.0.0.1", int(child.stdout.readline()), timeout=LIMIT_S)
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", int(child.stdout.readline()), timeout=LIMIT_S
+            )
             connection.request("GET", "/")
             answer = connection.getresponse()
             assert answer.read(5) == b"begun"
@@ -101,16 +105,25 @@ os._exit(server.main(["--host", "127.0.0.1", "--port", "0"]))
 
 def test_a_server_whose_engine_has_failed_ends() -> None:
     """It could serve nothing any more, and only who started it can start another one."""
-    with subprocess.Popen([sys.executable, "-c", FAILING], stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", FAILING], stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stderr
-        address = next(found[1] for line in child.stderr if (found := re.search(r"version 0 at http://(\S+)", line)))
+        address = next(
+            found[1]
+            for line in child.stderr
+            if (found := re.search(r"version 0 at http://(\S+)", line))
+        )
         connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
         body = {"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]}
         until(lambda: reaches(connection), child=child)
         connection.request("POST", "/generate", json.dumps(body))
         assert "an illegal memory access" in json.loads(connection.getresponse().read())["error"]
         assert child.wait(LIMIT_S) == 75
-        assert "the engine failed (RuntimeError: an illegal memory access" in child.stderr.read().splitlines()[-1]
+        assert (
+            "the engine failed (RuntimeError: an illegal memory access"
+            in child.stderr.read().splitlines()[-1]
+        )
 
 
 LATE = """
@@ -145,7 +158,9 @@ def test_what_an_engine_finishes_after_its_server_has_ended_is_no_failure() -> N
     with subprocess.Popen([sys.executable, "-c", LATE], text=True, **pipes) as child:
         assert child.stdout and child.stderr
         try:
-            address = next(found[1] for line in child.stderr if (found := re.search(r"at http://(\S+)", line)))
+            address = next(
+                found[1] for line in child.stderr if (found := re.search(r"at http://(\S+)", line))
+            )
             connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
             until(lambda: reaches(connection), child=child)
             body = {"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]}
@@ -157,7 +172,9 @@ def test_what_an_engine_finishes_after_its_server_has_ended_is_no_failure() -> N
             child.kill()
 
 
-def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """tests/local has the same with vLLM, which is woken."""
     monkeypatch.setattr(http_api, "WAIT_S", 0.2)
     loop = EngineLoop(Vllm({}))
@@ -165,7 +182,9 @@ def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch:
     loop.start()
     with TestClient(http_api.HttpApi(loop).app()) as client:
         for _ in range(2):
-            answer = client.post("/generate", json={"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]})
+            answer = client.post(
+                "/generate", json={"requests": [{"id": "a", "prompt_ids": [1], "seeds": [0]}]}
+            )
             assert answer.status_code == 503
             assert answer.json()["error"] == "waited 0.2 s; the engine sleeps; POST /wake_up"
         until(lambda: len(loop._held) == 2)
@@ -181,7 +200,10 @@ def test_a_request_waits_for_an_engine_that_sleeps_and_not_for_ever(monkeypatch:
 def test_a_server_without_an_engine_counts_no_requests() -> None:
     """An autoscaler reads this of a server that was just started; tests/local has real counts."""
     with TestClient(http_api.HttpApi(EngineLoop(Vllm({}))).app()) as client:
-        assert client.get("/metrics").text == "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+        assert (
+            client.get("/metrics").text
+            == "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+        )
 
 
 def reaches(connection: http.client.HTTPConnection) -> bool:
@@ -196,7 +218,9 @@ def test_a_server_that_is_not_told_where_listens_for_this_machine_alone() -> Non
     assert _parse([]).host == "127.0.0.1"
 
 
-def test_where_an_old_checkpoint_was_deleted_a_server_boots_with_the_one_that_it_came_of(tmp_path: Path) -> None:
+def test_where_an_old_checkpoint_was_deleted_a_server_boots_with_the_one_that_it_came_of(
+    tmp_path: Path,
+) -> None:
     """As that of a workflow which a resumed run only walks through: it samples nothing before it loads another."""
     refs: list[str] = []
     for number in range(3):

@@ -36,7 +36,9 @@ def test_weights_stay_until_they_were_used(monkeypatch: pytest.MonkeyPatch) -> N
             assert answer.json()["digest"] == digest
 
         def generate(digest: str, **more: bool) -> int:
-            return http.post("/generate", json={**BODY, "version": 1, "digest": digest, **more}).status_code
+            return http.post(
+                "/generate", json={**BODY, "version": 1, "digest": digest, **more}
+            ).status_code
 
         load("a")
         (other := threading.Thread(target=load, args="b")).start()

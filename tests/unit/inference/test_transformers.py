@@ -17,7 +17,9 @@ from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers, open_engine
 
 PROMPTS = [[7, 8, 9], [11] * 9, [20, 21, 22, 23, 24], [30]]
-REQUESTS = [Request(f"r{i}", prompt, [100 * i + s for s in range(3)]) for i, prompt in enumerate(PROMPTS)]
+REQUESTS = [
+    Request(f"r{i}", prompt, [100 * i + s for s in range(3)]) for i, prompt in enumerate(PROMPTS)
+]
 
 
 def quiet(done: int) -> None:
@@ -42,13 +44,17 @@ def test_greedy_is_what_generate_does(engine: Transformers) -> None:
     made = engine.generate(REQUESTS, Sampling(0.0, 16, ()), quiet)
     for request, completions in zip(REQUESTS, made):
         ids = torch.tensor([request.prompt_ids])
-        want = engine.model.generate(ids, do_sample=False, max_new_tokens=16, eos_token_id=-1, pad_token_id=0)
+        want = engine.model.generate(
+            ids, do_sample=False, max_new_tokens=16, eos_token_id=-1, pad_token_id=0
+        )
         assert [c.ids for c in completions] == [want[0, ids.shape[1] :].tolist()] * 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_of_the_sampled_distribution(engine: Transformers, temperature: float) -> None:
-    for request, completions in zip(REQUESTS, engine.generate(REQUESTS, Sampling(temperature, 12, ()), quiet)):
+    for request, completions in zip(
+        REQUESTS, engine.generate(REQUESTS, Sampling(temperature, 12, ()), quiet)
+    ):
         for said in completions:
             want = dense(engine.model, request.prompt_ids, said.ids, temperature)
             assert said.logprobs == pytest.approx(want, abs=1e-4)
@@ -77,9 +83,13 @@ def test_any_decoder(config: Any, tmp_path: Path) -> None:
     draft.commit(stage="base_model", facts={"version": 0})
     engine = Transformers()
     engine.load(Artifact(str(tmp_path / "c")))
-    for request, completions in zip(REQUESTS, engine.generate(REQUESTS, Sampling(1.0, 8, ()), quiet)):
+    for request, completions in zip(
+        REQUESTS, engine.generate(REQUESTS, Sampling(1.0, 8, ()), quiet)
+    ):
         for said in completions:
-            assert said.logprobs == pytest.approx(dense(policy, request.prompt_ids, said.ids, 1.0), abs=1e-4)
+            assert said.logprobs == pytest.approx(
+                dense(policy, request.prompt_ids, said.ids, 1.0), abs=1e-4
+            )
 
 
 def test_same_batch_same_bits(engine: Transformers) -> None:
@@ -99,7 +109,9 @@ def test_company_does_not_matter(engine: Transformers) -> None:
     finally:
         engine.max_num_seqs = 256
     for other in (alone, backwards, split):
-        assert [[c.ids for c in group] for group in other] == [[c.ids for c in group] for group in together]
+        assert [[c.ids for c in group] for group in other] == [
+            [c.ids for c in group] for group in together
+        ]
 
 
 def test_a_seed_is_a_stream(engine: Transformers) -> None:
@@ -112,7 +124,9 @@ def test_a_seed_is_a_stream(engine: Transformers) -> None:
 
 def test_tokens_come_as_often_as_the_model_says(engine: Transformers) -> None:
     seeds = 4000
-    (made,) = engine.generate([Request("a", [7, 8, 9], list(range(seeds)))], Sampling(1.0, 1, ()), quiet)
+    (made,) = engine.generate(
+        [Request("a", [7, 8, 9], list(range(seeds)))], Sampling(1.0, 1, ()), quiet
+    )
     seen = Counter(c.ids[0] for c in made)
     with torch.no_grad():
         probabilities = engine.model(torch.tensor([[7, 8, 9]])).logits[0, -1].softmax(-1)
@@ -138,7 +152,10 @@ def test_score(engine: Transformers) -> None:
 
 def test_load_changes_weights_and_says_so(tmp_path: Path) -> None:
     engine = Transformers()
-    first, second = commit_policy(tmp_path / "a", version=1), commit_policy(tmp_path / "b", version=2)
+    first, second = (
+        commit_policy(tmp_path / "a", version=1),
+        commit_policy(tmp_path / "b", version=2),
+    )
     engine.load(first)
     before = engine.score([7, 8, 9])
     engine.load(second)
@@ -156,7 +173,9 @@ def test_who_watches_can_stop_it(engine: Transformers) -> None:
         engine.generate(REQUESTS, Sampling(1.0, 12, ()), stop)
 
 
-@pytest.mark.parametrize(("endpoint", "args"), [("http://localhost:1", {}), (None, {"gpu_memory_utilization": 0.5})])
+@pytest.mark.parametrize(
+    ("endpoint", "args"), [("http://localhost:1", {}), (None, {"gpu_memory_utilization": 0.5})]
+)
 def test_refuses_what_it_does_not_know(endpoint: str | None, args: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         open_engine(endpoint, args, 1.0)

@@ -24,7 +24,13 @@ from tuneloop.ui.app import build_app
 from tuneloop.ui.describe import describe_state
 
 NODES = {
-    "wf-1": {"id": "wf-1", "name": "wf", "type": "DAG", "displayName": "wf", "templateName": "entrypoint"},
+    "wf-1": {
+        "id": "wf-1",
+        "name": "wf",
+        "type": "DAG",
+        "displayName": "wf",
+        "templateName": "entrypoint",
+    },
     "wf-2": {
         **{"id": "wf-2", "name": "wf.root.sft-driver", "type": "Pod", "displayName": "sft-driver"},
         **{"templateName": "system-container-driver", "startedAt": "2026-11-21T08:00:01Z"},
@@ -34,7 +40,12 @@ NODES = {
         **{"templateName": "system-container-impl", "startedAt": "2026-11-21T08:00:02Z"},
     },
     "wf-4": {
-        **{"id": "wf-4", "name": "wf.root.export.executor(0)", "type": "Pod", "displayName": "executor(0)"},
+        **{
+            "id": "wf-4",
+            "name": "wf.root.export.executor(0)",
+            "type": "Pod",
+            "displayName": "executor(0)",
+        },
         **{"templateName": "retry-system-container-impl", "startedAt": "2026-11-21T08:00:09Z"},
     },
 }
@@ -49,7 +60,11 @@ TASKS = [
     {"state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
     {"display_name": "executor(0)", "state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
     {"display_name": "evaluate", "state": "RUNNING", "start_time": "2026-11-21T08:00:08Z"},
-    {"display_name": "exit-handler-1.onExit", "state": "RUNNING", "start_time": "2026-11-21T08:00:09Z"},
+    {
+        "display_name": "exit-handler-1.onExit",
+        "state": "RUNNING",
+        "start_time": "2026-11-21T08:00:09Z",
+    },
     {"display_name": "sft-x7", "state": "RUNNING", "child_tasks": [{"pod_name": "sft-x7-123"}]},
 ]
 
@@ -63,7 +78,18 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 
 def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs", "--pipeline-root", "s3://b/kfp"]
+    line = [
+        "submit",
+        "sft",
+        "--to",
+        "kfp",
+        "--run",
+        "demo",
+        "--store",
+        "s3://b/runs",
+        "--pipeline-root",
+        "s3://b/kfp",
+    ]
     assert run_cli(line) == 0
     (run,) = backend.runs
     assert run["runtime_config"] == {
@@ -72,7 +98,12 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
     }
     executors = run["pipeline_spec"]["pipeline_spec"]["deploymentSpec"]["executors"]
     assert executors["exec-sft"]["container"]["image"] == "tuneloop/trainer:dev"
-    assert "exec-sft" in run["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert (
+        "exec-sft"
+        in run["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"][
+            "executors"
+        ]
+    )
 
     assert run_cli(line) == 2
     assert "is under way as r1" in capsys.readouterr().err
@@ -86,7 +117,9 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
     assert (told["run"], told["id"]) == ("demo", "r1")
     assert {"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""} in told["tasks"]
     assert run_cli(["kfp", "logs", "demo"]) == 0
-    assert capsys.readouterr().out == "sft | sft: step 1\nsft | sft: step 2\n"  # export's pod is gone
+    assert (
+        capsys.readouterr().out == "sft | sft: step 1\nsft | sft: step 2\n"
+    )  # export's pod is gone
     assert run_cli(["kfp", "stop", "demo"]) == 0
     assert backend.runs[0]["state"] == "CANCELING"
     backend.runs[0]["state"] = "CANCELED"  # as the backend says some seconds later
@@ -97,10 +130,14 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
 def test_every_state_of_kfp_is_known() -> None:
     from kfp_server_api import V2beta1RuntimeState
 
-    assert {*progress.PHASES, "RUNTIME_STATE_UNSPECIFIED"} == {*V2beta1RuntimeState().allowable_values}
+    assert {*progress.PHASES, "RUNTIME_STATE_UNSPECIFIED"} == {
+        *V2beta1RuntimeState().allowable_values
+    }
 
 
-def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_seen_as_it_goes(
+    backend: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On its page and by `watch`: what was committed, and the states of KFP's tasks."""
     assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
     toy.make(f"{tmp_path}/demo", 1, whole=False)
@@ -120,12 +157,21 @@ def test_a_run_is_seen_as_it_goes(backend: Api, tmp_path: Path, capsys: pytest.C
             **{"sft": "Succeeded", "evaluate-after": "Running"},
         }
         assert (stages["sft"]["done"], stages["evaluate-after"]["done"]) == (1, 0)
-        assert look("other")[:2] == ("elsewhere", "run: 'other': no run of that name on this backend")
-        run["run_details"]["task_details"][-3] |= {"state": "FAILED", "error": {"code": 1, "message": "out of memory"}}
+        assert look("other")[:2] == (
+            "elsewhere",
+            "run: 'other': no run of that name on this backend",
+        )
+        run["run_details"]["task_details"][-3] |= {
+            "state": "FAILED",
+            "error": {"code": 1, "message": "out of memory"},
+        }
         run |= {"state": "FAILED", "error": {"code": 1, "message": "a task failed"}}
         phase, message, stages = look("demo")
         assert (phase, message) == ("failed", "a task failed")
-        assert (stages["evaluate-after"]["phase"], stages["evaluate-after"]["message"]) == ("Failed", "out of memory")
+        assert (stages["evaluate-after"]["phase"], stages["evaluate-after"]["message"]) == (
+            "Failed",
+            "out of memory",
+        )
         for state, told in (("CANCELING", ("running", "")), ("CANCELED", ("failed", "canceled"))):
             run |= {"state": state, "error": None}
             assert look("demo")[:2] == told
@@ -154,13 +200,18 @@ def test_an_api_that_goes_away_is_asked_again(backend: Api, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("command", [["ui"], ["watch", "demo"]])
 def test_an_option_is_named_that_names_no_api(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(client, "TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for url in ("http://127.0.0.1:1", f"http://127.0.0.1:{silent.getsockname()[1]}"):
             assert run_cli([*command, "--store", str(tmp_path), "--kfp", url]) == 2
-            told = f"error: --kfp: '{url}': does not answer (MaxRetryError); give the API's address\n"
+            told = (
+                f"error: --kfp: '{url}': does not answer (MaxRetryError); give the API's address\n"
+            )
             assert capsys.readouterr().err == told
     assert run_cli([*command, "--store", str(tmp_path), "--kfp", ""]) == 2
     assert capsys.readouterr().err.startswith("error: --kfp: '': is the URL for runs on KFP")
@@ -171,8 +222,21 @@ def test_where_every_template_is_retried_tasks_have_a_row_and_logs(
 ) -> None:
     """KFP 2.17's own manifests: a node of all attempts above each node."""
     assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
-    names = ("wf", "entrypoint", "root-driver", "root", "sft-driver", "sft", "executor", "exit-handler-1-driver")
-    done = {"state": "SUCCEEDED", "start_time": "2026-11-21T08:00:00Z", "end_time": "2026-11-21T08:00:05Z"}
+    names = (
+        "wf",
+        "entrypoint",
+        "root-driver",
+        "root",
+        "sft-driver",
+        "sft",
+        "executor",
+        "exit-handler-1-driver",
+    )
+    done = {
+        "state": "SUCCEEDED",
+        "start_time": "2026-11-21T08:00:00Z",
+        "end_time": "2026-11-21T08:00:05Z",
+    }
     first = {**done, "state": "FAILED", "end_time": "2026-11-21T08:00:02Z"}
     children = {"wf": [{"pod_name": "wf-1"}]}
     rows = [
@@ -185,16 +249,29 @@ def test_where_every_template_is_retried_tasks_have_a_row_and_logs(
     text = capsys.readouterr().out
     shown = json.loads(text[text.index("{") :])["tasks"]
     assert shown == [{"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""}]
-    path = {"displayName": "executor(0)", "name": "wf(0).root(0).sft(0).executor(0)", "templateName": "impl"}
-    driver = {**path, "displayName": "sft-driver(0)", "name": "wf(0).root(0).sft-driver(0)", "templateName": "driver"}
-    backend.nodes = {f"wf-{i}": {"id": f"wf-{i}", "type": "Pod", **each} for i, each in enumerate((path, driver))}
+    path = {
+        "displayName": "executor(0)",
+        "name": "wf(0).root(0).sft(0).executor(0)",
+        "templateName": "impl",
+    }
+    driver = {
+        **path,
+        "displayName": "sft-driver(0)",
+        "name": "wf(0).root(0).sft-driver(0)",
+        "templateName": "driver",
+    }
+    backend.nodes = {
+        f"wf-{i}": {"id": f"wf-{i}", "type": "Pod", **each} for i, each in enumerate((path, driver))
+    }
     backend.logs = {"wf-impl-0": "sft: step 1\n", "wf-driver-1": "driver\n"}
     for backend.compressed in (False, True):
         assert run_cli(["kfp", "logs", "demo", "sft"]) == 0
         assert capsys.readouterr().out == "sft | sft: step 1\n"
 
 
-def test_a_schedule_looks_for_new_data_and_starts_its_run(backend: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_looks_for_new_data_and_starts_its_run(
+    backend: Api, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = ["--name", "nightly", "--store", "s3://b/runs", "--cron", "30 2 * * 1-5"]
     line = ["schedule", "sft", "--to", "kfp", *place, "--set", "data.train=64"]
     assert run_cli([*line, "--pipeline-root", "s3://b/kfp"]) == 0
@@ -203,16 +280,24 @@ def test_a_schedule_looks_for_new_data_and_starts_its_run(backend: Api, capsys: 
     assert (made["max_concurrency"], made["no_catchup"], made["mode"]) == (1, True, "ENABLE")
     (task,) = made["pipeline_spec"]["pipeline_spec"]["root"]["dag"]["tasks"].values()
     given = {k: v["runtimeValue"]["constant"] for k, v in task["inputs"]["parameters"].items()}
-    assert (given["schedule"], given["pipeline_id"], given["pipeline_version_id"]) == ("nightly", "p1", "v1")
+    assert (given["schedule"], given["pipeline_id"], given["pipeline_version_id"]) == (
+        "nightly",
+        "p1",
+        "v1",
+    )
     assert given["run_id"] == "{{$.pipeline_job_uuid}}"
-    assert given["data"]["train"] == 64 and given["data"]["seed"] == 0 and "url" not in given["data"]
+    assert (
+        given["data"]["train"] == 64 and given["data"]["seed"] == 0 and "url" not in given["data"]
+    )
 
     assert run_cli(line) == 2
     assert "--name: 'nightly': is a schedule already" in capsys.readouterr().err
     assert run_cli(["kfp", "unschedule", "nightly"]) == 0
     assert backend.recurring == []
     assert run_cli(line) == 0
-    assert (len(backend.pipelines), len(backend.versions)) == (1, 1), "the same pipeline is uploaded once"
+    assert (len(backend.pipelines), len(backend.versions)) == (1, 1), (
+        "the same pipeline is uploaded once"
+    )
 
 
 def test_the_rule_of_a_tick(backend: Api) -> None:
@@ -224,16 +309,27 @@ def test_the_rule_of_a_tick(backend: Api) -> None:
         "runtime_config": {"pipeline_root": "s3://b/kfp"},
         "service_account": "runner",
     }
-    wanted = {"schedule": "nightly", "store": "s3://b/runs", "pipeline_id": "p1", "pipeline_version_id": "v1", "x": 1}
+    wanted = {
+        "schedule": "nightly",
+        "store": "s3://b/runs",
+        "pipeline_id": "p1",
+        "pipeline_version_id": "v1",
+        "x": 1,
+    }
 
     def tick(digest: str) -> str:
         return start_scheduled_run(api, own, f"xxh3:{digest}", wanted)
 
-    api.start_run({"display_name": "nightly-tick", "experiment_id": "e1"})  # nobody's run: another name
+    api.start_run(
+        {"display_name": "nightly-tick", "experiment_id": "e1"}
+    )  # nobody's run: another name
     assert tick("0123456789") == "started nightly-01234567 as r2"
     (run,) = backend.runs[1:]
     assert run["runtime_config"] == {
-        **{"parameters": {"run": "nightly-01234567", "store": "s3://b/runs"}, "pipeline_root": "s3://b/kfp"}
+        **{
+            "parameters": {"run": "nightly-01234567", "store": "s3://b/runs"},
+            "pipeline_root": "s3://b/kfp",
+        }
     }
     assert run["pipeline_version_reference"] == {"pipeline_id": "p1", "pipeline_version_id": "v1"}
     assert tick("fedcba9876") == "skipped: nightly-01234567 is under way"
@@ -252,7 +348,18 @@ def test_the_rule_of_a_tick(backend: Api) -> None:
 
 
 def test_a_loop_goes_on_once(backend: Api) -> None:
-    line = ["submit", "grpo", "--to", "kfp", "--run", "long", "--store", "s3://b/runs", "--pipeline-root", "s3://b/kfp"]
+    line = [
+        "submit",
+        "grpo",
+        "--to",
+        "kfp",
+        "--run",
+        "long",
+        "--store",
+        "s3://b/runs",
+        "--pipeline-root",
+        "s3://b/kfp",
+    ]
     assert run_cli(line) == 0
     api = RunApi(backend.url)
     assert api.start_next_run("r1") == "r2"
@@ -260,26 +367,49 @@ def test_a_loop_goes_on_once(backend: Api) -> None:
     first, second = backend.runs
     for key in ("display_name", "experiment_id", "pipeline_spec", "runtime_config"):
         assert first[key] == second[key]
-    assert api.find_newer_run(api.read_run("r1")) == "r2" and api.find_newer_run(api.read_run("r2")) is None
+    assert (
+        api.find_newer_run(api.read_run("r1")) == "r2"
+        and api.find_newer_run(api.read_run("r2")) is None
+    )
     assert run_cli(["kfp", "stop", "long"]) == 0
     with pytest.raises(Interrupted, match="r2 is being stopped"):
         api.start_next_run("r2")
     with pytest.raises(Unavailable, match=r"kfp\.api"):
         RunApi("http://127.0.0.1:1").read_run("r1")
     with pytest.raises(UserError, match="does not answer with JSON"):
-        call_api("kfp.api", "GET", f"{backend.url}/apis/v1alpha1/runs/r1/nodes/wf-system-container-impl-3/log")
+        call_api(
+            "kfp.api",
+            "GET",
+            f"{backend.url}/apis/v1alpha1/runs/r1/nodes/wf-system-container-impl-3/log",
+        )
 
 
-def test_what_is_refused(backend: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(
+    backend: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="write five fields"):
         convert_cron("0 0 2 * * *")
     for line, told in (
         (["kfp", "status", "nobody"], "no run of that name"),
         (["kfp", "unschedule", "nobody"], "no recurring run of that name"),
-        (["submit", "sft", "--to", "kfp", "--run", "No Name", "--store", "s3://b/r"], "--run: 'No Name'"),
+        (
+            ["submit", "sft", "--to", "kfp", "--run", "No Name", "--store", "s3://b/r"],
+            "--run: 'No Name'",
+        ),
         (["submit", "sft", "--to", "airflow"], "--to: 'airflow': can be kfp"),
         (
-            ["schedule", "sft", "--to", "kfp", "--name", "a" * 32, "--store", "s3://b/r", "--cron", "0 3 * * *"],
+            [
+                "schedule",
+                "sft",
+                "--to",
+                "kfp",
+                "--name",
+                "a" * 32,
+                "--store",
+                "s3://b/r",
+                "--cron",
+                "0 3 * * *",
+            ],
             "at most 31",
         ),
     ):

@@ -41,8 +41,12 @@ def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_no_task_is_given_an_artifact_twice(spec: Any) -> None:
     for name, task in _tasks(spec):
-        sources = [json.dumps(each) for each in task.get("inputs", {}).get("artifacts", {}).values()]
-        assert len(sources) == len(set(sources)), f"{name}: the metadata store takes an artifact once"
+        sources = [
+            json.dumps(each) for each in task.get("inputs", {}).get("artifacts", {}).values()
+        ]
+        assert len(sources) == len(set(sources)), (
+            f"{name}: the metadata store takes an artifact once"
+        )
 
 
 def test_every_input_is_defined_and_given(spec: Any) -> None:
@@ -51,7 +55,9 @@ def test_every_input_is_defined_and_given(spec: Any) -> None:
         for kind in ("parameters", "artifacts"):
             given, wanted = set(task.get("inputs", {}).get(kind, {})), defined.get(kind, {})
             assert {k for k, each in wanted.items() if not each.get("isOptional")} <= given, name
-            assert {each for each in given if not each.startswith("pipelinechannel--")} <= set(wanted), name
+            assert {each for each in given if not each.startswith("pipelinechannel--")} <= set(
+                wanted
+            ), name
 
 
 def test_macros_stand_alone(spec: Any) -> None:
@@ -67,8 +73,16 @@ def test_macros_stand_alone(spec: Any) -> None:
 def test_no_address_is_made_of_a_number(spec: Any) -> None:
     """KFP writes 1 into a text as ``1`` in one place, and as ``1.0`` in another."""
     for name, task in _tasks(spec):
-        defined = spec["components"][task["componentRef"]["name"]]["inputDefinitions"].get("parameters", {})
-        url = task["inputs"].get("parameters", {}).get("url", {}).get("runtimeValue", {}).get("constant", "")
+        defined = spec["components"][task["componentRef"]["name"]]["inputDefinitions"].get(
+            "parameters", {}
+        )
+        url = (
+            task["inputs"]
+            .get("parameters", {})
+            .get("url", {})
+            .get("runtimeValue", {})
+            .get("constant", "")
+        )
         for channel in re.findall(r"parameters\['([^']+)'\]", url):
             assert defined.get(channel, {}).get("parameterType", "STRING") == "STRING", name
 
@@ -76,7 +90,9 @@ def test_no_address_is_made_of_a_number(spec: Any) -> None:
 def test_no_loop_and_no_condition_of_kfp(spec: Any) -> None:
     """A loop fills Argo's object, and a DAG whose last task is left out stays RUNNING in the metadata."""
     for name, task in _tasks(spec):
-        assert "parameterIterator" not in task and "condition" not in task.get("triggerPolicy", {}), name
+        assert "parameterIterator" not in task and "condition" not in task.get(
+            "triggerPolicy", {}
+        ), name
 
 
 def test_the_workflow_fits_into_argos_object(spec: Any) -> None:
@@ -108,7 +124,9 @@ def test_the_metadata_store_takes_an_artifact_once_a_task(tmp_path: Path) -> Non
     kind = backend.get_type("system.Model", pb.ArtifactType, backend.store.put_artifact_type)
     model = pb.Artifact(type_id=kind, uri="s3://b/k")
     (model.id,) = backend.store.put_artifacts([model])
-    interpreter.create_execution("system.ContainerExecution", "t", "t", Values(artifacts={"policy": model}), None)
+    interpreter.create_execution(
+        "system.ContainerExecution", "t", "t", Values(artifacts={"policy": model}), None
+    )
     with pytest.raises(AlreadyExistsError, match="event already exists"):
         given = Values(artifacts={"policy": model, "reference": model})
         interpreter.create_execution("system.ContainerExecution", "u", "u", given, None)

@@ -42,7 +42,9 @@ def look(backend: Cluster, *sets: str, pipeline: str = "") -> list[Check]:
     return check_kfp(cluster, found.module.build_kfp(settings), settings)
 
 
-def test_a_backend_that_has_all(backend: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_backend_that_has_all(
+    backend: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setenv("KUBECONFIG", kubeconfig(backend.url, tmp_path))
     with serve_api() as api:
         assert run_cli(["doctor", "sft", "--to", "kfp", "--endpoint", api.url, "--json"]) == 0
@@ -50,19 +52,26 @@ def test_a_backend_that_has_all(backend: Cluster, tmp_path: Path, monkeypatch: p
     assert (told["target"], told["namespace"]) == ("kfp", "kubeflow")
     found = {each["subject"]: each["found"] for each in told["checks"]}
     warned = [each for each in told["checks"] if each["outcome"] != "ok"]
-    assert [each["subject"] for each in warned] == ["workflow defaults"], "KFP's own have no retries of preempted pods"
+    assert [each["subject"] for each in warned] == ["workflow defaults"], (
+        "KFP's own have no retries of preempted pods"
+    )
     assert "kfp.retries has no meaning" in warned[0]["found"]
     words = shlex.split(warned[0]["remedy"])
     assert words[:5] == ["kubectl", "-n", "kubeflow", "patch", "configmap"]
     defaults = json.loads(json.loads(words[-1])["data"]["workflowDefaults"])
     assert defaults["spec"]["templateDefaults"]["retryStrategy"]["retryPolicy"] == "Always"
     assert found["executor"].startswith("runs as user 65532")
-    assert found["queue"] == "LocalQueue tuneloop, tuneloop-samplers admits what accelerator tasks ask for"
+    assert (
+        found["queue"]
+        == "LocalQueue tuneloop, tuneloop-samplers admits what accelerator tasks ask for"
+    )
     assert found["KFP's API"].endswith(" answers")
 
 
 def _older(objects: Objects) -> None:
-    objects[SERVER] = describe_deployment("ml-pipeline", "kubeflow", "ghcr.io/kubeflow/kfp-api-server:2.4.1")
+    objects[SERVER] = describe_deployment(
+        "ml-pipeline", "kubeflow", "ghcr.io/kubeflow/kfp-api-server:2.4.1"
+    )
 
 
 def _no_server(objects: Objects) -> None:
@@ -70,7 +79,9 @@ def _no_server(objects: Objects) -> None:
 
 
 def _root(objects: Objects) -> None:
-    objects[CONTROLLER]["data"]["executor"] = "imagePullPolicy: IfNotPresent\nsecurityContext: {runAsNonRoot: true}"
+    objects[CONTROLLER]["data"]["executor"] = (
+        "imagePullPolicy: IfNotPresent\nsecurityContext: {runAsNonRoot: true}"
+    )
 
 
 def _no_settings(objects: Objects) -> None:
@@ -97,20 +108,62 @@ def _no_cluster_queue(objects: Objects) -> None:
 
 def _admits_others(objects: Objects) -> None:
     expression = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["tuneloop"]}
-    objects[f"{KUEUE}/clusterqueues/tuneloop"]["spec"]["namespaceSelector"] = {"matchExpressions": [expression]}
+    objects[f"{KUEUE}/clusterqueues/tuneloop"]["spec"]["namespaceSelector"] = {
+        "matchExpressions": [expression]
+    }
 
 
 @pytest.mark.parametrize(
     ("spoil", "subject", "found", "remedy"),
     [
-        (_older, "KFP's API server", "2.4.1 in namespace kubeflow: 2.17 or newer is needed", f"?ref={RELEASE}'"),
-        (_no_server, "KFP's API server", "no Deployment ml-pipeline in namespace kubeflow", "kubectl apply -k 'github"),
-        (_root, "executor", "has no securityContext.runAsUser: KFP's driver pods would hang", "--type merge -p"),
-        (_no_settings, "executor", "no ConfigMap workflow-controller-configmap in any namespace", "kubectl apply -k"),
-        (_no_secret, "store", "Secret tuneloop-store is missing in namespace kubeflow", "manifests/overlays/kfp"),
-        (_half_a_secret, "store", "Secret tuneloop-store lacks AWS_SECRET_ACCESS_KEY", "create secret generic tunel"),
-        (_no_queue, "queue", "no LocalQueue tuneloop in namespace kubeflow", "| kubectl apply -f -"),
-        (_no_cluster_queue, "queue", "is of the ClusterQueue tuneloop, which does not exist", "kubectl apply -k"),
+        (
+            _older,
+            "KFP's API server",
+            "2.4.1 in namespace kubeflow: 2.17 or newer is needed",
+            f"?ref={RELEASE}'",
+        ),
+        (
+            _no_server,
+            "KFP's API server",
+            "no Deployment ml-pipeline in namespace kubeflow",
+            "kubectl apply -k 'github",
+        ),
+        (
+            _root,
+            "executor",
+            "has no securityContext.runAsUser: KFP's driver pods would hang",
+            "--type merge -p",
+        ),
+        (
+            _no_settings,
+            "executor",
+            "no ConfigMap workflow-controller-configmap in any namespace",
+            "kubectl apply -k",
+        ),
+        (
+            _no_secret,
+            "store",
+            "Secret tuneloop-store is missing in namespace kubeflow",
+            "manifests/overlays/kfp",
+        ),
+        (
+            _half_a_secret,
+            "store",
+            "Secret tuneloop-store lacks AWS_SECRET_ACCESS_KEY",
+            "create secret generic tunel",
+        ),
+        (
+            _no_queue,
+            "queue",
+            "no LocalQueue tuneloop in namespace kubeflow",
+            "| kubectl apply -f -",
+        ),
+        (
+            _no_cluster_queue,
+            "queue",
+            "is of the ClusterQueue tuneloop, which does not exist",
+            "kubectl apply -k",
+        ),
         (_admits_others, "queue", "does not admit namespace kubeflow", '["kubeflow", "tuneloop"]'),
     ],
 )
@@ -126,7 +179,9 @@ def test_what_is_missing_comes_with_a_command(
 def test_each_queue_that_is_missing_comes_with_a_command(backend: Cluster) -> None:
     _no_queue(backend.objects)
     refused = [
-        check for check in look(backend, "cluster.sampler.queue=mine", pipeline="sft") if check.outcome == REFUSED
+        check
+        for check in look(backend, "cluster.sampler.queue=mine", pipeline="sft")
+        if check.outcome == REFUSED
     ]
     assert [("clusterQueue" in each.remedy, each.found.split()[2]) for each in refused] == [
         (True, "mine"),
@@ -145,14 +200,19 @@ def test_the_command_keeps_the_executors_other_settings(backend: Cluster) -> Non
 def test_the_controller_may_be_in_another_namespace(backend: Cluster) -> None:
     settings = backend.objects.pop(CONTROLLER)
     whole = yaml.safe_dump({key: yaml.safe_load(text) for key, text in settings["data"].items()})
-    elsewhere = {"metadata": {"name": "workflow-controller-configmap", "namespace": "argo"}, "data": {"config": whole}}
+    elsewhere = {
+        "metadata": {"name": "workflow-controller-configmap", "namespace": "argo"},
+        "data": {"config": whole},
+    }
     backend.objects["/api/v1/configmaps"] = [elsewhere]
     executor = next(check for check in look(backend) if check.subject == "executor")
     assert executor.outcome == OK and executor.found.endswith("in namespace argo)")
 
 
 def test_without_kueue_tasks_start_at_once(backend: Cluster) -> None:
-    backend.objects = {path: each for path, each in backend.objects.items() if not path.startswith(KUEUE)}
+    backend.objects = {
+        path: each for path, each in backend.objects.items() if not path.startswith(KUEUE)
+    }
     (queue,) = [check for check in look(backend) if check.subject == "queue"]
     assert queue.outcome == OK and "is not installed" in queue.found
 
@@ -191,7 +251,11 @@ def test_a_workflow_that_is_too_large() -> None:
 def test_what_the_account_may_not_see_is_said(backend: Cluster) -> None:
     backend.denied = {"/api/v1/nodes": "nodes", CONTROLLER: "configmaps", SERVER: "deployments"}
     backend.denied |= {f"{KUEUE}/namespaces/kubeflow/localqueues": "localqueues"}
-    found = {check.subject: check.found for check in look(backend, pipeline="sft") if check.outcome == NOT_CHECKED}
+    found = {
+        check.subject: check.found
+        for check in look(backend, pipeline="sft")
+        if check.outcome == NOT_CHECKED
+    }
     assert found == {
         "KFP's API server": "not checked: no right to get deployments",
         "executor": "not checked: no right to get configmaps",

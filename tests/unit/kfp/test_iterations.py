@@ -21,7 +21,9 @@ def pod() -> Iterations:
     return Iterations(PodLoop(steps=[], carry={}, reward=""), run="", last=1, per_pod=1, target=1.0)
 
 
-def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(tmp_path: Path, pod: Iterations) -> None:
+def test_the_mistake_of_a_server_ends_the_task_with_its_exit_code(
+    tmp_path: Path, pod: Iterations
+) -> None:
     server = {"port": free_port(), "engine_args": {}, "pull": False}
     with (
         pytest.raises(StageEnded) as ended,
@@ -38,9 +40,20 @@ def test_a_server_that_was_killed_is_started_again(pod: Iterations) -> None:
     assert ended.value.code == EXIT_RETRY
 
 
-def test_a_server_is_waited_for_until_it_answers_or_the_task_is_to_end(tmp_path: Path, pod: Iterations) -> None:
+def test_a_server_is_waited_for_until_it_answers_or_the_task_is_to_end(
+    tmp_path: Path, pod: Iterations
+) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "http.server",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--directory",
+        str(tmp_path),
+    ]
     with subprocess.Popen(command) as process:
         try:
             pod.stopped = True

@@ -16,7 +16,10 @@ from tests.compiling import compiled
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kfp.register import register_model
 
-HANDLE = {"ref": "s3://b/runs/r/export@sha256:0123456789abcdef", "digest": "sha256:0123456789abcdef"}
+HANDLE = {
+    "ref": "s3://b/runs/r/export@sha256:0123456789abcdef",
+    "digest": "sha256:0123456789abcdef",
+}
 HANDLE["inputs"] = {"policy": "s3://b/runs/r/iterations/3/policy-update@sha256:fedc"}  # type: ignore[assignment]
 
 
@@ -37,8 +40,16 @@ class Registry(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlparse(self.path)
         query = {k: v[0] for k, v in parse_qs(url.query).items()}
-        kind = {"registered_model": "registered_models", "model_version": "versions", "model_artifact": "artifacts"}
-        found = [each for each in self.kept[kind[url.path.rpartition("/")[2]]] if each["name"] == query["name"]]
+        kind = {
+            "registered_model": "registered_models",
+            "model_version": "versions",
+            "model_artifact": "artifacts",
+        }
+        found = [
+            each
+            for each in self.kept[kind[url.path.rpartition("/")[2]]]
+            if each["name"] == query["name"]
+        ]
         self.reply(found[0] if found else {"code": "404"}, 200 if found else 404)
 
     def do_POST(self) -> None:
@@ -46,7 +57,10 @@ class Registry(BaseHTTPRequestHandler):
         kind = self.path.rpartition("/")[2]
         good = REQUIRED[kind] <= set(body) <= REQUIRED[kind] | OPTIONAL and bool(body["name"])
         for value in body.get("customProperties", {}).values():
-            good = good and value == {"string_value": value["string_value"], "metadataType": "MetadataStringValue"}
+            good = good and value == {
+                "string_value": value["string_value"],
+                "metadataType": "MetadataStringValue",
+            }
         if good:
             body["id"] = str(len(self.kept[kind]) + 1)
             self.kept[kind].append({**body, "path": self.path})
@@ -79,9 +93,17 @@ def test_a_model_is_registered_once(registry: str) -> None:
     assert artifact["uri"] == "s3://b/runs/r/export"
     made_of = artifact["customProperties"]["made_of.policy"]["string_value"]
     assert made_of == HANDLE["inputs"]["policy"]  # type: ignore[index]
-    assert {k: len(v) for k, v in Registry.kept.items()} == {"registered_models": 1, "versions": 1, "artifacts": 1}
+    assert {k: len(v) for k, v in Registry.kept.items()} == {
+        "registered_models": 1,
+        "versions": 1,
+        "artifacts": 1,
+    }
     register_model(registry, "sft", {**HANDLE, "digest": "sha256:ffff"})
-    assert {k: len(v) for k, v in Registry.kept.items()} == {"registered_models": 1, "versions": 2, "artifacts": 2}
+    assert {k: len(v) for k, v in Registry.kept.items()} == {
+        "registered_models": 1,
+        "versions": 2,
+        "artifacts": 2,
+    }
 
 
 def test_a_registry_that_is_away_is_asked_again() -> None:
@@ -99,5 +121,7 @@ def test_the_registration_follows_the_export(tmp_path: Path) -> None:
     spec = next(yaml.load_all(path.read_text(), yaml.CSafeLoader))
     tasks = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     assert tasks["register"]["dependentTasks"] == ["export"]
-    assert tasks["register"]["inputs"]["parameters"]["model_name"]["runtimeValue"]["constant"] == "sft"
+    assert (
+        tasks["register"]["inputs"]["parameters"]["model_name"]["runtimeValue"]["constant"] == "sft"
+    )
     assert not re.search("register", compiled("sft", [], tmp_path / "plain.yaml").read_text())

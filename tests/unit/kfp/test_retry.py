@@ -7,7 +7,14 @@ import pytest
 
 from tuneloop.core.attempts import BUDGET
 from tuneloop.core.ends import AWAY_BUDGET
-from tuneloop.core.errors import EXIT_RETRY, FAILED_FOR_NOW, INTERRUPTED, UNAVAILABLE, Unavailable, print_diagnostic
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    FAILED_FOR_NOW,
+    INTERRUPTED,
+    UNAVAILABLE,
+    Unavailable,
+    print_diagnostic,
+)
 from tuneloop.kfp.retry import retry_in_process
 
 
@@ -46,7 +53,9 @@ def test_the_budget_counts_ends_without_progress() -> None:
     program = Program(*[UNAVAILABLE] * 20, 0)
     assert (program.start(), program.runs) == (0, 21)
     program = Program(*[UNAVAILABLE] * 2 * AWAY_BUDGET, 0)
-    assert (program.start(), program.runs) == (EXIT_RETRY, AWAY_BUDGET + 1), "what is away is not waited for for ever"
+    assert (program.start(), program.runs) == (EXIT_RETRY, AWAY_BUDGET + 1), (
+        "what is away is not waited for for ever"
+    )
 
 
 def test_a_store_that_is_away_hides_progress_and_ends_nothing() -> None:

@@ -25,7 +25,9 @@ class Launcher:
     def __init__(self, directory: Path) -> None:
         self.directory, self.run = directory, f"file://{directory}/run"
 
-    def start(self, name: str, at: str, inputs: dict[str, Any] | None = None, **parameters: Any) -> int:
+    def start(
+        self, name: str, at: str, inputs: dict[str, Any] | None = None, **parameters: Any
+    ) -> int:
         from tuneloop.kfp.template import _artifacts
 
         task = self.directory / "kfp" / at
@@ -33,9 +35,14 @@ class Launcher:
         (task / io.LOGS).write_text("of the launcher")
         given = {
             "inputs": {
-                "parameterValues": {"url": f"{self.run}/{at}", "pipelinechannel--run": "r", **parameters},
+                "parameterValues": {
+                    "url": f"{self.run}/{at}",
+                    "pipelinechannel--run": "r",
+                    **parameters,
+                },
                 "artifacts": {
-                    k: {"artifacts": [{"uri": "s3://b/k", "metadata": v}]} for k, v in (inputs or {}).items()
+                    k: {"artifacts": [{"uri": "s3://b/k", "metadata": v}]}
+                    for k, v in (inputs or {}).items()
                 },
             },
             "outputs": {
@@ -43,7 +50,9 @@ class Launcher:
                     each: {"artifacts": [{"name": each, "uri": str(task / each)}]}
                     for each in (*_artifacts(getattr(toy, name)), io.LOGS)
                 },
-                "parameters": {each: {"outputFile": str(task / "x")} for each in getattr(toy, name).results},
+                "parameters": {
+                    each: {"outputFile": str(task / "x")} for each in getattr(toy, name).results
+                },
                 "outputFile": str(task / "executor_output.json"),
             },
         }
@@ -52,7 +61,9 @@ class Launcher:
     def told(self, at: str) -> dict[str, Any]:
         """The executor output, by the message that the launcher parses."""
         text = (self.directory / "kfp" / at / "executor_output.json").read_text()
-        return json_format.MessageToDict(json_format.Parse(text, pipeline_spec_pb2.ExecutorOutput()))
+        return json_format.MessageToDict(
+            json_format.Parse(text, pipeline_spec_pb2.ExecutorOutput())
+        )
 
     def handle(self, at: str, name: str) -> dict[str, Any]:
         """What the next task is given of an output."""
@@ -63,9 +74,19 @@ class Launcher:
         """rollout → reward → policy_update; the handle of what came of it."""
         at = f"iterations/{i}"
         assert self.start("rollout", f"{at}/rollout", {"policy": policy}, iteration=float(i)) == 0
-        assert self.start("reward", f"{at}/reward", {"rollouts": self.handle(f"{at}/rollout", "rollouts")}) == 0
+        assert (
+            self.start(
+                "reward", f"{at}/reward", {"rollouts": self.handle(f"{at}/rollout", "rollouts")}
+            )
+            == 0
+        )
         given = {"policy": policy, "rewards": self.handle(f"{at}/reward", "rewards")}
-        assert self.start("policy_update", f"{at}/policy-update", given, iteration=i, target_reward=target) == 0
+        assert (
+            self.start(
+                "policy_update", f"{at}/policy-update", given, iteration=i, target_reward=target
+            )
+            == 0
+        )
         return self.handle(f"{at}/policy-update", "checkpoint")
 
 
@@ -79,7 +100,11 @@ def test_a_stage_tells_what_it_committed(launcher: Launcher, tmp_path: Path) -> 
     committed = Artifact(f"{launcher.run}/sft")
     handle = launcher.handle("sft", "checkpoint")
     assert handle["ref"] == committed.ref
-    assert (handle["digest"], handle["version"], handle["loss"]) == (committed.manifest.digest, 1.0, 1.0)
+    assert (handle["digest"], handle["version"], handle["loss"]) == (
+        committed.manifest.digest,
+        1.0,
+        1.0,
+    )
     assert committed.manifest.params["skill"] == 2
     assert launcher.told("sft")["parameterValues"] == {"loss": 1.0, "version": 1.0}
     shown = tmp_path / "kfp/sft"
@@ -103,20 +128,28 @@ def test_the_loop_ends_at_its_target(launcher: Launcher) -> None:
     made = [policy := launcher.iteration(i, policy, target=0.75) for i in (1, 2, 3, 4)]
     assert [stage.REACHED in each for each in made] == [False, True, True, True]
     assert [each.get(stage.REACHED) for each in made[1:]] == [2, 2, 2]
-    assert {each["ref"] for each in made[1:]} == {Artifact(f"{launcher.run}/iterations/2/policy-update").ref}
+    assert {each["ref"] for each in made[1:]} == {
+        Artifact(f"{launcher.run}/iterations/2/policy-update").ref
+    }
     assert find_manifest(f"{launcher.run}/iterations/3/rollout") is None
     assert "ref" not in launcher.handle("iterations/3/rollout", "rollouts")
     assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
-    assert find_manifest(f"{launcher.run}/evaluate-after") is not None, "the last policy is evaluated"
+    assert find_manifest(f"{launcher.run}/evaluate-after") is not None, (
+        "the last policy is evaluated"
+    )
 
 
-def test_nothing_follows_a_loop_that_goes_on_in_the_next_run(launcher: Launcher, tmp_path: Path) -> None:
+def test_nothing_follows_a_loop_that_goes_on_in_the_next_run(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     assert launcher.start("sft", "sft", skill=1) == 0
     policy = {**launcher.handle("sft", "checkpoint"), stage.CONTINUED: 60.0}
     assert launcher.start("evaluate", "evaluate-after", {"policy": policy}) == 0
     assert find_manifest(f"{launcher.run}/evaluate-after") is None
     assert launcher.handle("evaluate-after", "metrics") == {stage.CONTINUED: 60.0}
-    assert (tmp_path / "kfp/evaluate-after" / io.LOGS).read_text() == "of the launcher", "it is not ours to write"
+    assert (tmp_path / "kfp/evaluate-after" / io.LOGS).read_text() == "of the launcher", (
+        "it is not ours to write"
+    )
 
 
 def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: Path) -> None:
@@ -124,7 +157,9 @@ def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: P
     start = {"policy": launcher.handle("sft", "checkpoint")}
     names = ("rollout", "reward", "policy-update")
     steps = [StageCall(name=name, command=[], flags=[], wires={}, output="x") for name in names]
-    loop = PodLoop(steps=steps, carry={"policy": "policy-update.checkpoint"}, reward="reward.mean-reward")
+    loop = PodLoop(
+        steps=steps, carry={"policy": "policy-update.checkpoint"}, reward="reward.mean-reward"
+    )
 
     def locate(**limits: float) -> tuple[int, bool, str]:
         limits = {"iterations": 5, "target_reward": 2.0, **limits}
@@ -146,7 +181,9 @@ def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: P
     assert found.last == 1, "the second has an evaluation to come"
     assert launcher.start("evaluate", "iterations/2/evaluate", {"policy": policy}) == 0
     assert find_position(checked, launcher.run, start, iterations=5, target_reward=2.0).last == 2
-    behind = find_position(loop, launcher.run, {"policy": made[1]}, iterations=5, target_reward=2.0, after=1)
+    behind = find_position(
+        loop, launcher.run, {"policy": made[1]}, iterations=5, target_reward=2.0, after=1
+    )
     assert (behind.last, behind.carried["policy"]["ref"]) == (2, policy["ref"])
     shutil.rmtree(tmp_path / "run/iterations/1/policy-update")
     assert locate() == (0, False, start["policy"]["ref"]), "what is lost is made again"
@@ -154,7 +191,9 @@ def test_position_is_read_from_what_is_committed(launcher: Launcher, tmp_path: P
 
 def test_an_artifact_that_two_inputs_take_is_passed_once(launcher: Launcher) -> None:
     handle = {"ref": "r"}
-    given = {"inputs": {"parameterValues": {"same_artifact": {"reference": "policy"}}, "artifacts": {}}}
+    given = {
+        "inputs": {"parameterValues": {"same_artifact": {"reference": "policy"}}, "artifacts": {}}
+    }
     given["inputs"]["artifacts"] = {"policy": {"artifacts": [{"metadata": handle}]}}
     task = io.Task.read(json.dumps({**given, "outputs": {"outputFile": "/x"}}))
     assert task.inputs == {"policy": handle, "reference": handle}

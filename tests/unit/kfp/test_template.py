@@ -26,8 +26,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
-    keys = ["cluster.trainer={gpus: 2, shm: 8Gi, node_selector: {gpu: h100}}", "cluster.sampler.gpus=1"]
-    more = ["cluster.trainer.tolerations=[{key: gpu, operator: Exists}]", "cluster.queue=gpus", "cluster.priority=high"]
+    keys = [
+        "cluster.trainer={gpus: 2, shm: 8Gi, node_selector: {gpu: h100}}",
+        "cluster.sampler.gpus=1",
+    ]
+    more = [
+        "cluster.trainer.tolerations=[{key: gpu, operator: Exists}]",
+        "cluster.queue=gpus",
+        "cluster.priority=high",
+    ]
     kfp = ["kfp.timeout_s=60", "kfp.volumes={c: /data}", "kfp.retries=7"]
     spec, pods = compiled("sft_then_grpo", *keys, *more, *kfp, "processes=2")
     queue = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "high"}
@@ -38,39 +45,61 @@ def test_pods_ask_for_what_the_cluster_section_says(compiled: Any) -> None:
     train = pods["exec-sft"]
     assert train["nodeSelector"] == {"labels": {"gpu": "h100"}}
     assert [(each["key"], each["operator"]) for each in train["tolerations"]] == [("gpu", "Exists")]
-    assert train["emptyDirMounts"][0]["sizeLimit"] == "8Gi" and train["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
+    assert (
+        train["emptyDirMounts"][0]["sizeLimit"] == "8Gi"
+        and train["emptyDirMounts"][0]["mountPath"] == "/dev/shm"
+    )
     assert "nodeSelector" not in pods["exec-data-prep"]
     for name, pod in pods.items():
-        assert pod["activeDeadlineSeconds"] == "60" and pod["pvcMount"][0]["mountPath"] == "/data", name
+        assert (
+            pod["activeDeadlineSeconds"] == "60" and pod["pvcMount"][0]["mountPath"] == "/data"
+        ), name
         assert pod["securityContext"]["runAsNonRoot"] is True, name
         assert pod["secretAsEnv"][0]["optional"] is True, name
         sources = [*pod["secretAsEnv"][0]["keyToEnv"], *pod["configMapAsEnv"][0]["keyToEnv"]]
-        assert len({each["envVar"] for each in sources}) == len(sources) == 4, "one variable, one source"
+        assert len({each["envVar"] for each in sources}) == len(sources) == 4, (
+            "one variable, one source"
+        )
     container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
     assert container["resources"]["accelerator"]["resourceCount"] == "2"
     iterations = spec["deploymentSpec"]["executors"]["exec-iterations"]["container"]
-    assert iterations["resources"]["accelerator"]["resourceCount"] == "3", "a server's beside the trainer's"
+    assert iterations["resources"]["accelerator"]["resourceCount"] == "3", (
+        "a server's beside the trainer's"
+    )
     server = json.loads(iterations["args"][iterations["args"].index("--server") + 1])
     assert server["devices"] == "2", "ranks take the first"
     assert "--nproc-per-node=2" in container["command"]
     inner = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     assert inner["sft"]["retryPolicy"]["maxRetryCount"] == 7
-    assert "cachingOptions" in inner["sft"] and not inner["iterations"].get("cachingOptions", {}).get("enableCache")
+    assert "cachingOptions" in inner["sft"] and not inner["iterations"].get(
+        "cachingOptions", {}
+    ).get("enableCache")
 
 
 def test_every_task_is_told_where_programs_of_the_policy_run(compiled: Any) -> None:
     spec, pods = compiled("grpo", "cluster.sandbox=http://sandbox:8000")
-    told = {name: each["container"].get("env", []) for name, each in spec["deploymentSpec"]["executors"].items()}
+    told = {
+        name: each["container"].get("env", [])
+        for name, each in spec["deploymentSpec"]["executors"].items()
+    }
     assert {"exec-data-prep", "exec-evaluate", "exec-iterations"} <= told.keys()
     for name, env in told.items():
         values = {item["name"]: item["value"] for item in env}
         assert values["TUNELOOP_SANDBOX"] == "http://sandbox:8000", name
         (secret,) = pods[name]["secretAsVolume"]
-        assert values["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{secret['mountPath']}/token" and secret["optional"]
+        assert (
+            values["TUNELOOP_SANDBOX_TOKEN_FILE"] == f"{secret['mountPath']}/token"
+            and secret["optional"]
+        )
 
 
 def test_every_image_is_named_with_its_tag(compiled: Any) -> None:
-    spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=60", "cluster.images=registry.example/t/{image}:1.2")
+    spec, _ = compiled(
+        "grpo",
+        "loop.iterations=1",
+        "kfp.unroll=60",
+        "cluster.images=registry.example/t/{image}:1.2",
+    )
     images = {each["container"]["image"] for each in spec["deploymentSpec"]["executors"].values()}
     assert images == {f"registry.example/t/{name}:1.2" for name in ("base", "trainer", "rollout")}
 
@@ -86,19 +115,33 @@ def test_stages_that_span_nodes_are_launched_from_the_small_image(compiled: Any)
     container = spec["deploymentSpec"]["executors"]["exec-sft"]["container"]
     assert container["image"] == "tuneloop/base:dev" and "accelerator" not in container["resources"]
     assert '"nodes":2' in container["args"][-1] and '"gpus":4' in container["args"][-1]
-    assert "podMetadata" not in pods["exec-sft"], "a launcher that holds quota for its own child deadlocks"
+    assert "podMetadata" not in pods["exec-sft"], (
+        "a launcher that holds quota for its own child deadlocks"
+    )
     assert "podMetadata" in pods["exec-evaluate"]
-    parameters = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]["sft"]["inputs"]["parameters"]
+    parameters = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]["sft"]["inputs"][
+        "parameters"
+    ]
     assert parameters["expected_world_size"]["runtimeValue"]["constant"] == 2
 
 
 def test_handles_are_typed_and_parameters_described(compiled: Any) -> None:
     spec, _ = compiled("grpo", "loop.iterations=1", "kfp.unroll=1")
     reward = spec["components"]["comp-reward"]
-    kinds = {k: v["artifactType"]["schemaTitle"] for k, v in reward["outputDefinitions"]["artifacts"].items()}
+    kinds = {
+        k: v["artifactType"]["schemaTitle"]
+        for k, v in reward["outputDefinitions"]["artifacts"].items()
+    }
     assert kinds["rewards"] == "system.Dataset" and kinds["results"] == "system.Metrics"
-    assert reward["inputDefinitions"]["parameters"]["timeout_s"]["description"].startswith("seconds that one call")
-    assert list(spec["root"]["inputDefinitions"]["parameters"]) == ["run", "seed", "store", "target_reward"]
+    assert reward["inputDefinitions"]["parameters"]["timeout_s"]["description"].startswith(
+        "seconds that one call"
+    )
+    assert list(spec["root"]["inputDefinitions"]["parameters"]) == [
+        "run",
+        "seed",
+        "store",
+        "target_reward",
+    ]
     store = spec["root"]["inputDefinitions"]["parameters"]["store"]
     assert "isOptional" not in store and store["description"].startswith("URL of the store")
 

@@ -11,13 +11,22 @@ Template = dict[str, Any]
 
 
 def shell(
-    name: str, script: str, *, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = (), **more: Any
+    name: str,
+    script: str,
+    *,
+    inputs: tuple[str, ...] = (),
+    outputs: tuple[str, ...] = (),
+    **more: Any,
 ) -> Template:
     """A container that runs `script`; an output ``x`` is what it writes to ``/tmp/out/x``."""
     return {
         "name": name,
         "inputs": {"parameters": [{"name": each} for each in inputs]},
-        "outputs": {"parameters": [{"name": each, "valueFrom": {"path": f"/tmp/out/{each}"}} for each in outputs]},
+        "outputs": {
+            "parameters": [
+                {"name": each, "valueFrom": {"path": f"/tmp/out/{each}"}} for each in outputs
+            ]
+        },
         "container": {"image": "none", "command": ["sh", "-c", script]},
         **more,
     }
@@ -36,17 +45,28 @@ def dag(*tasks: dict[str, Any], name: str = "main", **more: Any) -> Template:
     return {"name": name, "dag": {"tasks": list(tasks)}, **more}
 
 
-def workflow(*templates: Template, parameters: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+def workflow(
+    *templates: Template, parameters: Mapping[str, str] | None = None, **spec: Any
+) -> dict[str, Any]:
     declared = [{"name": k, "value": v} for k, v in (parameters or {}).items()]
     return {
         "metadata": {"name": "w"},
-        "spec": {"entrypoint": "main", "arguments": {"parameters": declared}, "templates": list(templates), **spec},
+        "spec": {
+            "entrypoint": "main",
+            "arguments": {"parameters": declared},
+            "templates": list(templates),
+            **spec,
+        },
     }
 
 
-def run(workdir: Path, *templates: Template, options: Mapping[str, Any] | None = None, **spec: Any) -> Outcome:
+def run(
+    workdir: Path, *templates: Template, options: Mapping[str, Any] | None = None, **spec: Any
+) -> Outcome:
     """Execute a workflow of `templates`, without a warm process."""
-    return execute_workflow(workflow(*templates, **spec), workdir=workdir, warm=False, **(options or {}))
+    return execute_workflow(
+        workflow(*templates, **spec), workdir=workdir, warm=False, **(options or {})
+    )
 
 
 def named(outcome: Outcome) -> dict[str, Node]:

@@ -19,7 +19,9 @@ from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_SECRET, Cluster
 
-ECHO = shell("echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",))
+ECHO = shell(
+    "echo", "printf '%s' '{{inputs.parameters.x}}' > /tmp/out/y", inputs=("x",), outputs=("y",)
+)
 OK = shell("ok", "true")
 
 
@@ -30,7 +32,11 @@ def loop(iterations: int, stop_at: int | None = None) -> list[Template]:
     body = dag(
         task("work", "echo", arguments=given(x="{{inputs.parameters.i}}")),
         task(
-            "next", "loop", depends="work", when=more + early, arguments=given(i="{{=asInt(inputs.parameters.i) + 1}}")
+            "next",
+            "loop",
+            depends="work",
+            when=more + early,
+            arguments=given(i="{{=asInt(inputs.parameters.i) + 1}}"),
         ),
         name="loop",
         inputs={"parameters": [{"name": "i"}]},
@@ -46,7 +52,9 @@ def loop(iterations: int, stop_at: int | None = None) -> list[Template]:
             ]
         },
     )
-    show = task("show", "echo", depends="loop", arguments=given(x="{{tasks.loop.outputs.parameters.last}}"))
+    show = task(
+        "show", "echo", depends="loop", arguments=given(x="{{tasks.loop.outputs.parameters.last}}")
+    )
     return [ECHO, body, dag(task("loop", "loop", arguments=given(i="1")), show)]
 
 
@@ -57,18 +65,27 @@ def test_recursion_stops_early_and_hands_its_last_output_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("iterations", "phase"), [(97, "Succeeded"), (98, "Error")])
-def test_recursion_ends_where_the_controller_ends_it(tmp_path: Path, iterations: int, phase: str) -> None:
+def test_recursion_ends_where_the_controller_ends_it(
+    tmp_path: Path, iterations: int, phase: str
+) -> None:
     outcome = run(tmp_path, *loop(iterations))
     assert outcome.phase == phase
-    assert sum(node.type == "Pod" and node.phase == "Succeeded" for node in outcome.nodes.values()) == 97 + (
-        phase == "Succeeded"
-    )
+    assert sum(
+        node.type == "Pod" and node.phase == "Succeeded" for node in outcome.nodes.values()
+    ) == 97 + (phase == "Succeeded")
     assert ("Maximum recursion depth exceeded" in outcome.message) == (phase == "Error")
 
 
-def test_pods_that_mount_the_token_of_the_runs_servers_have_the_same_also_when_it_changes(tmp_path: Path) -> None:
-    volume = {"name": "server-token", "secret": {"secretName": TOKEN_SECRET, "optional": True, "defaultMode": 288}}
-    said = shell("ok", 'cat "$TUNELOOP_TOKEN_FILE" > /tmp/out/token', outputs=("token",), volumes=[volume])
+def test_pods_that_mount_the_token_of_the_runs_servers_have_the_same_also_when_it_changes(
+    tmp_path: Path,
+) -> None:
+    volume = {
+        "name": "server-token",
+        "secret": {"secretName": TOKEN_SECRET, "optional": True, "defaultMode": 288},
+    }
+    said = shell(
+        "ok", 'cat "$TUNELOOP_TOKEN_FILE" > /tmp/out/token', outputs=("token",), volumes=[volume]
+    )
     said["container"] |= {
         "env": [{"name": "TUNELOOP_TOKEN_FILE", "value": "/run/tuneloop/server-token/token"}],
         "volumeMounts": [{"name": "server-token", "mountPath": "/run/tuneloop/server-token"}],
@@ -78,7 +95,10 @@ def test_pods_that_mount_the_token_of_the_runs_servers_have_the_same_also_when_i
     nodes = named(run(tmp_path, said, without, graph))
     token = (tmp_path / "server-token").read_text().strip()
     assert nodes["a"].outputs["token"] == nodes["b"].outputs["token"] == token and len(token) >= 40
-    assert nodes["c"].phase == "Succeeded" and (tmp_path / "server-token").stat().st_mode & 0o777 == 0o600
+    assert (
+        nodes["c"].phase == "Succeeded"
+        and (tmp_path / "server-token").stat().st_mode & 0o777 == 0o600
+    )
     (tmp_path / "server-token").write_text("another\n")
     assert named(run(tmp_path, said, without, graph))["a"].outputs["token"] == "another"
 
@@ -89,7 +109,9 @@ def test_pods_have_the_token_of_the_sandbox_that_this_machine_has(
     """And none of another server's."""
     told = Cluster(sandbox="http://sandbox:8000").sandbox_environment
     volume = {"name": "sandbox", "secret": {"secretName": SANDBOX[0], "optional": True}}
-    said = shell("ok", f'cat "${SANDBOX_TOKEN}" > /tmp/out/token', outputs=("token",), volumes=[volume])
+    said = shell(
+        "ok", f'cat "${SANDBOX_TOKEN}" > /tmp/out/token', outputs=("token",), volumes=[volume]
+    )
     said["container"] |= {
         "env": [{"name": name, "value": value} for name, value in told.items()],
         "volumeMounts": [{"name": "sandbox", "mountPath": SANDBOX[1]}],
@@ -101,22 +123,36 @@ def test_pods_have_the_token_of_the_sandbox_that_this_machine_has(
 
 
 def test_parameters_arguments_over_values_over_defaults(tmp_path: Path) -> None:
-    echo = {**ECHO, "inputs": {"parameters": [{"name": "x", "default": "{{workflow.parameters.b}}!"}]}}
+    echo = {
+        **ECHO,
+        "inputs": {"parameters": [{"name": "x", "default": "{{workflow.parameters.b}}!"}]},
+    }
     templates = [
         echo,
-        dag(task("given", "echo", arguments=given(x="{{workflow.parameters.a}}")), task("default", "echo")),
+        dag(
+            task("given", "echo", arguments=given(x="{{workflow.parameters.a}}")),
+            task("default", "echo"),
+        ),
     ]
-    outcome = run(tmp_path, *templates, parameters={"a": "1", "b": "2"}, options={"arguments": {"a": "one"}})
+    outcome = run(
+        tmp_path, *templates, parameters={"a": "1", "b": "2"}, options={"arguments": {"a": "one"}}
+    )
     nodes = named(outcome)
     assert (nodes["given"].outputs["y"], nodes["default"].outputs["y"]) == ("one", "2!")
 
 
 def test_entrypoint_and_its_inputs_can_be_chosen(tmp_path: Path) -> None:
     """As a pod does that runs several stages in one."""
-    document = workflow(ECHO, dag(task("t", "missing-argument"), name="other"), OK, dag(task("x", "ok")))
-    document["spec"]["templates"][1]["dag"]["tasks"] = [task("t", "echo", arguments=given(x="{{inputs.parameters.p}}"))]
+    document = workflow(
+        ECHO, dag(task("t", "missing-argument"), name="other"), OK, dag(task("x", "ok"))
+    )
+    document["spec"]["templates"][1]["dag"]["tasks"] = [
+        task("t", "echo", arguments=given(x="{{inputs.parameters.p}}"))
+    ]
     document["spec"]["templates"][1]["inputs"] = {"parameters": [{"name": "p"}]}
-    outcome = execute_workflow(document, workdir=tmp_path, warm=False, entrypoint="other", arguments={"p": "v"})
+    outcome = execute_workflow(
+        document, workdir=tmp_path, warm=False, entrypoint="other", arguments={"p": "v"}
+    )
     assert named(outcome)["t"].outputs == {"y": "v"}
 
 
@@ -124,13 +160,25 @@ def test_entrypoint_and_its_inputs_can_be_chosen(tmp_path: Path) -> None:
     ("templates", "message"),
     [
         ([ECHO, dag(task("t", "echo"))], "inputs.parameters.x of template echo was not supplied"),
-        ([ECHO, dag(task("t", "echo", arguments=given(x="{{tasks.u.outputs.parameters.y}}")))], "failed to resolve"),
-        ([ECHO, OK, dag(task("u", "ok"), task("t", "echo", arguments=given(x="{{tasks.u.status}}")))], "failed to"),
+        (
+            [ECHO, dag(task("t", "echo", arguments=given(x="{{tasks.u.outputs.parameters.y}}")))],
+            "failed to resolve",
+        ),
+        (
+            [
+                ECHO,
+                OK,
+                dag(task("u", "ok"), task("t", "echo", arguments=given(x="{{tasks.u.status}}"))),
+            ],
+            "failed to",
+        ),
         ([OK, dag(task("t", "ok", when="a b"))], "invalid 'when'"),
         ([shell("ok", "true", outputs=("y",)), dag(task("t", "ok"))], "did not write its output y"),
     ],
 )
-def test_faults_are_errors_of_their_node(tmp_path: Path, templates: list[Template], message: str) -> None:
+def test_faults_are_errors_of_their_node(
+    tmp_path: Path, templates: list[Template], message: str
+) -> None:
     outcome = run(tmp_path, *templates)
     assert outcome.phase == "Error"
     assert outcome.exit_code == 1
@@ -181,10 +229,18 @@ def test_depends_on_results(tmp_path: Path) -> None:
 
 def test_defaults_of_outputs(tmp_path: Path) -> None:
     silent = shell("silent", "true")
-    silent["outputs"] = {"parameters": [{"name": "y", "valueFrom": {"path": "/tmp/out/y", "default": "none"}}]}
-    declared = {"name": "z", "valueFrom": {"parameter": "{{tasks.skipped.outputs.parameters.y}}", "default": "kept"}}
+    silent["outputs"] = {
+        "parameters": [{"name": "y", "valueFrom": {"path": "/tmp/out/y", "default": "none"}}]
+    }
+    declared = {
+        "name": "z",
+        "valueFrom": {"parameter": "{{tasks.skipped.outputs.parameters.y}}", "default": "kept"},
+    }
     inner = dag(
-        task("a", "silent"), task("skipped", "silent", when="false"), name="inner", outputs={"parameters": [declared]}
+        task("a", "silent"),
+        task("skipped", "silent", when="false"),
+        name="inner",
+        outputs={"parameters": [declared]},
     )
     nodes = named(run(tmp_path, silent, inner, dag(task("i", "inner"))))
     assert nodes["i.a"].outputs == {"y": "none"}
@@ -194,7 +250,9 @@ def test_defaults_of_outputs(tmp_path: Path) -> None:
 def test_global_outputs(tmp_path: Path) -> None:
     public = shell("public", "echo 7 > /tmp/out/y", outputs=("y",))
     public["outputs"]["parameters"][0]["globalName"] = "answer"
-    second = task("b", "echo", depends="a", arguments=given(x="{{workflow.outputs.parameters.answer}}"))
+    second = task(
+        "b", "echo", depends="a", arguments=given(x="{{workflow.outputs.parameters.answer}}")
+    )
     outcome = run(tmp_path, public, ECHO, dag(task("a", "public"), second))
     assert outcome.outputs == {"answer": "7"}
     assert named(outcome)["b"].outputs == {"y": "7"}
@@ -209,7 +267,9 @@ def test_environment_of_a_pod(tmp_path: Path) -> None:
         {"name": "NS", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
     ]
     pod["container"]["args"] = ["sh", "$(A)/$$(A)/$(UNKNOWN)"]
-    outcome = run(tmp_path, pod, dag(task("t", "pod")), options={"env": {"A": "no", "B": "machine"}})
+    outcome = run(
+        tmp_path, pod, dag(task("t", "pod")), options={"env": {"A": "no", "B": "machine"}}
+    )
     out, *rest = named(outcome)["t"].outputs["y"].split()
     assert rest == ["w", "machine", "local", "w/$(A)/$(UNKNOWN)"]
     assert Path(out).is_relative_to(tmp_path)
@@ -223,7 +283,8 @@ def test_retries_with_backoff_and_expression(tmp_path: Path) -> None:
         "backoff": {"duration": "100ms", "factor": 2},
     }
     script = (
-        "echo {{retries}} {{lastRetry.exitCode}} > /tmp/out/y; case {{retries}} in 0) exit 75;; 1) kill -9 $$$$;; esac"
+        "echo {{retries}} {{lastRetry.exitCode}} > /tmp/out/y; "
+        "case {{retries}} in 0) exit 75;; 1) kill -9 $$$$;; esac"
     )
     flaky = shell("flaky", script, outputs=("y",), retryStrategy=strategy)
     start = time.monotonic()
@@ -267,7 +328,12 @@ def test_who_looks_on_is_told_why_a_stage_is_tried_again(tmp_path: Path) -> None
         esac
     """
     strategy = {"limit": 3, "retryPolicy": "Always", "backoff": {"duration": "10ms"}}
-    run(tmp_path, shell("t", script, retryStrategy=strategy), dag(task("t", "t")), options={"on_node": on_node})
+    run(
+        tmp_path,
+        shell("t", script, retryStrategy=strategy),
+        dag(task("t", "t")),
+        options={"on_node": on_node},
+    )
     assert said == [
         "unavailable: the store is away; retrying in 0.01 s (attempt 2)",
         "failed for now: too many timeouts; retrying in 0.01 s (attempt 3)",
@@ -279,10 +345,16 @@ def test_retries_of_a_whole_graph(tmp_path: Path) -> None:
     inner = dag(task("a", "once"), name="inner", retryStrategy={"limit": 1})
     once = shell("once", f"test -e {tmp_path}/marker || {{ touch {tmp_path}/marker; exit 1; }}")
     nodes = named(run(tmp_path, once, inner, dag(task("t", "inner"))))
-    assert (nodes["t(0)"].phase, nodes["t(1)"].phase, nodes["t"].phase) == ("Failed", "Succeeded", "Succeeded")
+    assert (nodes["t(0)"].phase, nodes["t(1)"].phase, nodes["t"].phase) == (
+        "Failed",
+        "Succeeded",
+        "Succeeded",
+    )
 
 
-def test_a_run_goes_on_where_its_journal_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_where_its_journal_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The kernel's own full device; it hung."""
     (tmp_path / "nodes.jsonl").symlink_to("/dev/full")
     journal._report_once.cache_clear()
@@ -299,12 +371,17 @@ def test_exit_handlers_see_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_an_exit_handler_gets_the_workflows_parameters(tmp_path: Path) -> None:
-    outcome = run(tmp_path, OK, ECHO, dag(task("t", "ok")), onExit="echo", parameters={"x": "1", "other": "2"})
+    outcome = run(
+        tmp_path, OK, ECHO, dag(task("t", "ok")), onExit="echo", parameters={"x": "1", "other": "2"}
+    )
     assert named(outcome)["onExit"].outputs == {"y": "1"}
 
 
 def test_a_failing_exit_handler_fails_the_run(tmp_path: Path) -> None:
-    assert run(tmp_path, OK, shell("bad", "exit 3"), dag(task("t", "ok")), onExit="bad").phase == "Failed"
+    assert (
+        run(tmp_path, OK, shell("bad", "exit 3"), dag(task("t", "ok")), onExit="bad").phase
+        == "Failed"
+    )
 
 
 # What a run leaves behind
@@ -323,7 +400,10 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
             seen.append(now)
             (tmp_path / "seen").touch()
 
-    options = {"on_node": on_node, "on_log": lambda node, line: lines.append((node.display_name, line))}
+    options = {
+        "on_node": on_node,
+        "on_log": lambda node, line: lines.append((node.display_name, line)),
+    }
     outcome = run(tmp_path, slow, dag(task("t", "slow")), options=options)
     assert lines == [("t", "a line")]
     assert seen[0].alive
@@ -337,7 +417,9 @@ def test_state_can_be_read_while_it_runs_and_after(tmp_path: Path) -> None:
 
 
 def test_a_second_session_starts_anew_and_keeps_the_logs(tmp_path: Path) -> None:
-    pod = shell("pod", "echo once; echo x > /tmp/out/y; exit {{workflow.parameters.code}}", outputs=("y",))
+    pod = shell(
+        "pod", "echo once; echo x > /tmp/out/y; exit {{workflow.parameters.code}}", outputs=("y",)
+    )
     templates = [pod, dag(task("t", "pod"))]
     assert run(tmp_path, *templates, parameters={"code": "4"}).exit_code == 1
     outcome = run(tmp_path, *templates, parameters={"code": "0"})
@@ -349,7 +431,9 @@ def test_a_second_session_starts_anew_and_keeps_the_logs(tmp_path: Path) -> None
 
 
 def test_the_reason_of_a_failure_is_the_last_line_of_the_log(tmp_path: Path) -> None:
-    outcome = run(tmp_path, shell("bad", "echo 'error: --n: 3: too many' >&2; exit 2"), dag(task("t", "bad")))
+    outcome = run(
+        tmp_path, shell("bad", "echo 'error: --n: 3: too many' >&2; exit 2"), dag(task("t", "bad"))
+    )
     assert outcome.message == "t: exit code 2: error: --n: 3: too many"
     assert outcome.exit_code == 2
 
@@ -391,7 +475,9 @@ def test_a_server_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     serve = template["container"]
     said = shell("said", "printf '%s ' \"$@\" > /tmp/out/said", outputs=("said",))
     said["container"] = {**serve, "command": [*said["container"]["command"], "serve"]}
-    said["container"]["args"] = [re.sub(r"{{(inputs|workflow)\..*}}", "none", word) for word in serve["args"]]
+    said["container"]["args"] = [
+        re.sub(r"{{(inputs|workflow)\..*}}", "none", word) for word in serve["args"]
+    ]
     said["retryStrategy"] = template["retryStrategy"]
     outcome = run(tmp_path, said, dag(task("said", "said")))
     assert " --host 127.0.0.1 --port " in named(outcome)["said"].outputs["said"]

@@ -29,7 +29,9 @@ def workflow() -> dict:
 
 def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) -> None:
     found = find_pipeline("grpo")
-    fine = found.module.build_argo(found.configure(None, [*COARSE[:1], "loop.iterations_per_pod=0"])).to_dict()
+    fine = found.module.build_argo(
+        found.configure(None, [*COARSE[:1], "loop.iterations_per_pod=0"])
+    ).to_dict()
     alone = {template["name"]: template for template in fine["spec"]["templates"]}
     words = find_pod(workflow)["container"]["args"]
     text = words[words.index("--loop") + 1]
@@ -37,7 +39,9 @@ def test_the_steps_of_a_pod_have_the_flags_of_pods_of_their_own(workflow: dict) 
     for step in PodLoop.model_validate_json(text).steps:
         args = alone[step.name]["container"]["args"]
         assert args[: len(step.flags)] == step.flags
-        assert {f"--{name}" for name in (*step.wires, step.output)} == set(args[len(step.flags) :: 2])
+        assert {f"--{name}" for name in (*step.wires, step.output)} == set(
+            args[len(step.flags) :: 2]
+        )
 
 
 def test_who_reads_a_workflow_sees_the_stages_of_its_pods(workflow: dict) -> None:
@@ -51,7 +55,10 @@ def test_who_reads_a_workflow_sees_the_stages_of_its_pods(workflow: dict) -> Non
         "reward",
         "policy-update",
     ]
-    assert templates["policy-update"]["container"]["resources"] == find_pod(workflow)["container"]["resources"]
+    assert (
+        templates["policy-update"]["container"]["resources"]
+        == find_pod(workflow)["container"]["resources"]
+    )
 
 
 STAGE = '''
@@ -90,13 +97,19 @@ def toy(stage: Stage, *, number: int = 0, wait_s: float = 0.0):
 
 def toys(wait_s: float = 0.0) -> PodLoop:
     """Two stages, the second of which takes the first one's result, and hands its own to the next iteration."""
-    about = {"command": ["python", "-m", "tuneloop.stages.toy"], "flags": ["--wait-s", str(wait_s)], "output": "made"}
+    about = {
+        "command": ["python", "-m", "tuneloop.stages.toy"],
+        "flags": ["--wait-s", str(wait_s)],
+        "output": "made",
+    }
     first = StageCall(name="first", wires={"number": "total"}, **about)
     second = StageCall(name="second", wires={"number": "first.total"}, **about)
     return PodLoop(steps=[first, second], carry={"total": "second.total"}, reward="second.total")
 
 
-def start(tmp_path: Path, loop: PodLoop | None = None, *more: str, **environment: str) -> subprocess.Popen:
+def start(
+    tmp_path: Path, loop: PodLoop | None = None, *more: str, **environment: str
+) -> subprocess.Popen:
     """The program, with a stage `tuneloop.stages.toy`, of one iteration.
 
     Args:
@@ -112,9 +125,31 @@ def start(tmp_path: Path, loop: PodLoop | None = None, *more: str, **environment
         from {PROGRAM} import main
         main()
     """  # noqa: E501
-    env = {**os.environ, **environment, "SEEN": str(tmp_path / "seen"), "TUNELOOP_OUTPUTS": str(tmp_path / "outputs")}
-    flags = ["--loop", (loop or toys()).model_dump_json(), "--run", str(tmp_path / "store"), "--iterations", "9"]
-    flags += ["--per-pod", "1", "--target-reward", "inf", "--value", "iteration=1", "--value", "total=1", *more]
+    env = {
+        **os.environ,
+        **environment,
+        "SEEN": str(tmp_path / "seen"),
+        "TUNELOOP_OUTPUTS": str(tmp_path / "outputs"),
+    }
+    flags = [
+        "--loop",
+        (loop or toys()).model_dump_json(),
+        "--run",
+        str(tmp_path / "store"),
+        "--iterations",
+        "9",
+    ]
+    flags += [
+        "--per-pod",
+        "1",
+        "--target-reward",
+        "inf",
+        "--value",
+        "iteration=1",
+        "--value",
+        "total=1",
+        *more,
+    ]
     command = [sys.executable, "-c", textwrap.dedent(program), *flags]
     return subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
@@ -130,9 +165,13 @@ def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None
     printed = process.stderr.read()
     assert process.wait(LIMIT_S) == 0, printed
     lines = [line for line in printed.splitlines() if ITERATION.match(line)]
-    assert [line.split()[1] for line in lines] == ["1/9", "2/9"], "a line for each, which the console shows"
+    assert [line.split()[1] for line in lines] == ["1/9", "2/9"], (
+        "a line for each, which the console shows"
+    )
     assert outputs(tmp_path) == {"iteration": "2", "total": "5"}
-    assert (tmp_path / "seen").read_text().splitlines() == [f"{process.pid} {number}" for number in (1, 2, 3, 4)]
+    assert (tmp_path / "seen").read_text().splitlines() == [
+        f"{process.pid} {number}" for number in (1, 2, 3, 4)
+    ]
     assert progress.read_text() == "2/2"
 
 
@@ -144,13 +183,17 @@ def test_stages_run_in_one_process_and_hand_over_results(tmp_path: Path) -> None
         (("--per-pod", "90", "--target-reward", "5"), "2"),
     ],
 )
-def test_a_pod_ends_where_its_part_or_the_loop_does(tmp_path: Path, more: tuple[str, ...], last: str) -> None:
+def test_a_pod_ends_where_its_part_or_the_loop_does(
+    tmp_path: Path, more: tuple[str, ...], last: str
+) -> None:
     process = start(tmp_path, None, *more)
     assert process.wait(LIMIT_S) == 0, process.stderr.read()
     assert outputs(tmp_path)["iteration"] == last
 
 
-def test_a_pod_that_decides_goes_on_to_the_end_of_its_workflow_where_a_new_one_takes_long(tmp_path: Path) -> None:
+def test_a_pod_that_decides_goes_on_to_the_end_of_its_workflow_where_a_new_one_takes_long(
+    tmp_path: Path,
+) -> None:
     """Days went by since the last commit. Begun again, it walks over what is committed, and measures what is not."""
     Draft(f"{tmp_path}/store/sft", attempt="data-test").commit(stage="sft")
     os.utime(tmp_path / "store/sft/manifest.json", (0, 0))
@@ -158,7 +201,9 @@ def test_a_pod_that_decides_goes_on_to_the_end_of_its_workflow_where_a_new_one_t
         process = start(tmp_path, None, "--per-pod", str(per_workflow), "--auto")
         assert process.stderr
         printed = process.stderr.read()
-        assert process.wait(LIMIT_S) == 0 and outputs(tmp_path)["iteration"] == str(per_workflow), printed
+        assert process.wait(LIMIT_S) == 0 and outputs(tmp_path)["iteration"] == str(per_workflow), (
+            printed
+        )
         record = json.loads((tmp_path / "store" / RECORDS).read_text())[-1]
         assert (record["first"], record["iterations"]) == (first, per_workflow - first + 1)
         for place in (tmp_path / "store").rglob("manifest.json"):
@@ -175,13 +220,22 @@ def test_a_number_of_its_own_or_none_where_one_pod_cannot_run_the_loop() -> None
     shared = ("cluster.share.group=a",)
     for sets in (["nodes=2"], ["loop.asynchronous=true"], ["engine.colocate=true"], shared):
         assert chosen(*sets) == 0
-    assert (chosen(), chosen("loop.iterations_per_pod=4"), chosen("loop.iterations_per_pod=0")) == ("auto", 4, 0)
+    assert (chosen(), chosen("loop.iterations_per_pod=4"), chosen("loop.iterations_per_pod=0")) == (
+        "auto",
+        4,
+        0,
+    )
     assert chosen("loop.iterations_per_pod=4", *shared) == 4
     for wrong in ("-1", "many", "1.5"):
-        with pytest.raises(UserError, match=r"^loop.iterations_per_pod: .* must be auto or a number"):
+        with pytest.raises(
+            UserError, match=r"^loop.iterations_per_pod: .* must be auto or a number"
+        ):
             chosen(f"loop.iterations_per_pod={wrong}")
     auto = find_pod(found.build(found.configure()))["container"]["args"]
-    assert auto[auto.index("--per-pod") + 1 :][:2] == ["{{workflow.parameters.per-workflow}}", "--auto"]
+    assert auto[auto.index("--per-pod") + 1 :][:2] == [
+        "{{workflow.parameters.per-workflow}}",
+        "--auto",
+    ]
 
 
 def test_a_check_runs_after_each_so_many_iterations(tmp_path: Path) -> None:
@@ -203,7 +257,9 @@ def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code
     process = start(tmp_path, SECOND_S="600", TUNELOOP_TERMINATION_LOG=str(words))
     second = tmp_path / "store/iterations/1/second"
     seen = tmp_path / "seen"
-    until(lambda: seen.exists() and len(seen.read_text().splitlines()) == 2, child=process)  # the second is at work
+    until(
+        lambda: seen.exists() and len(seen.read_text().splitlines()) == 2, child=process
+    )  # the second is at work
     process.send_signal(number)
     assert process.wait(LIMIT_S) == code
     assert (code != 75) or words.read_text().startswith("interrupted: "), "a free end"
@@ -217,7 +273,9 @@ def test_stopped_pod_is_taken_over_by_the_next(tmp_path: Path, number: int, code
 def test_a_stage_that_ends_well_after_sigterm_is_the_last(tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.touch()
-    process = start(tmp_path, toys(wait_s=600), GO=str(tmp_path / "go"), TUNELOOP_TERMINATION_LOG=str(words))
+    process = start(
+        tmp_path, toys(wait_s=600), GO=str(tmp_path / "go"), TUNELOOP_TERMINATION_LOG=str(words)
+    )
     until((tmp_path / "seen").exists, child=process)
     process.send_signal(signal.SIGTERM)
     (tmp_path / "go").touch()
@@ -241,7 +299,10 @@ def test_a_stage_that_can_not_be_imported_ends_the_pod(tmp_path: Path) -> None:
 
 def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    process = start(tmp_path, single("sh", "-c", f"trap 'exit 75' TERM; touch {begun}; while sleep 0.05; do :; done"))
+    process = start(
+        tmp_path,
+        single("sh", "-c", f"trap 'exit 75' TERM; touch {begun}; while sleep 0.05; do :; done"),
+    )
     try:
         until(begun.exists, child=process)
         process.send_signal(signal.SIGTERM)
@@ -251,7 +312,9 @@ def test_sigterm_reaches_a_stage_in_a_process_of_its_own(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stage_that_a_signal_ended_has_the_code_of_a_container(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stage_that_a_signal_ended_has_the_code_of_a_container(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """128 + n, by which an end is classed; a negative one would be a bug's, and never tried again."""
     process = start(tmp_path, single("sh", "-c", f"kill -{number.value} $$"))
     assert process.wait(LIMIT_S) == 128 + number
@@ -266,7 +329,11 @@ def test_a_stage_finds_its_environment_as_a_fresh_process_would(tmp_path: Path) 
 
 def asides(tmp_path: Path) -> list[str]:
     """What stages have committed later, in turn."""
-    return sorted(path.read_text() for path in (tmp_path / "store").rglob("aside.txt") if committed(path.parents[1]))
+    return sorted(
+        path.read_text()
+        for path in (tmp_path / "store").rglob("aside.txt")
+        if committed(path.parents[1])
+    )
 
 
 def committed(place: Path) -> bool:
@@ -299,7 +366,9 @@ def test_what_cannot_be_committed_later_fails_the_pod(tmp_path: Path, steps: int
     words.touch()
     loop = PodLoop(steps=toys().steps[:steps], carry={}, reward="first.total")
     process = start(tmp_path, loop, ASIDE="", TUNELOOP_TERMINATION_LOG=str(words))
-    assert process.wait(LIMIT_S) == 2 and "error: aside: 1: cannot be written" in process.stderr.read()
+    assert (
+        process.wait(LIMIT_S) == 2 and "error: aside: 1: cannot be written" in process.stderr.read()
+    )
     assert words.read_text() == "error: aside: 1: cannot be written"
     assert committed(tmp_path / "store/iterations/1/first") and not (tmp_path / "outputs").exists()
 

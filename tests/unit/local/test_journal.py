@@ -25,7 +25,17 @@ def write(directory: Path) -> Path:
             journal.write(node)
     journal.write(Workflow("w", "Failed", parameters={"iterations": "3"}))
     journal.write(Workflow("w", parameters={"iterations": "3"}))
-    journal.write(Node("last", "w.last", "last", "last", "Pod", phase="Running", inputs={"x": "/iterations/2/x"}))
+    journal.write(
+        Node(
+            "last",
+            "w.last",
+            "last",
+            "last",
+            "Pod",
+            phase="Running",
+            inputs={"x": "/iterations/2/x"},
+        )
+    )
     journal.close()
     return directory / "nodes.jsonl"
 
@@ -41,7 +51,9 @@ def test_the_newest_line_of_a_node_counts_and_lines_are_json(tmp_path: Path) -> 
     assert {"kind", "id", "phase", "sum"} <= json.loads(lines[1]).keys()
     assert list(read(tmp_path).nodes) == ["last"], "those of the session before are history"
     (tmp_path / "nodes.jsonl").write_text("\n".join(lines[:10]) + "\n")
-    assert [(n.id, n.phase) for n in read(tmp_path).nodes.values()] == [(f"stage-{i}", "Succeeded") for i in range(3)]
+    assert [(n.id, n.phase) for n in read(tmp_path).nodes.values()] == [
+        (f"stage-{i}", "Succeeded") for i in range(3)
+    ]
 
 
 def test_a_line_that_is_damaged_counts_no_more_and_is_said_once(
@@ -54,13 +66,17 @@ def test_a_line_that_is_damaged_counts_no_more_and_is_said_once(
     path.write_bytes(b"\n".join(lines) + b'\n{"kind": "node", "id": "torn')
     assert [n.phase for n in read(tmp_path).nodes.values()] == ["Succeeded", "Succeeded", "Running"]
     read(tmp_path)
-    assert capsys.readouterr().err == f"{path}: 2 damaged lines are skipped\n", "the last one is being written"
+    assert capsys.readouterr().err == f"{path}: 2 damaged lines are skipped\n", (
+        "the last one is being written"
+    )
 
 
 def test_no_bad_byte_stands_in_the_way_of_who_looks_at_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run.create(Record(run="r", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
+    run = Run.create(
+        Record(run="r", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), ""
+    )
     path = write(run.directory)
     whole, rng = path.read_bytes(), random.Random(0)
     phases = set()

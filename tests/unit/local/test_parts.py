@@ -35,17 +35,39 @@ def test_parts_are_one_run(tmp_path: Path) -> None:
         {"iteration": "4", "told": "3"},
         {"iteration": "7", "told": "6"},
     ]
-    assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4", "5", "6", "7"]
-    assert {node.name.partition(".")[0] for node in found.nodes.values()} == {"empty", "empty-2", "empty-3"}
+    assert [node.outputs["told"] for node in stages(found.nodes)] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+    ]
+    assert {node.name.partition(".")[0] for node in found.nodes.values()} == {
+        "empty",
+        "empty-2",
+        "empty-3",
+    }
 
 
 def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
-    fails_once = f"[ $0 != 5 ] || [ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}; "
+    fails_once = (
+        f"[ $0 != 5 ] || [ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}; "
+    )
     assert run(tmp_path / "x", 7, 3, fails_once).phase == "Failed"
     assert run(tmp_path / "x", 7, 3, fails_once).phase == "Succeeded"
     found = read_state(tmp_path / "x")
     assert found is not None
-    assert [node.outputs["told"] for node in stages(found.nodes)] == ["1", "2", "3", "4", "5", "6", "7"]
+    assert [node.outputs["told"] for node in stages(found.nodes)] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+    ]
     text = (tmp_path / "x" / "nodes.jsonl").read_text()
     begun = re.findall(r'"kind": "workflow", "name": "([\w-]+)", "phase": "Running"', text)
     assert begun == ["empty", "empty-2", "empty-2", "empty-3"]
@@ -53,7 +75,12 @@ def test_a_resumed_run_starts_at_the_part_that_failed(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
     given = {"run": "x", "store": "memory://"}
-    assert execute_workflow(build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}).phase == "Succeeded"
+    assert (
+        execute_workflow(
+            build(4, 2), workdir=tmp_path / "x", arguments=given, env={LOCAL: "1"}
+        ).phase
+        == "Succeeded"
+    )
     assert Run("x", str(tmp_path)).phase == "interrupted"
     assert run(tmp_path / "x", 4, 2).phase == "Succeeded"
     assert Run("x", str(tmp_path)).phase == "succeeded"
@@ -77,7 +104,10 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
     before = {"apiVersion": "argoproj.io/v1alpha1", **build(7, 3)}
     before["metadata"] = {"name": "x-2", "uid": "1", "resourceVersion": "9", "labels": labels}
     after = build_next_workflow(before, "main", {"iteration": "7"})
-    assert after["metadata"] == {"labels": {"tuneloop.dev/run": "x"}, "annotations": {"tuneloop.dev/continues": "x-2"}}
+    assert after["metadata"] == {
+        "labels": {"tuneloop.dev/run": "x"},
+        "annotations": {"tuneloop.dev/continues": "x-2"},
+    }
     assert after["spec"]["templates"] == before["spec"]["templates"]
     given = {p["name"]: p["value"] for p in after["spec"]["arguments"]["parameters"]}
     assert (given["iteration"], given["iterations"]) == ("7", "7")
@@ -86,7 +116,10 @@ def test_the_following_workflow_is_the_same_but_for_where_it_starts() -> None:
 def test_every_workflow_of_a_loop_starts_a_server_of_its_own() -> None:
     """It boots with the policy that the workflow goes on from, and is what its part of the loop asks."""
     grpo = find_pipeline("grpo")
-    templates = {t["name"]: t for t in grpo.build(grpo.configure(sets=["loop.per_workflow=1"]))["spec"]["templates"]}
+    templates = {
+        t["name"]: t
+        for t in grpo.build(grpo.configure(sets=["loop.per_workflow=1"]))["spec"]["templates"]
+    }
     for name, policy in (
         ("main", "{{tasks.base-model.outputs.parameters.checkpoint}}"),
         ("continued", "{{inputs.parameters.policy}}"),

@@ -12,7 +12,9 @@ from tuneloop.local.iterations import RECORDS, PodLength
 from tuneloop.workflow.pod_loop import BEARABLE, count_iterations
 
 
-@pytest.mark.parametrize(("lost_s", "iteration_s", "count"), [(26, 22, 11), (26, 0.42, 558), (1, 9, 1), (0, 1, 1)])
+@pytest.mark.parametrize(
+    ("lost_s", "iteration_s", "count"), [(26, 22, 11), (26, 0.42, 558), (1, 9, 1), (0, 1, 1)]
+)
 def test_the_fewest_iterations_that_make_what_a_pod_costs_a_tenth(
     lost_s: float, iteration_s: float, count: int
 ) -> None:
@@ -36,22 +38,33 @@ def test_what_a_pod_costs_is_the_time_before_it_and_what_its_first_iteration_tak
     assert length.choose_last(2, 2.0, 60) == 14  # 9 × 3 / 2
     line = "pod 1 runs 14 iterations: 0 s between pods, 3 s start, 2 s each"
     assert capsys.readouterr().err.splitlines() == [line]
-    for seconds, last in ((5.0, 2), (0.001, 60)):  # a first iteration that is no longer; one that is far longer
+    for seconds, last in (
+        (5.0, 2),
+        (0.001, 60),
+    ):  # a first iteration that is no longer; one that is far longer
         length = PodLength(str(tmp_path), 1)
         length.choose_last(1, 5.0, 60)
         assert length.choose_last(2, seconds, 60) == last
-    assert PodLength(str(tmp_path), 60).choose_last(60, 5.0, 60) == 60, "there is no second one in this workflow"
+    assert PodLength(str(tmp_path), 60).choose_last(60, 5.0, 60) == 60, (
+        "there is no second one in this workflow"
+    )
     assert [each["pod"] for each in json.loads((tmp_path / RECORDS).read_text())] == [1, 2, 3, 4]
 
 
 def test_of_the_time_between_pods_the_least_counts(tmp_path: Path) -> None:
     """The second pod was waited for by 10 s, the third, of a run that was stopped meanwhile, by days."""
     for first, gap_s in ((1, 100), (13, 10), (25, 1e6)):
-        commit(tmp_path, f"iterations/{first - 1}/policy-update" if first > 1 else "sft", time.time() - gap_s)
+        commit(
+            tmp_path,
+            f"iterations/{first - 1}/policy-update" if first > 1 else "sft",
+            time.time() - gap_s,
+        )
         length = PodLength(str(tmp_path), first)
         length.choose_last(first, 10.0, 10**9)
         length.choose_last(first + 1, 10.0, 10**9)
     records = json.loads((tmp_path / RECORDS).read_text())
     assert [each["gap_s"] >= gap_s for each, gap_s in zip(records, (100, 10, 1e6))] == [True] * 3
     assert [each["between_s"] for each in records] == [records[i]["gap_s"] for i in (0, 1, 1)]
-    assert [each["iterations"] for each in records[1:]] == [count_iterations(records[1]["gap_s"], 10.0)] * 2
+    assert [each["iterations"] for each in records[1:]] == [
+        count_iterations(records[1]["gap_s"], 10.0)
+    ] * 2

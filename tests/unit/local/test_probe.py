@@ -29,7 +29,9 @@ def test_every_class_has_attacks_of_its_own() -> None:
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module of rewards, in which one works."""
     for name, body in REWARDS.items():
-        (tmp_path / f"{name}_reward.py").write_text(f"def score(completion, answer, metadata):\n    {body}\n")
+        (tmp_path / f"{name}_reward.py").write_text(
+            f"def score(completion, answer, metadata):\n    {body}\n"
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     return tmp_path
@@ -53,7 +55,9 @@ def test_a_reward_of_ones_own(
 
 
 @pytest.mark.parametrize(("answer", "code"), [("42", 0), ('"."', 1)])
-def test_a_row_of_ones_own(answer: str, code: int, stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_of_ones_own(
+    answer: str, code: int, stranger: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A full stop is among the attacks."""
     (stranger / "rows.jsonl").write_text(f'{{"prompt": "?", "answer": {answer}}}\n')
     assert run_cli(["probe", "--reward", "strict_reward:score", "--data", "rows.jsonl"]) == code
@@ -64,11 +68,27 @@ def test_a_row_of_ones_own(answer: str, code: int, stranger: Path, capsys: pytes
     ("text", "words", "says"),
     [
         ("", [], "--data: 'rows.jsonl': must begin with a row that has the key answer"),
-        ('{"prompt": "?"}\n', [], "--data: 'rows.jsonl': must begin with a row that has the key answer"),
+        (
+            '{"prompt": "?"}\n',
+            [],
+            "--data: 'rows.jsonl': must begin with a row that has the key answer",
+        ),
         ("7\n", [], "--data: 'rows.jsonl:1': must be a JSON object"),
-        ('{"answer": "7"}\n', ["--reward", "exactly"], "rewards: 'exactly': unknown; known: code, "),
-        ('{"answer": "7"}\n', ["--reward", "format"], "--reward: 'format': does not judge a wrong answer"),
-        ('{"answer": "x"}\n', ["--environment", GUESS], f"--environment: '{GUESS}': does not judge a wrong answer"),
+        (
+            '{"answer": "7"}\n',
+            ["--reward", "exactly"],
+            "rewards: 'exactly': unknown; known: code, ",
+        ),
+        (
+            '{"answer": "7"}\n',
+            ["--reward", "format"],
+            "--reward: 'format': does not judge a wrong answer",
+        ),
+        (
+            '{"answer": "x"}\n',
+            ["--environment", GUESS],
+            f"--environment: '{GUESS}': does not judge a wrong answer",
+        ),
         ('{"answer": "7"}\n', ["--environment", "gues"], "unknown; known: calculator, python"),
     ],
 )
@@ -82,15 +102,21 @@ def test_mistakes_are_one_line(
     assert says in error and error.count("\n") == 1, error
 
 
-def find_endings(rewards: list[str], environments: list[str], timeout_s: float = 3.0) -> dict[str, list[str]]:
+def find_endings(
+    rewards: list[str], environments: list[str], timeout_s: float = 3.0
+) -> dict[str, list[str]]:
     """What the attacks come to on the row that ships: ending → attacks."""
     endings: dict[str, list[str]] = {}
     for trial in probe.try_attacks(rewards, environments, None, timeout_s):
-        endings.setdefault(trial.ending, []).append(f"{trial.category}: {trial.name}: {trial.outcome}")
+        endings.setdefault(trial.ending, []).append(
+            f"{trial.category}: {trial.name}: {trial.outcome}"
+        )
     return endings
 
 
-@pytest.mark.parametrize("name", ["exact", "format", "length_penalty", "environment", "reasoning_gym"])
+@pytest.mark.parametrize(
+    "name", ["exact", "format", "length_penalty", "environment", "reasoning_gym"]
+)
 def test_no_attack_gains_from_a_reward(name: str) -> None:
     endings = find_endings([name], [])
     assert endings.keys() == {""}, [endings.get(letter) for letter in "gnte"]

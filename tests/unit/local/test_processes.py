@@ -43,7 +43,12 @@ def server(port: int, probe: dict[str, Any], **more: Any) -> Template:
         """
     )
     ports = [{"name": "http", "containerPort": port}]
-    container = {"image": "none", "command": ["python", "-c", source], "readinessProbe": probe, "ports": ports}
+    container = {
+        "image": "none",
+        "command": ["python", "-c", source],
+        "readinessProbe": probe,
+        "ports": ports,
+    }
     return {"name": "serve", "daemon": True, "container": container, **more}
 
 
@@ -75,7 +80,10 @@ def ask(port: int, path: str = "/") -> Template:
 def gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter where it ends between opening and reading
         return True
 
 
@@ -84,10 +92,21 @@ IP = given(ip="{{tasks.serve.ip}}")
 
 def test_a_daemon_serves_until_its_graph_ends(tmp_path: Path) -> None:
     port = free_port()
-    probe = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 60}
-    inner = dag(task("serve", "serve"), task("ask", "ask", depends="serve", arguments=IP), name="inner")
+    probe = {
+        "httpGet": {"path": "/health", "port": "http"},
+        "periodSeconds": 1,
+        "timeoutSeconds": 60,
+    }
+    inner = dag(
+        task("serve", "serve"), task("ask", "ask", depends="serve", arguments=IP), name="inner"
+    )
     outcome = run(
-        tmp_path, server(port, probe), ask(port), OK, inner, dag(task("i", "inner"), task("o", "ok", depends="i"))
+        tmp_path,
+        server(port, probe),
+        ask(port),
+        OK,
+        inner,
+        dag(task("i", "inner"), task("o", "ok", depends="i")),
     )
     nodes = named(outcome)
     assert outcome.phase == "Succeeded"
@@ -96,26 +115,45 @@ def test_a_daemon_serves_until_its_graph_ends(tmp_path: Path) -> None:
     assert nodes["i.serve"].finished <= nodes["o"].started
 
 
-def test_servers_of_one_template_listen_at_one_port_of_addresses_of_their_own(tmp_path: Path) -> None:
+def test_servers_of_one_template_listen_at_one_port_of_addresses_of_their_own(
+    tmp_path: Path,
+) -> None:
     port = free_port()
-    serve = server(port, {"httpGet": {"port": port}}, retryStrategy={"limit": 1, "retryPolicy": "Always"})
-    serve["container"]["env"] = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    serve = server(
+        port, {"httpGet": {"port": port}}, retryStrategy={"limit": 1, "retryPolicy": "Always"}
+    )
+    serve["container"]["env"] = [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    ]
     tasks, before = [task("serve-1", "serve"), task("serve-2", "serve")], "serve-1 && serve-2"
     for name, template in (("first", "ask"), ("end", "askend"), ("again", "ask")):
         for i in (1, 2):
             tasks.append(
-                task(f"{name}-{i}", template, depends=before, arguments=given(ip=f"{{{{tasks.serve-{i}.ip}}}}"))
+                task(
+                    f"{name}-{i}",
+                    template,
+                    depends=before,
+                    arguments=given(ip=f"{{{{tasks.serve-{i}.ip}}}}"),
+                )
             )
         before = f"serve-1 && serve-2 && {name}-1 && {name}-2"
     nodes = named(run(tmp_path, serve, ask(port), ask(port, "/end"), dag(*tasks)))
-    answers = {name: node.outputs["y"] for name, node in nodes.items() if name.startswith(("first", "again"))}
-    assert len({*answers.values()}) == 4, "two processes, and after their ends two others at the same addresses"
+    answers = {
+        name: node.outputs["y"]
+        for name, node in nodes.items()
+        if name.startswith(("first", "again"))
+    }
+    assert len({*answers.values()}) == 4, (
+        "two processes, and after their ends two others at the same addresses"
+    )
     assert {nodes[f"first-{i}"].inputs["ip"] for i in (1, 2)} == {"127.0.0.1", "127.0.0.2"}
 
 
 def test_a_daemon_that_ends_is_started_again(tmp_path: Path) -> None:
     port = free_port()
-    serve = server(port, {"httpGet": {"port": port}}, retryStrategy={"limit": 1, "retryPolicy": "Always"})
+    serve = server(
+        port, {"httpGet": {"port": port}}, retryStrategy={"limit": 1, "retryPolicy": "Always"}
+    )
     tasks = (
         task("serve", "serve"),
         task("first", "ask", depends="serve", arguments=IP),
@@ -135,7 +173,9 @@ def test_a_daemon_that_ends_is_started_again(tmp_path: Path) -> None:
 def test_a_daemon_that_never_gets_ready(tmp_path: Path) -> None:
     template = shell("serve", "echo 'error: port 1: taken' >&2; exit 2", daemon=True)
     template["container"]["readinessProbe"] = {"httpGet": {"port": free_port()}}
-    outcome = run(tmp_path, template, dag(task("serve", "serve"), task("t", "serve", depends="serve")))
+    outcome = run(
+        tmp_path, template, dag(task("serve", "serve"), task("t", "serve", depends="serve"))
+    )
     assert outcome.phase == "Failed"
     assert outcome.exit_code == 2
     assert outcome.message == "serve: ended before it was ready: exit code 2: error: port 1: taken"
@@ -153,7 +193,9 @@ def mortal(tmp_path: Path, **strategy: Any) -> Template:
 
 def waiting(name: str, tmp_path: Path, **more: Any) -> Template:
     """Ends once there is the file ``over``, and with 75 if it is asked to end before."""
-    return shell(name, f"trap 'exit 75' TERM; while [ ! -e {tmp_path}/over ]; do sleep 0.05; done", **more)
+    return shell(
+        name, f"trap 'exit 75' TERM; while [ ! -e {tmp_path}/over ]; do sleep 0.05; done", **more
+    )
 
 
 def test_stages_end_at_once_where_their_server_has_died_for_good(tmp_path: Path) -> None:
@@ -178,15 +220,28 @@ def test_stages_end_at_once_where_their_server_has_died_for_good(tmp_path: Path)
         task("inner", "inner", depends="serve"),
         task("later", "ok", depends="inner"),
     )
-    templates = (mortal(tmp_path, limit=1), work, waiting("beside", tmp_path), OK, inner, dag(*tasks))
+    templates = (
+        mortal(tmp_path, limit=1),
+        work,
+        waiting("beside", tmp_path),
+        OK,
+        inner,
+        dag(*tasks),
+    )
     outcome = run(tmp_path / "run", *templates, options={"on_node": on_node})
     nodes = named(outcome)
     reason = "No more retries left: server died: SIGILL, illegal instruction: no such instruction"
     log = f"{tmp_path}/run/{nodes['serve(0)'].log}"
-    assert said == [f"server died: SIGILL, illegal instruction; restarting (1 of 1); log: {log}", reason]
+    assert said == [
+        f"server died: SIGILL, illegal instruction; restarting (1 of 1); log: {log}",
+        reason,
+    ]
     assert (outcome.phase, outcome.exit_code, outcome.message) == ("Failed", 1, f"serve: {reason}")
     assert [nodes[name].exit_code for name in ("serve(0)", "serve(1)")] == [132, 132]
-    assert {name: nodes[name].phase for name in ("beside", "inner", "inner.work", "inner.work(0)", "later")} == {
+    assert {
+        name: nodes[name].phase
+        for name in ("beside", "inner", "inner.work", "inner.work(0)", "later")
+    } == {
         **{"beside": "Succeeded", "later": "Omitted"},
         **dict.fromkeys(("inner", "inner.work", "inner.work(0)"), "Omitted"),
     }
@@ -205,9 +260,19 @@ def test_a_graph_does_not_wait_for_a_server_that_nobody_needs_any_more(tmp_path:
 
     serve = mortal(tmp_path, limit=1, backoff={"duration": "1h"})
     tasks = (task("serve", "serve"), task("work", "work", depends="serve"))
-    outcome = run(tmp_path / "run", serve, waiting("work", tmp_path), dag(*tasks), options={"on_node": on_node})
+    outcome = run(
+        tmp_path / "run",
+        serve,
+        waiting("work", tmp_path),
+        dag(*tasks),
+        options={"on_node": on_node},
+    )
     nodes = named(outcome)
-    assert (outcome.phase, nodes["serve"].phase, nodes["serve(0)"].phase) == ("Succeeded", "Succeeded", "Failed")
+    assert (outcome.phase, nodes["serve"].phase, nodes["serve(0)"].phase) == (
+        "Succeeded",
+        "Succeeded",
+        "Failed",
+    )
     assert "serve(1)" not in nodes
 
 
@@ -241,7 +306,11 @@ def long_run(tmp_path: Path) -> dict[str, Any]:
 
 
 def pids(tmp_path: Path) -> list[int]:
-    until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"))
+    until(
+        lambda: all(
+            (tmp_path / name).exists() and (tmp_path / name).read_text().strip() for name in "ab"
+        )
+    )
     return [int((tmp_path / name).read_text()) for name in "ab"]
 
 
@@ -270,16 +339,25 @@ def test_signals_end_the_pods_in_grace(tmp_path: Path, number: signal.Signals, c
 
 
 def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
-    stubborn = shell("stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", daemon=True)
+    stubborn = shell(
+        "stubborn", f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done", daemon=True
+    )
     stubborn["podSpecPatch"] = json.dumps({"terminationGracePeriodSeconds": 0.3})
     ready = shell("ready", f"until [ -e {tmp_path}/up ]; do sleep 0.05; done")
-    outcome = run(tmp_path / "run", stubborn, ready, dag(task("t", "stubborn"), task("ready", "ready", depends="t")))
+    outcome = run(
+        tmp_path / "run",
+        stubborn,
+        ready,
+        dag(task("t", "stubborn"), task("ready", "ready", depends="t")),
+    )
     assert named(outcome)["t"].exit_code == 137
 
 
 def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
     outcomes: list[Any] = []
-    thread = threading.Thread(target=lambda: outcomes.append(run(tmp_path, OK, dag(task("t", "ok")))))
+    thread = threading.Thread(
+        target=lambda: outcomes.append(run(tmp_path, OK, dag(task("t", "ok"))))
+    )
     thread.start()
     thread.join()
     assert outcomes[0].exit_code == 0
@@ -296,7 +374,9 @@ def shared() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as place:
         path = f"{place}/socket"
         words = [sys.executable, "-c", SHARED, "server", path]
-        process = subprocess.Popen(words, env=base_environment({}), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            words, env=base_environment({}), stderr=subprocess.PIPE, text=True
+        )
         until(Path(path).exists, child=process)
         yield path
         process.kill()
@@ -316,7 +396,9 @@ def begin(launcher: Launcher, tmp_path: Path, name: str) -> tuple[Process, int]:
     return process, int((tmp_path / name).read_text())
 
 
-def test_runs_share_a_warm_process(tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_share_a_warm_process(
+    tmp_path: Path, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each gets a fork of its own, which ends all that it started when the run ends; the others go on."""
     monkeypatch.setattr("tuneloop.local.processes.is_stage", lambda argv: True)
     one, two = (Launcher(base_environment({WARM: shared}), warm=["stages"]) for _ in range(2))
@@ -357,12 +439,15 @@ def test_a_fork_has_ended_with_its_exit_code_before_its_memory_is_torn_down(
     """Which takes for ever here: only a kill ends it."""
     monkeypatch.setattr("tuneloop.local.processes.is_stage", lambda argv: True)
     program = (
-        "import os, sys, time\nos._exit = lambda code: time.sleep(10**6)\nopen('pid', 'w').write(str(os.getpid()))\n"
+        "import os, sys, time\nos._exit = lambda code: time.sleep(10**6)\n"
+        "open('pid', 'w').write(str(os.getpid()))\n"
     )
     (tmp_path / "ends.py").write_text(program + "sys.exit(256 + 7)")
     launcher = Launcher(base_environment({WARM: shared}), warm=["stages"])
     log = tmp_path / "log"
-    process = launcher.start(["python", "-m", "ends"], base_environment({}), tmp_path, log, log, patient=True)
+    process = launcher.start(
+        ["python", "-m", "ends"], base_environment({}), tmp_path, log, log, patient=True
+    )
     assert process.ended.wait(LIMIT_S) and process.code == 7, log.read_text()
     until(lambda: gone(int((tmp_path / "pid").read_text())))
     launcher.close()
@@ -377,7 +462,9 @@ def test_a_fork_that_is_killed_before_its_request_is_replaced(
     parent = Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1]
 
     def find_spare() -> list[int]:
-        children = subprocess.run(["pgrep", "--parent", parent], capture_output=True, text=True).stdout.split()
+        children = subprocess.run(
+            ["pgrep", "--parent", parent], capture_output=True, text=True
+        ).stdout.split()
         return [int(each) for each in children if int(each) != first]
 
     (killed,) = until(find_spare)
@@ -430,11 +517,16 @@ def test_a_shared_warm_process_of_another_environment_is_not_used(
     (tmp_path / "one.end").touch()
     assert process.ended.wait(LIMIT_S) and process.code == 0
     launcher.close()
-    assert "no warm process: the process of TUNELOOP_WARM was started with other variables" in caplog.text
+    assert (
+        "no warm process: the process of TUNELOOP_WARM was started with other variables"
+        in caplog.text
+    )
 
 
 def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"TUNELOOP_WARM.*no warm process listens there.*or unset it"):
+    with pytest.raises(
+        UserError, match=r"TUNELOOP_WARM.*no warm process listens there.*or unset it"
+    ):
         Launcher(base_environment({WARM: str(tmp_path / "nobody")}), warm=["stages"])
 
 
@@ -453,9 +545,14 @@ def test_a_shared_warm_process_that_is_not_there_is_named(tmp_path: Path) -> Non
     ],
 )
 def test_which_commands_can_be_forks_of_which_process(argv: list[str], kinds: list[str]) -> None:
-    assert [kind for kind, can in (("stages", is_stage(argv)), ("server", is_server(argv))) if can] == kinds
+    assert [
+        kind for kind, can in (("stages", is_stage(argv)), ("server", is_server(argv))) if can
+    ] == kinds
     container = {"image": "none", "command": argv[:3], "args": argv[3:]}
-    assert _kinds([{"name": "other", "dag": {"tasks": []}}, {"name": "it", "container": container}]) == kinds
+    assert (
+        _kinds([{"name": "other", "dag": {"tasks": []}}, {"name": "it", "container": container}])
+        == kinds
+    )
 
 
 def test_environments_that_take_effect_at_import_must_agree() -> None:

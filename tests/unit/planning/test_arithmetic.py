@@ -22,7 +22,9 @@ ASKED = ["--prompts-per-iteration", "100", "--n", "4", "--max-tokens", "200"]
 CARRYING = ["--carry-after", "64"]
 
 
-def estimate(tmp_path: Path, *stages: dict[str, Any], device: str = "H100") -> tuple[dict[str, float], list[str]]:
+def estimate(
+    tmp_path: Path, *stages: dict[str, Any], device: str = "H100"
+) -> tuple[dict[str, float], list[str]]:
     """Estimate stages that follow one another, on Qwen3-0.6B."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
     leaves = [leaf("base-model", "base_model", "--model", str(tmp_path)), *stages]
@@ -53,7 +55,10 @@ def test_training_takes_so_many_operations_a_parameter_and_token(
     assert seconds == {"sft": pytest.approx(operations * 596_049_920 * 1.6e6 / (4 * H100))}
     assert operations != 6 or seconds["sft"] == pytest.approx(3.616, abs=1e-3)
     assert lines[0].startswith(f"  sft: {operations} × {SIZE} × 1,600 × 1000 tokens, on 4 = ")
-    assert "assumed: 40% of H100's 989 TFLOP/s (dense bfloat16), 60% of its 3.35 TB/s; without starting" in lines[-1]
+    assert (
+        "assumed: 40% of H100's 989 TFLOP/s (dense bfloat16), 60% of its 3.35 TB/s; without starting"
+        in lines[-1]
+    )
 
 
 def test_a_pair_is_two_sequences(tmp_path: Path) -> None:
@@ -65,20 +70,36 @@ def test_a_pair_is_two_sequences(tmp_path: Path) -> None:
 def test_a_token_takes_a_pass_over_weights_and_cache(tmp_path: Path) -> None:
     engine = ["--engine-args", '{"max_model_len": 1000, "max_num_seqs": 150}']
     update = leaf(
-        "policy-update", "policy_update", "--updates-per-batch", "2", "--dtype", "bfloat16", resources=gpus(1)
+        "policy-update",
+        "policy_update",
+        "--updates-per-batch",
+        "2",
+        "--dtype",
+        "bfloat16",
+        resources=gpus(1),
     )
-    seconds, lines = estimate(tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(1)), update)
+    seconds, lines = estimate(
+        tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(1)), update
+    )
     # 400 completions, 150 at once: three rounds of 200 tokens. A step reads 1.192 GB of weights and of 150 sequences
     # 900 tokens, on the mean, of 114,688 bytes each: 15.483 GB, together 16.675 GB. The prompts have 320,000 tokens.
     step, prompts = (1.1921e9 + 15.4829e9) / BYTES, 2 * 596_049_920 * 320_000 / H100
-    assert seconds["rollout"] == pytest.approx(600 * step + prompts, rel=1e-4) == pytest.approx(5.942, abs=1e-3)
+    assert (
+        seconds["rollout"]
+        == pytest.approx(600 * step + prompts, rel=1e-4)
+        == pytest.approx(5.942, abs=1e-3)
+    )
     assert "600 steps of 150 at once, each 16.7 GB" in lines[0]
-    assert seconds["policy-update"] == pytest.approx(6 * 596_049_920 * 400 * 1000 / H100), "every completion once"
+    assert seconds["policy-update"] == pytest.approx(6 * 596_049_920 * 400 * 1000 / H100), (
+        "every completion once"
+    )
 
 
 def test_engines_share_the_completions_and_tensor_parallel_ranks_a_step(tmp_path: Path) -> None:
     engine = ["--engine-args", '{"max_model_len": 1000, "tensor_parallel_size": 2}']
-    seconds, lines = estimate(tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(4)))
+    seconds, lines = estimate(
+        tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(4))
+    )
     step = (2 * 596_049_920 + 200 * 900 * 114_688) / BYTES / 2
     assert seconds["rollout"] == pytest.approx(200 * step + 2 * 596_049_920 * 320_000 / (4 * H100))
     assert "200 steps of 200 at once" in lines[0]
@@ -98,8 +119,24 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         leaf("sft", "sft", "--dtype", "float32", resources=gpus(1)),
         leaf("rollout", "rollout", *ASKED, resources=gpus(1)),
         leaf("evaluate", "evaluate", "--limit", "9", "--max-tokens", "2"),
-        leaf("evaluate-lm-eval", "evaluate_lm_eval", "--tasks", '["gsm8k"]', "--limit", "9", resources=gpus(1)),
-        leaf("preference", "preference", "--max-steps", "10", "--dtype", "bfloat16", resources=gpus(1)),
+        leaf(
+            "evaluate-lm-eval",
+            "evaluate_lm_eval",
+            "--tasks",
+            '["gsm8k"]',
+            "--limit",
+            "9",
+            resources=gpus(1),
+        ),
+        leaf(
+            "preference",
+            "preference",
+            "--max-steps",
+            "10",
+            "--dtype",
+            "bfloat16",
+            resources=gpus(1),
+        ),
     ]
     said = [
         "sft: {}dtype is float32, and peaks are known of bfloat16",
@@ -117,12 +154,18 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert lines[:-2] == [f"  {each.format('not estimated: ')}" for each in said]
     for line, says in (
         (["--device", ""], "--device: '': is not known; known: B200, "),
-        (["--device", "H100"], "--device: 'H100': sft: not estimated: it has no accelerator (cluster.trainer.gpus), "),
+        (
+            ["--device", "H100"],
+            "--device: 'H100': sft: not estimated: it has no accelerator (cluster.trainer.gpus), ",
+        ),
         (
             ["--device", "TPU", "--svg", str(tmp_path / "a.svg")],
             "--device: 'TPU': is not known; known: B200, H200, H100, H100 PCIe, A100, L40S, L4",
         ),
-        (["--device", "H100", "--measured", "r"], "--device: 'H100': estimates without a measured run"),
+        (
+            ["--device", "H100", "--measured", "r"],
+            "--device: 'H100': estimates without a measured run",
+        ),
         (
             ["--device", "H100", "--set", "base_model=a/b"],
             "--device: 'H100': needs the shape of the model: a/b: ",
@@ -130,7 +173,9 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert run_cli(["plan", "sft", *line]) == 2
         told = capsys.readouterr()
-        assert told.err.startswith(f"error: {says}") and not told.out and not [*tmp_path.glob("*.svg")]
+        assert (
+            told.err.startswith(f"error: {says}") and not told.out and not [*tmp_path.glob("*.svg")]
+        )
 
 
 @pytest.mark.parametrize("most", [1000, 1200])
@@ -138,28 +183,42 @@ def test_a_completion_leaves_room_for_its_prompt(tmp_path: Path, most: int) -> N
     asked = ["--prompts-per-iteration", "4", "--n", "4", "--max-tokens", str(most)]
     engine = ["--engine-args", '{"max_model_len": 1000}']
     with pytest.raises(
-        UserError, match=r"rollout: not estimated: max_tokens leaves no room for a prompt in engine\.args"
+        UserError,
+        match=r"rollout: not estimated: max_tokens leaves no room for a prompt in engine\.args",
     ):
         estimate(tmp_path, leaf("rollout", "rollout", *asked, *engine, resources=gpus(1)))
 
 
 def test_of_groups_that_are_carried_those_of_an_iteration_count(tmp_path: Path) -> None:
-    engine = ["--engine-args", '{"max_model_len": 1000, "max_num_seqs": null, "tensor_parallel_size": null}']
+    engine = [
+        "--engine-args",
+        '{"max_model_len": 1000, "max_num_seqs": null, "tensor_parallel_size": null}',
+    ]
     asked = [*ASKED, "--oversampled-prompts", "150"]
-    rollouts = [leaf(f"r{len(more)}", "rollout", *asked, *engine, *more, resources=gpus(1)) for more in ([], CARRYING)]
+    rollouts = [
+        leaf(f"r{len(more)}", "rollout", *asked, *engine, *more, resources=gpus(1))
+        for more in ([], CARRYING)
+    ]
     _, (whole, carried, _) = estimate(tmp_path, *rollouts)
     assert "600 × 800 tokens of prompts" in whole and "400 × 800 tokens of prompts" in carried
 
 
 def test_an_engine_has_the_devices_of_its_pipeline(tmp_path: Path) -> None:
-    engine = ["--engine-args", '{"max_model_len": 1000, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}']
-    seconds, lines = estimate(tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(8)))
+    engine = [
+        "--engine-args",
+        '{"max_model_len": 1000, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}',
+    ]
+    seconds, lines = estimate(
+        tmp_path, leaf("rollout", "rollout", *ASKED, *engine, resources=gpus(8))
+    )
     step = (2 * 596_049_920 + 200 * 900 * 114_688) / BYTES / 2
     assert seconds["rollout"] == pytest.approx(200 * step + 2 * 596_049_920 * 320_000 / (8 * H100))
     assert "200 steps of 200 at once" in lines[0], "two engines of four"
 
 
-def test_a_model_with_experts_is_not_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_experts_is_not_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory_estimate, "count_parameters", lambda _: 10**9)
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setitem(PUBLISHED["Qwen3-0.6B"][1], "num_experts", 8)
@@ -169,11 +228,19 @@ def test_a_model_with_experts_is_not_estimated(tmp_path: Path, monkeypatch: pyte
 
 def test_hours_and_cost_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     """A server has the accelerator, and the evaluations that ask it are one after another."""
-    sets = ["engine.name=vllm", "cluster.trainer.gpus=1", "cluster.sampler.gpus=1", "update.dtype=bfloat16"]
+    sets = [
+        "engine.name=vllm",
+        "cluster.trainer.gpus=1",
+        "cluster.sampler.gpus=1",
+        "update.dtype=bfloat16",
+    ]
     words = [word for each in sets for word in ("--set", each)]
     assert run_cli(["plan", "grpo", *words, "--device", "H100", "--price", "2.5"]) == 0
     text = capsys.readouterr().out
-    assert "hours: about 0.183, by arithmetic for H100, not measured, one stage after another: evaluate 2 × " in text
+    assert (
+        "hours: about 0.183, by arithmetic for H100, not measured, one stage after another: evaluate 2 × "
+        in text
+    )
     assert "without data-prep, base-model, reward, export, of which it says nothing" in text
     assert "× 2.5 = " in text and "256 × 248 tokens of prompts, on 1 = " in text
 
@@ -192,6 +259,8 @@ def test_a_device_is_found_by_whole_words_of_its_name(name: str, known: str) -> 
     assert find_device(name) == DEVICES[known]
 
 
-@pytest.mark.parametrize("name", ["GB200", "GH200 480GB", "L40", "H100 NVL", "H100 80GB HBM3 MIG 1g.10gb", "T4"])
+@pytest.mark.parametrize(
+    "name", ["GB200", "GH200 480GB", "L40", "H100 NVL", "H100 80GB HBM3 MIG 1g.10gb", "T4"]
+)
 def test_a_device_of_another_form_is_not_known(name: str) -> None:
     assert find_device(f"NVIDIA {name}") is None

@@ -26,7 +26,9 @@ def made(store: Path, name: str, iterations: int = 3, gap: float = 0.5, pause: f
         for stage, seconds in STAGES:
             clock += gap + (pause if (iteration, stage) == (iterations, "rollout") else 0)
             draft = Draft(f"{store}/{name}/iterations/{iteration}/{stage}", attempt="data-test")
-            timings = {"total": seconds} | ({"load": 0.25 * iteration} if stage == "rollout" else {})
+            timings = {"total": seconds} | (
+                {"load": 0.25 * iteration} if stage == "rollout" else {}
+            )
             about = {"timings": timings, "provenance": {"started": clock}}
             draft.commit(stage=stage.replace("-", "_"), role=ROLES[stage], **about)  # type: ignore[arg-type]
             clock += seconds
@@ -41,7 +43,9 @@ def pods(run: Run, before: float, after: float) -> Iterator[Node]:
 
 
 def test_a_run_is_read_from_its_manifests_alone(tmp_path: Path) -> None:
-    tasks = read_recorded_tasks(made(tmp_path, "far", 4, pause=3600))  # it was resumed: an hour in which nobody waited
+    tasks = read_recorded_tasks(
+        made(tmp_path, "far", 4, pause=3600)
+    )  # it was resumed: an hour in which nobody waited
     assert [(t.stage, t.iteration, t.seconds, t.device, t.lead) for t in tasks[3:6]] == [
         ("rollout", 2, 3.0, "sampler", 0.5),
         ("reward", 2, 1.0, "", 0.5),
@@ -57,18 +61,28 @@ def test_a_pod_holds_its_device_from_start_to_end(tmp_path: Path) -> None:
         journal.write(node)
     journal.close()
     tasks = read_recorded_tasks(run)
-    assert [(task.seconds, task.lead) for task in tasks[:3]] == [(3.375, 0.125), (1.375, 0.125), (2.375, 0.125)]
+    assert [(task.seconds, task.lead) for task in tasks[:3]] == [
+        (3.375, 0.125),
+        (1.375, 0.125),
+        (2.375, 0.125),
+    ]
 
 
 def test_a_run_that_overlapped_is_read_as_it_ran(tmp_path: Path) -> None:
-    at = {"rollout": (0.0, 5.0), "reward": (5.5, 1.0), "policy-update": (7.0, 4.0)}  # each batch 7 s after the last one
+    at = {
+        "rollout": (0.0, 5.0),
+        "reward": (5.5, 1.0),
+        "policy-update": (7.0, 4.0),
+    }  # each batch 7 s after the last one
     for iteration in range(1, 4):
         for stage, (start, seconds) in at.items():
             draft = Draft(f"{tmp_path}/ahead/iterations/{iteration}/{stage}", attempt="data-test")
             begun = 1000 + 7 * iteration + start
             about = {"timings": {"total": seconds}, "provenance": {"started": begun}}
             draft.commit(stage=stage.replace("-", "_"), role=ROLES[stage], **about)  # type: ignore[arg-type]
-    leads = {task.stage: task.lead for task in read_recorded_tasks(Run.open("ahead", str(tmp_path)))}
+    leads = {
+        task.stage: task.lead for task in read_recorded_tasks(Run.open("ahead", str(tmp_path)))
+    }
     assert leads == {"rollout": 0.5, "reward": 0.5, "policy-update": 0.5}
 
 
@@ -77,14 +91,17 @@ def test_what_can_not_be_planned_with_is_refused(tmp_path: Path) -> None:
         read_recorded_tasks(made(tmp_path, "short", 1))
     grpo = find_pipeline("grpo")
     pods, stages = (
-        dump_workflow(grpo.build(grpo.configure(sets=[f"loop.iterations_per_pod={n}"]))) for n in ("auto", 0)
+        dump_workflow(grpo.build(grpo.configure(sets=[f"loop.iterations_per_pod={n}"])))
+        for n in ("auto", 0)
     )
     for name, config, workflow, says in (
         ("grain", {}, pods, "ran its stages in one pod"),
         ("shared", {"cluster": {"share": {"group": "g"}}}, stages, "waited for turns itself"),
     ):
         made(tmp_path, name)
-        run_record.Run.create(Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), workflow)
+        run_record.Run.create(
+            Record(run=name, pipeline="grpo", path="", config=config, store=str(tmp_path)), workflow
+        )
         with pytest.raises(UserError, match=says):
             read_recorded_tasks(Run.open(name, str(tmp_path)))
 
@@ -97,34 +114,68 @@ def test_devices_are_those_of_the_stages() -> None:
 
 def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811
     made(tmp_path, "one", 5), made(tmp_path, "two", 4, gap=1.5)
-    words = ("plan", "grpo", "--share", "--set", "engine.name=transformers", "--store", str(tmp_path))
+    words = (
+        "plan",
+        "grpo",
+        "--share",
+        "--set",
+        "engine.name=transformers",
+        "--store",
+        str(tmp_path),
+    )
     done = call(*words, "--measured", "one", "--measured", f"{tmp_path}/two")
     assert done.code == 0, done.err
     rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
     assert rows["alone"][1:] == ["1", "1", "7.50", "7.50", "33%", "33%", "37.5", "480.0", "1.00"]
     assert rows["one-after-another"][1:3] == ["2", "1"] and rows["one-after-another"][7] == "79.5"
     assert "recommended: shared-fifo" in done.out
-    assert "a stage's start to its commit" in done.out and "0.5 s until who waited sees it" in done.out
+    assert (
+        "a stage's start to its commit" in done.out and "0.5 s until who waited sees it" in done.out
+    )
     lost = call(*words, "--measured", "one", "--plan", "shared-lrs", "--swap", "10.8")
     refused(lost, "loses time", "10.8 s to swap", "use one-after-another")
     assert "shared-lrs" in lost.out, "the figures are shown all the same"
     chosen = ("--set", "cluster.share.group=a", "--set", "cluster.share.policy=lrs")
-    refused(call(*words, "--measured", "one", "--swap", "10.8", *chosen), "'shared-lrs': loses time")
-    apart = ("--set", "cluster.share.device_class=gpu.example.com", "--set", "cluster.share.roles=apart")
+    refused(
+        call(*words, "--measured", "one", "--swap", "10.8", *chosen), "'shared-lrs': loses time"
+    )
+    apart = (
+        "--set",
+        "cluster.share.device_class=gpu.example.com",
+        "--set",
+        "cluster.share.roles=apart",
+    )
     done = call(*words, "--measured", "one", *chosen, *apart)
-    assert "trainers and samplers each have a turn" in done.out and "2 runs do 83% more in the same time" in done.out
+    assert (
+        "trainers and samplers each have a turn" in done.out
+        and "2 runs do 83% more in the same time" in done.out
+    )
     refused(call(*words, *["--measured", "one"] * 3, *chosen), "3", "runs_per_claim is 2")
 
 
-def test_the_plan_of_sharing_says_what_a_server_costs_to_suspend(call: Call, tmp_path: Path) -> None:  # noqa: F811
+def test_the_plan_of_sharing_says_what_a_server_costs_to_suspend(
+    call: Call,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     """Weights of 2 bytes and the cache, out and in at 16 GB/s; sleep mode drops both before."""
     made(tmp_path, "one", 5)
-    words = ("plan", "grpo", "--share", "--store", str(tmp_path), "--measured", "one", "--set=cluster.sampler.gpus=1")
+    words = (
+        "plan",
+        "grpo",
+        "--share",
+        "--store",
+        str(tmp_path),
+        "--measured",
+        "one",
+        "--set=cluster.sampler.gpus=1",
+    )
     cache = "kv_cache_memory_bytes: 24000000000"
     done = call(*words, "--set", "engine.snapshot=true", "--set", f"engine.args={{{cache}}}")
     assert done.code == 0, done.err
     terms = r"853,376 × 2 weights \+ KV cache pool of [\d,]+ tokens × \d+"
-    line = rf"engine.snapshot: 2 × \({terms}\) / 16 GB/s \+ 4 s = 7.0 s, .* host memory 2 × 22.4 GiB"
+    line = (
+        rf"engine.snapshot: 2 × \({terms}\) / 16 GB/s \+ 4 s = 7.0 s, .* host memory 2 × 22.4 GiB"
+    )
     assert re.search(line, done.out), done.out
     assert "loading the server's weights, as of each new version: 0.75 s, recorded" in done.out
     asleep = call(*words, "--set", "engine.args={enable_sleep_mode: true}")
@@ -136,6 +187,8 @@ def test_the_plan_of_sharing_says_what_a_server_costs_to_suspend(call: Call, tmp
 def test_mistakes_in_planning_are_one_line(call: Call, tmp_path: Path) -> None:  # noqa: F811
     here = ("--store", str(tmp_path))
     refused(call("plan", "grpo", "--share", *here), "no run of grpo is recorded")
-    refused(call("plan", "grpo", "--share", "--plan", "both", *here), "use one of alone, asynchronous")
+    refused(
+        call("plan", "grpo", "--share", "--plan", "both", *here), "use one of alone, asynchronous"
+    )
     refused(call("plan", "grpo", "--share", "--measured", "nothing", *here), "not found below")
     refused(call("plan", "grpo", "--swap", "3"), "--share", "--swap")

@@ -54,12 +54,17 @@ def test_stored_weights_are_counted_before_any_formula(tmp_path: Path) -> None:
 def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
     experts = {**PUBLISHED["Llama-3.2-1B"][1], "num_local_experts": 8}
     assert "not estimated" in str(memory_estimate.shape_of("m", experts, None))
-    assert "no 'hidden_size'" in str(memory_estimate.shape_of("m", {"num_attention_heads": 2}, None))
+    assert "no 'hidden_size'" in str(
+        memory_estimate.shape_of("m", {"num_attention_heads": 2}, None)
+    )
 
 
 def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
     command = ["python", "-m", f"tuneloop.stages.{stage}"]
-    return {"name": name, "container": {"image": "tuneloop/x:1", "command": command, "args": list(args), **more}}
+    return {
+        "name": name,
+        "container": {"image": "tuneloop/x:1", "command": command, "args": list(args), **more},
+    }
 
 
 WORKFLOW: dict[str, Any] = {
@@ -69,7 +74,16 @@ WORKFLOW: dict[str, Any] = {
         "templates": [
             leaf("base-model", "base_model", "--model", "tiny-qwen3", "--vocab-size", "300"),
             leaf("sft", "sft", "--max-steps=30", resources={"limits": {"nvidia.com/gpu": 2}}),
-            leaf("rollout", "rollout", "--prompts-per-iteration", "4", "--n", "8", "--max-tokens", "16"),
+            leaf(
+                "rollout",
+                "rollout",
+                "--prompts-per-iteration",
+                "4",
+                "--n",
+                "8",
+                "--max-tokens",
+                "16",
+            ),
             {
                 "name": "loop",
                 "dag": {
@@ -131,27 +145,45 @@ def test_the_plan_shows_graph_work_and_arithmetic() -> None:
     assert "check (while its condition holds)" in text
     assert "rollout: 10 × 4 prompts × 8 = 320 completions, at most 5,120 tokens" in text
     more = json.loads(json.dumps(WORKFLOW).replace('"--n"', '"--oversampled-prompts", "6", "--n"'))
-    stages = [rendered_stages.read_stage(each) for each in more["spec"]["templates"] if "container" in each]
-    assert ("rollout", "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens") in plan.estimate_work(
-        stages, plan.count_pods(more)
-    )
+    stages = [
+        rendered_stages.read_stage(each)
+        for each in more["spec"]["templates"]
+        if "container" in each
+    ]
+    assert (
+        "rollout",
+        "10 × 6 prompts × 8 = 480 completions, at most 7,680 tokens",
+    ) in plan.estimate_work(stages, plan.count_pods(more))
     carried = json.loads(json.dumps(more).replace('"--n"', '"--carry-after", "8", "--n"'))
-    stages = [rendered_stages.read_stage(each) for each in carried["spec"]["templates"] if "container" in each]
-    assert any("10 × 4 prompts" in text for _, text in plan.estimate_work(stages, plan.count_pods(carried)))
+    stages = [
+        rendered_stages.read_stage(each)
+        for each in carried["spec"]["templates"]
+        if "container" in each
+    ]
+    assert any(
+        "10 × 4 prompts" in text for _, text in plan.estimate_work(stages, plan.count_pods(carried))
+    )
     # 300 × 128 embeddings + 4 × (2·128·4·32 + 2·128·2·32 + 3·128·384 + 2·128 + 2·32) + 128
     assert "tiny-qwen3: 826,240 parameters" in text
     assert "826,240 × (4 weights + 4 gradients + 8 Adam) = 13.2 MB" in text
-    assert "sft: model/ 826,240 × 4 = 3.3 MB, trainer/ 826,240 × 12 = 9.91 MB, with both 13.2 MB" in text
+    assert (
+        "sft: model/ 826,240 × 4 = 3.3 MB, trainer/ 826,240 × 12 = 9.91 MB, with both 13.2 MB"
+        in text
+    )
 
 
 def test_a_model_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen3-0.6B"][1]))
-    model = memory_estimate.model_of([rendered_stages.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))])
+    model = memory_estimate.model_of(
+        [rendered_stages.read_stage(leaf("b", "base_model", "--model", str(tmp_path)))]
+    )
     assert isinstance(model, Model)
     assert model.parameters == 596_049_920
     assert model.kv_bytes == 2 * 28 * 8 * 128 * 2
     assert "no directory here" in str(
-        memory_estimate.model_of([rendered_stages.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))])
+        memory_estimate.model_of(
+            [rendered_stages.read_stage(leaf("b", "base_model", "--model", "a/hub-name"))]
+        )
     )
 
 
@@ -175,7 +207,9 @@ def test_state_that_is_written_now_and_then_is_counted_so() -> None:
     model = Model("7B", 7 * 10**9, "", 32, 4096, 32, 128, 32000, {"q_proj": (4096, 4096)})
 
     def told(*flags: str) -> str:
-        return plan.describe_checkpoint(rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model)
+        return plan.describe_checkpoint(
+            rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model
+        )
 
     whole = "model/ 7,000,000,000 × 2 = 14 GB, trainer/ 7,000,000,000 × 12 = 84 GB"
     assert told("--save-dtype", "bfloat16") == f"{whole}, with both 98 GB"
@@ -189,12 +223,19 @@ def test_gradient_checkpointing_is_counted() -> None:
     model = Model("m", 1000, "", layers=10, hidden=8, kv_heads=1, head_dim=8, vocab=16)
     flags = ("--max-length", "32", "--per-device-train-batch-size", "4", "--dtype", "bfloat16")
     for checkpointing, kept in (("false", 10 * 34), ("true", 10 * 2 + 34)):
-        stage = rendered_stages.read_stage(leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing))
+        stage = rendered_stages.read_stage(
+            leaf("sft", "sft", *flags, "--gradient-checkpointing", checkpointing)
+        )
         assert memory_estimate.estimate_memory_parts(stage, model, None)[1][1] == 4 * 32 * kept * 8
 
 
 def test_the_overlapped_loop_samples_as_many_batches_as_it_trains_on() -> None:
     pipeline = find_pipeline("grpo")
-    sets = ["loop.asynchronous=true", "engine.name=transformers", "loop.iterations=7", "loop.per_workflow=3"]
+    sets = [
+        "loop.asynchronous=true",
+        "engine.name=transformers",
+        "loop.iterations=7",
+        "loop.per_workflow=3",
+    ]
     pods = plan.count_pods(pipeline.build(pipeline.configure(None, sets)))
     assert (pods["rollout"], pods["reward"], pods["policy-update"]) == (7, 7, 7)

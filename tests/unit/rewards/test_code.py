@@ -49,7 +49,12 @@ ANY = {"stdin": "", "stdout": "never"}
 
 def judge(program: str, *tests: Any, **limits: float) -> Outcome:
     metadata = json.dumps({"tests": tests, "code": {"seconds": 8, **limits}})
-    row = {"completion": program, "answer": "", "metadata": metadata, "reward_spec": '{"code": 1.0}'}
+    row = {
+        "completion": program,
+        "answer": "",
+        "metadata": metadata,
+        "reward_spec": '{"code": 1.0}',
+    }
     return score_all([row], timeout_s=30)[0]
 
 
@@ -71,7 +76,9 @@ def test_programs_that_behave(program: str, tests: list[Any], score: float) -> N
     assert judge(program, *tests).score == score
 
 
-@pytest.mark.parametrize("tests", [[], ["assert add(1, 2)"], ["assert add(1, 2) == add(2, 1)"], [{"call": "f()"}], [7]])
+@pytest.mark.parametrize(
+    "tests", [[], ["assert add(1, 2)"], ["assert add(1, 2) == add(2, 1)"], [{"call": "f()"}], [7]]
+)
 def test_what_can_not_be_judged_outside_is_not(tests: list[Any]) -> None:
     assert judge(ADD, *tests).outcome == "unverifiable"
 
@@ -90,13 +97,19 @@ def test_what_can_not_be_judged_outside_is_not(tests: list[Any]) -> None:
 )  # fmt: skip
 def test_what_a_program_uses_up(program: str, reason: str, limits: dict[str, float]) -> None:
     outcome = judge(program, ANY, **limits)
-    assert (outcome.outcome, outcome.score, outcome.breakdown[f"code.{reason}"]) == ("score", 0.0, 1.0)
+    assert (outcome.outcome, outcome.score, outcome.breakdown[f"code.{reason}"]) == (
+        "score",
+        0.0,
+        1.0,
+    )
 
 
 FORGES = "import os\nfor f in range(3, 64):\n try: os.write(f, {text!r})\n except OSError: pass\n"
 
 
-@pytest.mark.parametrize("text", [b"x", b"\nrefused: no", b"\nresult 3", b"\nescape\n", b"\xff" * 100])
+@pytest.mark.parametrize(
+    "text", [b"x", b"\nrefused: no", b"\nresult 3", b"\nescape\n", b"\xff" * 100]
+)
 def test_a_program_cannot_forge_its_verdict(text: bytes) -> None:
     """It can write to the descriptor of the notes, but not over the line that says that it was run."""
     outcome = judge(FORGES.format(text=text) + "os._exit(0)", ANY)
@@ -164,19 +177,25 @@ def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, put: str
     monkeypatch.setattr(sandbox, "JAIL", tmp_path / "jail.py")
 
 
-@pytest.mark.parametrize(("call", "end"), [("open", ("done", "-1\n")), ("getxattr", ("escape", ""))])
+@pytest.mark.parametrize(
+    ("call", "end"), [("open", ("done", "-1\n")), ("getxattr", ("escape", ""))]
+)
 def test_the_kernel_guards_where_nobody_watches(
     call: str, end: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the hook: Landlock by itself keeps C's own open from a file, and seccomp other calls."""
     (tmp_path / "token").write_text("never")
     without(monkeypatch, tmp_path, "        watch_audit(notes, readable)", "")
-    program = f"import ctypes\nprint(ctypes.CDLL(None).{call}({str(tmp_path / 'token').encode()!r}, 0))"
+    program = (
+        f"import ctypes\nprint(ctypes.CDLL(None).{call}({str(tmp_path / 'token').encode()!r}, 0))"
+    )
     ending = sandbox.run_program(program, "", None, LIMITS)
     assert (ending.kind, ending.stdout) == end
 
 
-def test_a_program_that_can_not_be_shut_in_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_can_not_be_shut_in_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel that has no Landlock answers so."""
     without(
         monkeypatch,
@@ -185,14 +204,23 @@ def test_a_program_that_can_not_be_shut_in_is_not_run(tmp_path: Path, monkeypatc
         "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 9999",
     )
     ran = tmp_path / "ran"
-    with pytest.raises(OSError, match=r"could not be shut in and was not run: refused: .*not implemented"):
+    with pytest.raises(
+        OSError, match=r"could not be shut in and was not run: refused: .*not implemented"
+    ):
         sandbox.run_program(f"open('{ran}', 'w')", "", None, LIMITS)
     assert not ran.exists()
 
 
 def test_an_escape_is_kept_out_of_training_or_punished(tmp_path: Path) -> None:
     rows = [
-        {**TOKENS, "completion": text, "answer": "", "reward_spec": '{"code": 1.0}', "metadata": metadata, "group": "g"}
+        {
+            **TOKENS,
+            "completion": text,
+            "answer": "",
+            "reward_spec": '{"code": 1.0}',
+            "metadata": metadata,
+            "group": "g",
+        }
         for metadata in [json.dumps({"tests": [CALL]})]
         for text in (ADD, "def add(a, b): return 0", "open('/etc/passwd')")
     ]
@@ -201,22 +229,38 @@ def test_an_escape_is_kept_out_of_training_or_punished(tmp_path: Path) -> None:
     draft.commit(stage="rollout", facts={"version": 3})
     given = {"rollouts": str(tmp_path / "r"), "timeout_s": 30}
     with pytest.raises(
-        UserError, match=r"reward\.error_budget: 0\.05: 1 of 3 .*'escape': 1.*: open /etc/passwd.*escape_score"
+        UserError,
+        match=r"reward\.error_budget: 0\.05: 1 of 3 .*'escape': 1.*: open /etc/passwd.*escape_score",
     ):
         reward(out=str(tmp_path / "a"), **given)
-    asked: Any = [("b", {"error_budget": 0.5}, [1, 0, None]), ("c", {"escape_score": -1.0}, [1, 0, -1])]
+    asked: Any = [
+        ("b", {"error_budget": 0.5}, [1, 0, None]),
+        ("c", {"escape_score": -1.0}, [1, 0, -1]),
+    ]
     for place, options, scores in asked:
         reward(out=str(tmp_path / place), **given, **options)
         made = Artifact(str(tmp_path / place))
         table = pq.read_table(made.path / "rewards.parquet")
-        assert table["score"].to_pylist() == scores == [sample.score for sample in read_samples(made, 3, 0)]
+        assert (
+            table["score"].to_pylist()
+            == scores
+            == [sample.score for sample in read_samples(made, 3, 0)]
+        )
         assert table["outcome"].to_pylist() == ["score", "score", "escape"]
         assert made.manifest.facts["reward"]["outcomes"]["escape"] == 1
         assert made.manifest.facts["reward"]["breakdown"]["code"] == 0.5
 
 
 def test_the_source_of_functions_passes_its_own_tests(tmp_path: Path) -> None:
-    data_prep(out=str(tmp_path / "d"), source="functions", rewards={"code": 1.0}, train=3, eval=2, sft=2, timeout_s=30)
+    data_prep(
+        out=str(tmp_path / "d"),
+        source="functions",
+        rewards={"code": 1.0},
+        train=3,
+        eval=2,
+        sft=2,
+        timeout_s=30,
+    )
     assert Artifact(str(tmp_path / "d")).manifest.facts["rows"] == {"eval": 2, "sft": 2, "train": 3}
 
 

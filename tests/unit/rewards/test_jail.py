@@ -15,7 +15,20 @@ CALLS = json.loads(Path(__file__).with_name("system_calls.json").read_text())
 KILL, ALLOW, EPERM, ENOSYS, ENOMEM = 0x80000000, 0x7FFF0000, 0x50001, 0x50026, 0x5000C
 OWN, STACK = 4711, 4 << 20
 ONLY_X86 = {
-    *("open", "stat", "lstat", "poll", "access", "pipe", "select", "dup2", "pause", "alarm", "getdents", "readlink"),
+    *(
+        "open",
+        "stat",
+        "lstat",
+        "poll",
+        "access",
+        "pipe",
+        "select",
+        "dup2",
+        "pause",
+        "alarm",
+        "getdents",
+        "readlink",
+    ),
     *("getpgrp", "arch_prctl", "time", "epoll_wait"),
 }
 
@@ -41,13 +54,25 @@ def test_a_call_is_decided_by_its_name_on_both_architectures() -> None:
     """So the filter of aarch64 is that of x86_64, on which the attacks are run."""
     alone: dict[str, set[str]] = {"x86_64": set(), "aarch64": set()}
     for name, numbers in CALLS.items():
-        said = [decide(machine, number) for machine, number in zip(alone, numbers) if number is not None]
+        said = [
+            decide(machine, number) for machine, number in zip(alone, numbers) if number is not None
+        ]
         if None not in numbers:
             assert said[0] == said[1], name
         elif said[0] == ALLOW:
             alone["x86_64" if numbers[1] is None else "aarch64"].add(name)
     assert alone == {"x86_64": ONLY_X86, "aarch64": set()}
-    forbidden = ("ptrace", "socket", "connect", "execve", "unlinkat", "mount", "bpf", "process_vm_readv", "seccomp")
+    forbidden = (
+        "ptrace",
+        "socket",
+        "connect",
+        "execve",
+        "unlinkat",
+        "mount",
+        "bpf",
+        "process_vm_readv",
+        "seccomp",
+    )
     assert {decide("aarch64", CALLS[name][1]) for name in forbidden} == {KILL}
 
 
@@ -58,9 +83,15 @@ def test_calls_are_decided_by_what_they_ask_for(machine: str) -> None:
     def ask(name: str, *arguments: int) -> int:
         return decide(machine, CALLS[name][column], *arguments)
 
-    assert decide(machine, CALLS["read"][column], architecture=0x40000003) == KILL, "calls of another architecture"
+    assert decide(machine, CALLS["read"][column], architecture=0x40000003) == KILL, (
+        "calls of another architecture"
+    )
     assert {decide(machine, number) for number in (424, 435, 444, 1 << 30)} == {ENOSYS}
-    assert (ask("clone", 0x3D0F00), ask("clone", 0x1200011), ask("clone", 1 << 40)) == (ALLOW, KILL, KILL)
+    assert (ask("clone", 0x3D0F00), ask("clone", 0x1200011), ask("clone", 1 << 40)) == (
+        ALLOW,
+        KILL,
+        KILL,
+    )
     for name in ("kill", "tgkill"):
         assert (ask(name, OWN), ask(name, 1), ask(name, 0xFFFFFFFF)) == (ALLOW, KILL, KILL)
     assert (ask("fcntl", 1, 3), ask("fcntl", 1, 8)) == (ALLOW, KILL)
@@ -88,8 +119,12 @@ print(started)
 """
 
 
-@pytest.mark.parametrize(("size", "memory", "least"), [(0, 256, 4), (32768, 256, 0), (0, 4096, 4), (32768, 4096, 0)])
-def test_a_program_has_as_many_threads_as_its_memory_has_stacks(size: int, memory: int, least: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "memory", "least"), [(0, 256, 4), (32768, 256, 0), (0, 4096, 4), (32768, 4096, 0)]
+)
+def test_a_program_has_as_many_threads_as_its_memory_has_stacks(
+    size: int, memory: int, least: int
+) -> None:
     """Small stacks would let it have thousands."""
     limits = sandbox.Limits(8, memory << 20, 1 << 16)
     ending = sandbox.run_program(THREADS.replace("SIZE", str(size)), "", None, limits)
@@ -118,7 +153,9 @@ def test_a_program_that_waits_for_a_processor_is_not_late(monkeypatch: pytest.Mo
     assert [(ending.kind, ending.stdout) for ending in endings] == [("done", "7\n")] * 6
 
 
-@pytest.mark.parametrize("program", ["import time; time.sleep(60)", "while True: print(1, flush=True)"])
+@pytest.mark.parametrize(
+    "program", ["import time; time.sleep(60)", "while True: print(1, flush=True)"]
+)
 def test_a_program_that_does_not_wait_for_a_processor_is_late(program: str) -> None:
     ending = sandbox.run_program(program, "", None, sandbox.Limits(1, 256 << 20, 1 << 30))
     assert ending.kind == "timeout"

@@ -13,7 +13,9 @@ def judge(name: str, completion: str, answer: str = "", **metadata: Any) -> Outc
     return score_all([{**row, "metadata": json.dumps(metadata)}], timeout_s=20)[0]
 
 
-@pytest.mark.parametrize(("completion", "score"), [("42", 1.0), (" 42\n", 1.0), ("42.", 0.0), ("", 0.0), ("4 2", 0.0)])
+@pytest.mark.parametrize(
+    ("completion", "score"), [("42", 1.0), (" 42\n", 1.0), ("42.", 0.0), ("", 0.0), ("4 2", 0.0)]
+)
 def test_exact(completion: str, score: float) -> None:
     assert judge("exact", completion, "42").score == score
 
@@ -60,14 +62,22 @@ def test_format() -> None:
     assert judge("format", "42", format={"pattern": "("}).outcome == "infra_error"
 
 
-@pytest.mark.parametrize(("length", "score"), [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (99, -1.0)])
+@pytest.mark.parametrize(
+    ("length", "score"), [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (99, -1.0)]
+)
 def test_length_penalty(length: int, score: float) -> None:
-    assert judge("length_penalty", "x" * length, length_penalty={"max_length": 10, "buffer": 4}).score == score
+    assert (
+        judge("length_penalty", "x" * length, length_penalty={"max_length": 10, "buffer": 4}).score
+        == score
+    )
 
 
 def test_length_penalty_without_a_buffer_is_a_step() -> None:
     limits = {"max_length": 3, "buffer": 0}
-    assert [judge("length_penalty", "x" * n, length_penalty=limits).score for n in (3, 4)] == [0.0, -1.0]
+    assert [judge("length_penalty", "x" * n, length_penalty=limits).score for n in (3, 4)] == [
+        0.0,
+        -1.0,
+    ]
     assert judge("length_penalty", "x").outcome == "unverifiable"
 
 
@@ -77,4 +87,7 @@ def test_reasoning_gym_uses_the_tasks_own_verifier() -> None:
     assert judge("reasoning_gym", " abc\n", reasoning_gym=about).score == 1.0
     assert judge("reasoning_gym", "xyz", reasoning_gym=about).score == 0.0
     assert judge("reasoning_gym", "abc").outcome == "unverifiable"
-    assert judge("reasoning_gym", "abc", reasoning_gym={**about, "task": "none"}).outcome == "infra_error"
+    assert (
+        judge("reasoning_gym", "abc", reasoning_gym={**about, "task": "none"}).outcome
+        == "infra_error"
+    )

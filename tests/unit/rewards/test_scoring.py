@@ -25,12 +25,21 @@ BAD = "tests.unit.rewards.bad"
 
 def row(completion: str, answer: str = "42", spec: Any = None, **metadata: Any) -> dict[str, str]:
     reward = json.dumps(spec or {"exact": 1.0})
-    return {"completion": completion, "answer": answer, "reward_spec": reward, "metadata": json.dumps(metadata)}
+    return {
+        "completion": completion,
+        "answer": answer,
+        "reward_spec": reward,
+        "metadata": json.dumps(metadata),
+    }
 
 
 def children() -> set[str]:
     """Processes that this one has started and not yet buried."""
-    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return {
+        pid
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
 
 
 def dead(pid: str) -> bool:
@@ -67,7 +76,9 @@ def test_weighted_sum_with_breakdown() -> None:
     ],
 )
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, workers: int) -> None:
+def test_a_bad_call_costs_its_own_row_only(
+    deed: str, outcome: str, story: str, workers: int
+) -> None:
     name = f"{BAD}:by_name"
     rows = [row(deed if i in (2, 5) else "fine", spec={"exact": 1.0, name: 1.0}) for i in range(6)]
     slow = story == "timeout" or story.startswith("took")
@@ -79,23 +90,29 @@ def test_a_bad_call_costs_its_own_row_only(deed: str, outcome: str, story: str, 
     assert outcomes == [fine, fine, bad, fine, fine, bad]
 
 
-@pytest.mark.parametrize(("deed", "outcome"), [("crashes", "infra_error"), ("hangs_in_c", "timeout")])
-def test_what_ends_its_call_has_no_score_where_it_is_not_to_be_punished(deed: str, outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("deed", "outcome"), [("crashes", "infra_error"), ("hangs_in_c", "timeout")]
+)
+def test_what_ends_its_call_has_no_score_where_it_is_not_to_be_punished(
+    deed: str, outcome: str
+) -> None:
     rows = [row(deed, spec={f"{BAD}:by_name": 1.0}), row("fine", spec={f"{BAD}:by_name": 1.0})]
     assert [o.outcome for o in score_all(rows, timeout_s=1.0, punish=False)] == [outcome, "score"]
 
 
 def test_what_a_reward_keeps_costs_no_other_completion() -> None:
     """The memory of a process is that of all its calls: the one that goes beyond it is judged again in another."""
-    outcomes = score_all([row("fine", spec={f"{BAD}:keeps": 1.0})] * 6, timeout_s=30.0, memory=1 << 28)
+    outcomes = score_all(
+        [row("fine", spec={f"{BAD}:keeps": 1.0})] * 6, timeout_s=30.0, memory=1 << 28
+    )
     assert [outcome.score for outcome in outcomes] == [1.0] * 6
 
 
 def test_a_process_that_cannot_begin_is_its_hosts_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.times", lambda: 1 / 0)
-    assert {o.outcome for o in score_all([row("fine", spec={f"{BAD}:good": 1.0})] * 2, timeout_s=30.0)} == {
-        "infra_error"
-    }
+    assert {
+        o.outcome for o in score_all([row("fine", spec={f"{BAD}:good": 1.0})] * 2, timeout_s=30.0)
+    } == {"infra_error"}
 
 
 def test_a_range_without_an_end_has_no_least_score() -> None:
@@ -114,7 +131,9 @@ def test_what_a_reward_leaves_behind_does_not_hit_the_next(tmp_path: Path) -> No
     outcomes = score_all(rows, timeout_s=1.0)
     assert [o.outcome for o in outcomes] == ["score", "score", "score", "timeout"]
     pid = tmp_path / "pid"
-    assert score_all([row("", str(pid), {f"{BAD}:leaves_a_child": 1.0})], timeout_s=5)[0].score == 1.0
+    assert (
+        score_all([row("", str(pid), {f"{BAD}:leaves_a_child": 1.0})], timeout_s=5)[0].score == 1.0
+    )
     until(lambda: dead(pid.read_text()))
 
 
@@ -135,12 +154,16 @@ scoring.score_all(rows, timeout_s=60)
 
 
 def test_metadata_that_is_no_json_costs_its_own_row() -> None:
-    broken, fine = score_all([{**row("42"), "metadata": "{"}, {**row("42"), "metadata": ""}], timeout_s=5)
+    broken, fine = score_all(
+        [{**row("42"), "metadata": "{"}, {**row("42"), "metadata": ""}], timeout_s=5
+    )
     assert broken.outcome == "infra_error" and "JSONDecodeError" in str(broken.breakdown["exact"])
     assert fine.score == 1.0
 
 
-def test_many_calls_take_few_processes_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_calls_take_few_processes_and_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [row("42", spec={"exact": 1.0, f"{BAD}:good": 1.0})] * 128
     gc.collect()  # what earlier tests left open is not to be closed in between
     open_before = len(os.listdir("/proc/self/fd"))
@@ -157,7 +180,9 @@ def test_many_calls_take_few_processes_and_leave_nothing_behind(monkeypatch: pyt
 
 def test_progress_counts_calls_and_can_stop() -> None:
     seen: list[int] = []
-    score_all([row("42", spec={"exact": 1.0, f"{BAD}:good": 1.0})] * 5, timeout_s=5, progress=seen.append)
+    score_all(
+        [row("42", spec={"exact": 1.0, f"{BAD}:good": 1.0})] * 5, timeout_s=5, progress=seen.append
+    )
     assert seen == sorted(seen) and seen[-1] == 10
 
     def stop(done: int) -> None:
@@ -211,17 +236,30 @@ def test_full_marks_take_the_end_that_the_weight_favours() -> None:
     completions=st.lists(st.text(max_size=10), min_size=1, max_size=5),
     workers=st.integers(1, 3),
 )
-def test_scores_are_the_weighted_sums_in_order(weights: list[float], completions: list[str], workers: int) -> None:
+def test_scores_are_the_weighted_sums_in_order(
+    weights: list[float], completions: list[str], workers: int
+) -> None:
     spec = dict(zip(("exact", f"{BAD}:good", f"{BAD}:by_name"), weights))
-    outcomes = score_all([row(text, spec=spec) for text in completions], timeout_s=5, workers=workers)
+    outcomes = score_all(
+        [row(text, spec=spec) for text in completions], timeout_s=5, workers=workers
+    )
     for text, outcome in zip(completions, outcomes):
         assert outcome.breakdown[next(iter(spec))] == float(text.strip() == "42")
-        assert outcome.score == math.fsum(spec[name] * float(outcome.breakdown[name]) for name in spec)
+        assert outcome.score == math.fsum(
+            spec[name] * float(outcome.breakdown[name]) for name in spec
+        )
 
 
-def test_what_wraps_a_trusted_reward_is_not_trusted_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wraps_a_trusted_reward_is_not_trusted_by_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may do anything besides, and has a process of its own."""
-    monkeypatch.setattr(bad, "wrapped", functools.wraps(exact.score)(lambda *given: exact.score(*given)), raising=False)
+    monkeypatch.setattr(
+        bad,
+        "wrapped",
+        functools.wraps(exact.score)(lambda *given: exact.score(*given)),
+        raising=False,
+    )
     find_reward.cache_clear()
     assert find_reward("exact").trusted and not find_reward(f"{BAD}:wrapped").trusted
     find_reward.cache_clear()

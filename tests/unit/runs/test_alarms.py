@@ -57,12 +57,20 @@ def test_what_is_wrong_is_said_with_its_number(wrong: dict[str, list[float]], al
 
 
 def test_a_solved_task_gives_none() -> None:
-    solved = {"zero_variance": [1.0] * 20, "entropy": [2.0] * 10 + [0.01] * 10, "mean_reward": [0.5] * 10 + [1.0] * 10}
+    solved = {
+        "zero_variance": [1.0] * 20,
+        "entropy": [2.0] * 10 + [0.01] * 10,
+        "mean_reward": [0.5] * 10 + [1.0] * 10,
+    }
     assert not told(**{**HEALTHY, **solved})
 
 
-def test_the_summary_at_the_end_of_a_run_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    share = Curve("zero_variance", "policy-update", "trainer", "", "iteration", x=[1.0], y=[1.0], at=[0.0])
+def test_the_summary_at_the_end_of_a_run_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = Curve(
+        "zero_variance", "policy-update", "trainer", "", "iteration", x=[1.0], y=[1.0], at=[0.0]
+    )
     monkeypatch.setattr(Run, "curves", lambda self: [share])
     said = summarize_run(Run("a", str(tmp_path)))
     assert said.startswith("  alarms       all rewards are equal in 100% of groups: ")

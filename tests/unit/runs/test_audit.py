@@ -43,7 +43,9 @@ def forge(place: Path, **changed: Any) -> None:
     (place / MANIFEST).write_bytes(dump_checked_json(json.loads(told), MANIFEST))
 
 
-def test_equal_runs_have_one_root_wherever_they_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_have_one_root_wherever_they_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     roots = []
     for place in ("here", "there"):
         toy.make(f"{tmp_path}/{place}/toy")
@@ -59,7 +61,9 @@ def test_equal_runs_have_one_root_wherever_they_lie(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("field", ["results", "provenance"])
-def test_a_manifest_that_the_index_has_with_other_content_is_a_flaw(tmp_path: Path, field: str) -> None:
+def test_a_manifest_that_the_index_has_with_other_content_is_a_flaw(
+    tmp_path: Path, field: str
+) -> None:
     """Its digest is the one that it states: what is told of a run comes from the index, which proves nothing."""
     toy.make(f"{tmp_path}/toy")
     run = Run.open("toy", str(tmp_path))
@@ -83,7 +87,9 @@ def test_a_folder_of_runs_that_was_copied_or_moved_is_read_where_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, copy, moved = (tmp_path / name for name in ("first", "copy", "moved"))
-    record = Record(run="r", pipeline="toy_pipeline", path="toy.py", config={}, store=f"file://{first}")
+    record = Record(
+        run="r", pipeline="toy_pipeline", path="toy.py", config={}, store=f"file://{first}"
+    )
     Run.create(record, "")
     toy.make(f"{first}/r", 1)
     shutil.copytree(first, copy)
@@ -99,12 +105,16 @@ def test_a_folder_of_runs_that_was_copied_or_moved_is_read_where_it_is(
 
 
 def test_nothing_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Run.create(Record(run="r", pipeline="toy", path="toy.py", config={}, store=f"file://{tmp_path}"), "")
+    Run.create(
+        Record(run="r", pipeline="toy", path="toy.py", config={}, store=f"file://{tmp_path}"), ""
+    )
     assert run_cli(["audit", "r", "--store", str(tmp_path)]) == 2
     assert "run: 'r': has committed nothing" in capsys.readouterr().err
 
 
-def test_an_artifact_that_was_forged_whole_is_not_what_others_were_made_from(tmp_path: Path) -> None:
+def test_an_artifact_that_was_forged_whole_is_not_what_others_were_made_from(
+    tmp_path: Path,
+) -> None:
     toy.make(f"{tmp_path}/toy")
     place = tmp_path / "toy/iterations/1/rollout"
     forge(place, facts={**Artifact(str(place)).manifest.facts, "sampling": {"temperature": 0.5}})
@@ -166,7 +176,10 @@ def mutate(value: Any, chance: random.Random) -> Any:
 def stated(manifest: Manifest) -> Any:
     """What readers of a manifest act on; references by their digests, as another place of the same is the same."""
     fields = manifest.model_dump(include={*STATED})
-    return {**fields, "inputs": {name: ref.rpartition("@")[2] for name, ref in manifest.inputs.items()}}
+    return {
+        **fields,
+        "inputs": {name: ref.rpartition("@")[2] for name, ref in manifest.inputs.items()},
+    }
 
 
 def test_text_that_looks_like_a_reference_is_covered(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from tuneloop.core.errors import Corrupt
 from tuneloop.core.store import Store
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import make_target, refit_fleet
-from tuneloop.runs.delivery import NUMBERS, Delivery, find_delivery, get_measurements, list_deliveries
+from tuneloop.runs.delivery import (
+    NUMBERS,
+    Delivery,
+    find_delivery,
+    get_measurements,
+    list_deliveries,
+)
 from tuneloop.runs.run_record import Run
 from tuneloop.ui.report import render_page
 from tuneloop.weights import live
@@ -33,14 +39,23 @@ def rollout(stage: Stage, policy: Input, *, notes: dict[str, Any]) -> Results:
     """What `tuneloop.inference.generate.generate_completions` leaves in a stage."""
     stage.timings.update(load=0.5, canary=1.0)
     stage.notes.update(notes)
-    stage.facts.update(version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1})
+    stage.facts.update(
+        version=policy.manifest.facts["version"], staleness={"max": 1, "mean": 0.25, "bound": 1}
+    )
     (stage.out / "rollouts").touch()
     return {}
 
 
 def pulled(version: int, served_at: float, **more: Any) -> dict[str, Any]:
     """What a replica says of its last pull."""
-    return {**TOOK, "version": version, "full": None, "identical": 6, "served_at": served_at, **more}
+    return {
+        **TOOK,
+        "version": version,
+        "full": None,
+        "identical": 6,
+        "served_at": served_at,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -61,7 +76,9 @@ def test_what_is_published_is_known_before_anybody_asks(run: tuple[Run, list[Art
     assert (full.way, full.encoding, full.density) == ("published", None, None)
     assert (full.sent_bytes or 0) >= (full.full_bytes or 0) > 0
     assert first.encoding == "gap8-xor" and 0 < (first.sent_bytes or 0) < (first.full_bytes or 0)
-    assert 0 < (first.density or 0) < 0.05 and (first.encode_s or 0) > 0 and (first.publish_s or 0) > 0
+    assert (
+        0 < (first.density or 0) < 0.05 and (first.encode_s or 0) > 0 and (first.publish_s or 0) > 0
+    )
     assert first.pause_s is first.waited_s is None
 
 
@@ -69,7 +86,12 @@ def test_pulled_by_our_server(run: tuple[Run, list[Artifact]]) -> None:
     at = read_publications(f"{run[0].url}/weights")[1]["at"]
     done = asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
     assert (done.way, done.replicas, done.proved) == ("pulled", 1, "6/6")
-    assert (done.materialize_s, done.pause_s, done.waited_s, done.behind) == (0.75, 0.125, 1.5, 0.25)
+    assert (done.materialize_s, done.pause_s, done.waited_s, done.behind) == (
+        0.75,
+        0.125,
+        1.5,
+        0.25,
+    )
     assert done.converged_s == pytest.approx(2.0)
     assert all(getattr(done, name) is not None for name in NUMBERS)
 
@@ -77,7 +99,9 @@ def test_pulled_by_our_server(run: tuple[Run, list[Artifact]]) -> None:
 def test_pulled_by_an_opaque_fleet(run: tuple[Run, list[Artifact]]) -> None:
     """Its replicas record what they did; one that joined late does not count as slow, a later one not at all."""
     root, at = Store(f"{run[0].url}/weights"), read_publications(f"{run[0].url}/weights")[1]["at"]
-    assert asked(run[0], run[1][2]).waited_s == 1.5, "of replicas that record nothing, all that is known"
+    assert asked(run[0], run[1][2]).waited_s == 1.5, (
+        "of replicas that record nothing, all that is known"
+    )
     live.record_pull(root, "a", pulled(1, at + 0.001))
     live.record_pull(root, "b", pulled(1, at + 0.003, pause_s=0.25, identical=5))
     live.record_pull(root, "late", pulled(1, at + 0.005, full=0, fetch_s=1.0))
@@ -97,8 +121,14 @@ def test_refitted(tmp_path: Path) -> None:
     members[0].on_update = lambda: time.sleep(0.05)
     run = Run.open("demo", str(tmp_path))
     for iteration in (1, 2):
-        about = asdict(refit_fleet(open_fleet(",".join(map(crew.url, "ab"))), make_target(policies[1])))
-        rollout(out=f"{run.url}/iterations/{iteration}/rollout", policy=policies[1].ref, notes={"refitted": about})
+        about = asdict(
+            refit_fleet(open_fleet(",".join(map(crew.url, "ab"))), make_target(policies[1]))
+        )
+        rollout(
+            out=f"{run.url}/iterations/{iteration}/rollout",
+            policy=policies[1].ref,
+            notes={"refitted": about},
+        )
     run.refresh()
     for name in "ab":
         crew.lose(name)
@@ -113,16 +143,36 @@ def test_in_the_report(run: tuple[Run, list[Artifact]]) -> None:
     at = read_publications(f"{run[0].url}/weights")[1]["at"]
     asked(run[0], run[1][1], pulled=pulled(1, at + 2.0))
     shown = read_answers(render_page(run[0]))["/runs/demo/weights"]["deliveries"]
-    assert [(each["version"], each["way"]) for each in shown] == [(0, "published"), (1, "pulled"), (2, "published")]
+    assert [(each["version"], each["way"]) for each in shown] == [
+        (0, "published"),
+        (1, "pulled"),
+        (2, "published"),
+    ]
     names = ("replicas", "materialize_s", "pause_s", "converged_s", "waited_s", "behind", "proved")
-    assert [shown[1][name] for name in names] == [1, 0.75, 0.125, pytest.approx(2.0), 1.5, 0.25, "6/6"]
+    assert [shown[1][name] for name in names] == [
+        1,
+        0.75,
+        0.125,
+        pytest.approx(2.0),
+        1.5,
+        0.25,
+        "6/6",
+    ]
     (entry,) = run[0].with_role("sampler")
     one = find_delivery(run[0], entry)
-    assert one and set(get_measurements(one)) == set(NUMBERS) and get_measurements(one)["pause_s"] == 0.125
+    assert (
+        one
+        and set(get_measurements(one)) == set(NUMBERS)
+        and get_measurements(one)["pause_s"] == 0.125
+    )
 
 
-@pytest.mark.parametrize("notes", [{"pulled": {"version": 1}}, {"pulled": [1]}, {"refitted": {"workers": 3}}])
-def test_a_note_of_another_shape_is_refused_by_name(run: tuple[Run, list[Artifact]], notes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "notes", [{"pulled": {"version": 1}}, {"pulled": [1]}, {"refitted": {"workers": 3}}]
+)
+def test_a_note_of_another_shape_is_refused_by_name(
+    run: tuple[Run, list[Artifact]], notes: dict[str, Any]
+) -> None:
     """A manifest's digest does not cover its notes."""
     with pytest.raises(Corrupt, match=r"iterations/1/rollout.: has no readable delivery"):
         asked(run[0], run[1][1], **notes)

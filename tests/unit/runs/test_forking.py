@@ -50,7 +50,9 @@ def go_on(store: Path, name: str, start: dict[str, str], last: int) -> None:
         at = f"{store}/{name}/iterations/{i}"
         toy.rollout(out=f"{at}/rollout", policy=policy, iteration=i)
         toy.reward(out=f"{at}/reward", rollouts=f"{at}/rollout")
-        toy.policy_update(out=f"{at}/policy-update", policy=policy, rewards=f"{at}/reward", iteration=i)
+        toy.policy_update(
+            out=f"{at}/policy-update", policy=policy, rewards=f"{at}/reward", iteration=i
+        )
         policy = Artifact(f"{at}/policy-update").ref
 
 
@@ -58,7 +60,11 @@ def test_a_fork_goes_on_with_the_digests_of_the_run_that_it_left(tmp_path: Path)
     """From the start, from the middle and from the end; and a fork of a fork."""
     made = toy.make(f"{tmp_path}/x", iterations=4)
     run = Run("x", str(tmp_path))
-    for iteration, before in ((0, "sft"), (2, "iterations/2/policy-update"), (4, "iterations/4/policy-update")):
+    for iteration, before in (
+        (0, "sft"),
+        (2, "iterations/2/policy-update"),
+        (4, "iterations/4/policy-update"),
+    ):
         workflow = fork(run, iteration, name=f"at-{iteration}")
         start = given(workflow)
         assert workflow["spec"]["entrypoint"] == CONTINUED and not lint_workflow(workflow)
@@ -66,7 +72,11 @@ def test_a_fork_goes_on_with_the_digests_of_the_run_that_it_left(tmp_path: Path)
         assert start["policy"] == Artifact(f"{run.url}/{before}").ref
         go_on(tmp_path, f"at-{iteration}", start, 4)
         forked = Run(f"at-{iteration}", str(tmp_path))
-        assert forked.origin == {"run": "x", "iteration": iteration, "values": {"policy": start["policy"]}}
+        assert forked.origin == {
+            "run": "x",
+            "iteration": iteration,
+            "values": {"policy": start["policy"]},
+        }
         assert {e.key.removeprefix("iterations/"): e.manifest.digest for e in forked.entries} == {
             key: made[key].digest for key in made if key[0].isdigit() and int(key[0]) > iteration
         }
@@ -76,10 +86,14 @@ def test_a_fork_goes_on_with_the_digests_of_the_run_that_it_left(tmp_path: Path)
     assert start["policy"] == Artifact(f"{middle.url}/iterations/3/policy-update").ref
     for iteration in (0, 1, 2):
         with pytest.raises(
-            UserError, match=f"ITERATION: {iteration}: at-2 began after iteration 2 of x; fork that run"
+            UserError,
+            match=f"ITERATION: {iteration}: at-2 began after iteration 2 of x; fork that run",
         ):
             fork(middle, iteration, name="before")
-    assert given(fork(Run("at-0", str(tmp_path)), 0, name="same"))["policy"] == Artifact(f"{run.url}/sft").ref
+    assert (
+        given(fork(Run("at-0", str(tmp_path)), 0, name="same"))["policy"]
+        == Artifact(f"{run.url}/sft").ref
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,12 +101,20 @@ def test_a_fork_goes_on_with_the_digests_of_the_run_that_it_left(tmp_path: Path)
     [
         (3, [], "ITERATION: 3: x, in iteration 3 now, has not committed it"),
         (1, ["sft.skill=2"], "sft.skill: 2: x ran sft with 1, and a fork does not repeat that"),
-        (2, ["iterations=2"], "loop.iterations: 2: the loop would end with iteration 2: set it higher"),
+        (
+            2,
+            ["iterations=2"],
+            "loop.iterations: 2: the loop would end with iteration 2: set it higher",
+        ),
     ],
 )
-def test_what_makes_no_sense_is_refused(tmp_path: Path, iteration: int, sets: list[str], says: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, iteration: int, sets: list[str], says: str
+) -> None:
     toy.make(f"{tmp_path}/x", iterations=2)
-    toy.rollout(out=f"{tmp_path}/x/iterations/3/rollout", policy=f"{tmp_path}/x/iterations/2/policy-update")
+    toy.rollout(
+        out=f"{tmp_path}/x/iterations/3/rollout", policy=f"{tmp_path}/x/iterations/2/policy-update"
+    )
     with pytest.raises(UserError) as error:
         fork(Run("x", str(tmp_path)), iteration, *sets)
     assert says in str(error.value)
@@ -116,9 +138,11 @@ def test_a_name_is_taken_by_a_run_and_by_another_fork_and_not_by_the_same(tmp_pa
             fork(run, iteration, name=name)
     with pytest.raises(UserError, match="lower-case"):
         fork(run, 1, name="No/Name")
-    assert [str(p.relative_to(run.directory)) for p in (run.directory / "pins").rglob("*") if p.is_file()] == [
-        "pins/iterations/1/policy-update/fork-y"
-    ]
+    assert [
+        str(p.relative_to(run.directory))
+        for p in (run.directory / "pins").rglob("*")
+        if p.is_file()
+    ] == ["pins/iterations/1/policy-update/fork-y"]
 
 
 def test_retention_leaves_what_a_fork_begins_from(tmp_path: Path) -> None:
@@ -126,15 +150,25 @@ def test_retention_leaves_what_a_fork_begins_from(tmp_path: Path) -> None:
     toy.make(f"{tmp_path}/x", iterations=5)
     run = Run("x", str(tmp_path))
     fork(run, 2)
-    gone = {item.key.split("/")[1] for item in find_leftovers(run, keep=1) if item.key.startswith("iterations/")}
+    gone = {
+        item.key.split("/")[1]
+        for item in find_leftovers(run, keep=1)
+        if item.key.startswith("iterations/")
+    }
     assert gone == {"1", "3", "4"}
     newest = Artifact(f"{run.url}/iterations/5/policy-update")
     params = SimpleNamespace(save_total_limit=2)
     stage: Any = SimpleNamespace(params=params, out_url=newest.url, log=lambda text: None)
     delete_old_checkpoints(stage, newest.manifest)
-    kept = {i for i in range(1, 6) if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))}
+    kept = {
+        i
+        for i in range(1, 6)
+        if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))
+    }
     assert kept == {2, 4, 5}
-    with pytest.raises(UserError, match=r"iterations/3/policy-update.*: has lost its files to retention"):
+    with pytest.raises(
+        UserError, match=r"iterations/3/policy-update.*: has lost its files to retention"
+    ):
         fork(run, 3, name="late")
     go_on(tmp_path, "y", given(fork(run, 2)), 3)
     assert Run("y", str(tmp_path)).checkpoints
@@ -152,21 +186,34 @@ def make_grpo(url: str) -> dict[str, str]:
     """Commit two iterations of `grpo` that hold no data; what the third starts from."""
     config: Any = find_pipeline("grpo").configure()
 
-    def put(key: str, stage: str, params: dict[str, Any], *, role: Any = None, **inputs: str) -> str:
+    def put(
+        key: str, stage: str, params: dict[str, Any], *, role: Any = None, **inputs: str
+    ) -> str:
         draft = Draft(f"{url}/{key}")
         (draft.path / "model").mkdir()
         (draft.path / "model/w").write_text(key)
         version = {"version": int(key.split("/")[1])} if role == "trainer" else {}
-        draft.commit(stage=stage, role=role, params=params, facts=version, inputs=inputs, results={"mean_reward": 0.0})
+        draft.commit(
+            stage=stage,
+            role=role,
+            params=params,
+            facts=version,
+            inputs=inputs,
+            results={"mean_reward": 0.0},
+        )
         return Artifact(f"{url}/{key}").ref
 
     data = data_prep.validate({**config.data.model_dump(), "seed": 0}).model_dump(mode="json")
-    model = base_model.validate({**config.model.model_dump(), "seed": 0, "model": config.base_model})
+    model = base_model.validate(
+        {**config.model.model_dump(), "seed": 0, "model": config.base_model}
+    )
     prompts = put("data-prep", "data_prep", data)
     start = policy = put("base-model", "base_model", model.model_dump(mode="json"), prompts=prompts)
     for i in (1, 2):
         at = f"iterations/{i}"
-        rollouts = put(f"{at}/rollout", "rollout", {}, role="sampler", prompts=prompts, policy=policy)
+        rollouts = put(
+            f"{at}/rollout", "rollout", {}, role="sampler", prompts=prompts, policy=policy
+        )
         rewards = put(f"{at}/reward", "reward", {}, role="scorer", rollouts=rollouts)
         about = {"policy": policy, "rewards": rewards, "reference": start}
         policy = put(f"{at}/policy-update", "policy_update", {}, role="trainer", **about)
@@ -178,13 +225,17 @@ def test_a_rendered_fork_begins_at_the_next_iteration(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = make_grpo(f"{tmp_path}/x")
-    sets = [word for each in ("update.learning_rate=0.001", *FORMS[form]) for word in ("--set", each)]
+    sets = [
+        word for each in ("update.learning_rate=0.001", *FORMS[form]) for word in ("--set", each)
+    ]
     line = ["submit", "grpo", "--run", "y", "--store", tmp_path.as_uri(), "--dry-run", *sets]
     assert run_cli([*line, "--fork", "x", "2"]) == 0
     workflow = yaml.safe_load(capsys.readouterr().out)
     assert workflow["spec"]["entrypoint"] == CONTINUED
     assert {key: value for key, value in given(workflow).items() if key in wanted} == wanted
-    taken = next(t["inputs"] for t in workflow["spec"]["templates"] if t["name"] == CONTINUED)["parameters"]
+    taken = next(t["inputs"] for t in workflow["spec"]["templates"] if t["name"] == CONTINUED)[
+        "parameters"
+    ]
     assert {p["name"] for p in taken} == wanted.keys(), "nothing that it takes is left open"
     assert run_cli(line) == 0
     plain = yaml.safe_load(capsys.readouterr().out)
@@ -196,7 +247,10 @@ def test_a_rendered_fork_begins_at_the_next_iteration(
         (["nobody", "2"], "error: run: nobody: not found"),
         (["x", "2", "--set", "seed=7"], "error: data-prep.seed: 7: x ran data-prep with 0"),
         (["x", "2", "--set", "data.source_args.digits=3"], "error: data-prep.source_args"),
-        (["x", "2", "--set", "loop.iterations=2"], "error: loop.iterations: 2: the loop would end with iteration 2"),
+        (
+            ["x", "2", "--set", "loop.iterations=2"],
+            "error: loop.iterations: 2: the loop would end with iteration 2",
+        ),
     ):
         assert run_cli([*line, "--fork", *words]) == 2
         assert says in capsys.readouterr().err.replace("'", "")
@@ -219,7 +273,9 @@ def test_a_fork_on_a_cluster_is_resumed_where_it_stands(tmp_path: Path) -> None:
         assert given(server.objects["workflows", "y-3"])["iteration"] == "62"
         for name in ("y", "y-2", "y-3"):
             del server.objects["workflows", name]
-        assert argo.create_workflow(cluster, first, "y") == "y", "from its beginning: what is committed stands"
+        assert argo.create_workflow(cluster, first, "y") == "y", (
+            "from its beginning: what is committed stands"
+        )
 
 
 def test_a_fork_whose_server_pulls_finds_its_first_version_published(tmp_path: Path) -> None:
@@ -228,7 +284,9 @@ def test_a_fork_whose_server_pulls_finds_its_first_version_published(tmp_path: P
 
     make_grpo(f"{tmp_path}/x")
     place = tmp_path / "x/iterations/2/policy-update"
-    about = Artifact(str(place)).manifest.model_dump(include={"stage", "role", "params", "facts", "inputs", "results"})
+    about = Artifact(str(place)).manifest.model_dump(
+        include={"stage", "role", "params", "facts", "inputs", "results"}
+    )
     shutil.rmtree(place)
     draft = Draft(str(place))
     tiny_model(draft.path / "model")

@@ -64,24 +64,36 @@ def test_nothing_goes_whose_manifest_is_damaged_or_swapped(run: SampleRun) -> No
     opened = Run.open(RUN, run.store)
     states = [Path(run.url, f"iterations/{i}/tune/state", MANIFEST) for i in (3, 4)]
     one, other = (state.read_bytes() for state in states)
-    for first, second in ((other, one), (one.replace(b'"root": "data-', b'"root": "data-0'), other)):
+    for first, second in (
+        (other, one),
+        (one.replace(b'"root": "data-', b'"root": "data-0'), other),
+    ):
         states[0].write_bytes(first)
         states[1].write_bytes(second)
         assert not find_leftovers(opened, idle=-1)
 
 
-def test_a_version_asked_for_by_number_is_proved_by_those_that_follow(run: SampleRun, tmp_path: Path) -> None:
+def test_a_version_asked_for_by_number_is_proved_by_those_that_follow(
+    run: SampleRun, tmp_path: Path
+) -> None:
     index = Path(run.weights, "weight_v000012", INDEX)
     told = json.loads(index.read_bytes())
     told["tuneloop"]["files"]["renamed.json"] = told["tuneloop"]["files"].pop("config.json")
     index.write_text(json.dumps(told))
-    with pytest.raises(Corrupt, match=r"weight_v000012/.*what `latest` or the next version builds on"):
+    with pytest.raises(
+        Corrupt, match=r"weight_v000012/.*what `latest` or the next version builds on"
+    ):
         materialize_version(run.weights, 12, tmp_path / "model")
 
 
-def test_a_workflow_that_was_changed_is_not_gone_on_with(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workflow_that_was_changed_is_not_gone_on_with(
+    run: SampleRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal, workflow = Path(run.url, "nodes.jsonl"), Path(run.url, "workflow.yaml")
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))
     workflow.write_text(workflow.read_text().replace("temperature", "temperatura"))
     assert run_cli(["resume", RUN, "--store", run.store, "--no-track"]) == 2
-    assert "workflow.yaml': is missing or was changed; restore it from a copy" in capsys.readouterr().err
+    assert (
+        "workflow.yaml': is missing or was changed; restore it from a copy"
+        in capsys.readouterr().err
+    )

@@ -36,13 +36,17 @@ def judge(store: Path, iteration: int, texts: list[str]) -> str:
     return Artifact(f"{place}/rollout").ref
 
 
-def test_why_names_all_that_made_a_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_names_all_that_made_a_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rollouts = judge(tmp_path, 1, TEXTS)
     draft = Draft(f"{tmp_path}/r/iterations/1/policy-update")
     (draft.path / "model").mkdir()
     (draft.path / "model/w").touch()
     scores = Artifact(f"{tmp_path}/r/iterations/1/reward").ref
-    draft.commit(stage="policy_update", role="trainer", facts={"version": 2}, inputs={"rewards": scores})
+    draft.commit(
+        stage="policy_update", role="trainer", facts={"version": 2}, inputs={"rewards": scores}
+    )
     assert run_cli(["why", "r", "v2", "--store", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     names = [line.partition("@")[0] for line in said.splitlines() if not line.startswith(" ")]
@@ -66,7 +70,10 @@ def test_why_of_a_run_in_the_middle_of_an_iteration_and_of_what_it_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = toy.make(f"{tmp_path}/toy", iterations=1)
-    toy.rollout(out=f"{tmp_path}/toy/iterations/2/rollout", policy=f"{tmp_path}/toy/iterations/1/policy-update")
+    toy.rollout(
+        out=f"{tmp_path}/toy/iterations/2/rollout",
+        policy=f"{tmp_path}/toy/iterations/1/policy-update",
+    )
     assert run_cli(["why", "toy", "2", "--store", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("iterations/2/rollout@") and made["1/policy-update"].digest in said
@@ -74,7 +81,10 @@ def test_why_of_a_run_in_the_middle_of_an_iteration_and_of_what_it_lacks(
     for which in ("3", "v9", "None", "x"):
         assert run_cli(["why", "toy", which, "--store", str(tmp_path)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: ITERATION|VERSION: '{which}': is not in toy") and error.count("\n") == 1
+        assert (
+            error.startswith(f"error: ITERATION|VERSION: '{which}': is not in toy")
+            and error.count("\n") == 1
+        )
 
 
 def rescore(store: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
@@ -82,7 +92,9 @@ def rescore(store: Path, capsys: pytest.CaptureFixture[str], *words: str) -> lis
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_same_reward_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_reward_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for iteration in (1, 2):
         judge(tmp_path, iteration, TEXTS)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -105,17 +117,24 @@ def test_another_reward_of_ones_own_is_compared(
     assert ["1", "0.500", "0.429", "8", "of", "8", "2", "of", "2"] in rows
     assert ["2", "0.000", "1.000", "4", "of", "4", "0", "of", "1"] in rows, "all alike under both"
     first, second = (row for row in rows if "→" in row)
-    assert first[:4] == ["i000001-p00000-s03:", "0.0", "→", "None"], "what has no score differs most"
+    assert first[:4] == ["i000001-p00000-s03:", "0.0", "→", "None"], (
+        "what has no score differs most"
+    )
     assert " ".join(second).endswith("prompt 'the answer (0)?' completion '42' answer '42'")
 
 
-def test_weights_are_taken_and_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_taken_and_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     judge(tmp_path, 1, TEXTS)
     rows = rescore(tmp_path, capsys, "--reward", '{"exact": 0.5}')
     assert ["1", "0.500", "0.250", "4", "of", "8", "0", "of", "2"] in rows
     toy.make(f"{tmp_path}/toy", iterations=1)
     toy.sft(out=f"{tmp_path}/bare/sft")
-    mistakes = {("r", "nowhere"): "rewards: 'nowhere'", ("r", '{"exact": "x"}'): "rewards.exact: 'x'"}
+    mistakes = {
+        ("r", "nowhere"): "rewards: 'nowhere'",
+        ("r", '{"exact": "x"}'): "rewards.exact: 'x'",
+    }
     mistakes |= {("toy", "exact"): "has no group", ("bare", "exact"): "has no scored rollouts"}
     for (run, asked), says in mistakes.items():
         assert run_cli(["rescore", run, "--reward", asked, "--store", str(tmp_path)]) == 2

@@ -29,7 +29,9 @@ def test_rows_are_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f"data-prep: equal, {made.manifest.digest}\n"
 
 
-def test_what_comes_out_otherwise_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_comes_out_otherwise_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A committed artifact that holds what its stage does not make."""
     made = prepare(tmp_path, "a")
     draft = Draft(f"{tmp_path}/b/data-prep")
@@ -45,7 +47,10 @@ def test_what_comes_out_otherwise_is_named(tmp_path: Path, capsys: pytest.Captur
     ("asked", "message"),
     [
         (["7"], "iteration: 7: has no artifact in toy; known: none"),
-        (["1", "--stage", "sft"], "iteration: 1: has no sft in toy; known: policy-update, reward, rollout"),
+        (
+            ["1", "--stage", "sft"],
+            "iteration: 1: has no sft in toy; known: policy-update, reward, rollout",
+        ),
     ],
 )
 def test_what_is_not_there_is_not_replayed(
@@ -56,7 +61,9 @@ def test_what_is_not_there_is_not_replayed(
     assert message in capsys.readouterr().err
 
 
-def test_what_several_processes_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_several_processes_made_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Draft(f"{tmp_path}/r/sft").commit(stage="sft", notes={"world_size": 2})
     assert run_cli(["replay", "r", "0", "--store", str(tmp_path)]) == 2
     assert "was made by 2 processes, and another number gives other bits" in capsys.readouterr().err
@@ -68,7 +75,10 @@ def test_what_several_processes_made_is_refused(tmp_path: Path, capsys: pytest.C
 def commit(url: str, weight: float, loss: float) -> None:
     draft = Draft(url)
     (draft.path / "model").mkdir()
-    save_file({"a": torch.zeros(2), "b": torch.tensor([[1.0, 2.0], [3.0, weight]])}, draft.path / "model/w.safetensors")
+    save_file(
+        {"a": torch.zeros(2), "b": torch.tensor([[1.0, 2.0], [3.0, weight]])},
+        draft.path / "model/w.safetensors",
+    )
     (draft.path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"loss": {loss}}}\n')
     draft.commit(stage="policy_update", facts={"version": 1})
 
@@ -105,7 +115,9 @@ def test_files_that_are_gone_are_compared_by_what_is_said_of_them(
     assert "file model/w.safetensors: SHA-256 " in said and said.endswith("; its bytes are gone\n")
 
 
-def test_a_run_that_was_moved_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_moved_is_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = prepare(tmp_path / "old", "a", sft=4)
     policy = commit_policy(tmp_path / "old/a/base-model")
     tokenize_data(out=f"{tmp_path}/old/a/tokenize-data", policy=policy.ref, prompts=prompts.ref)
@@ -114,7 +126,9 @@ def test_a_run_that_was_moved_is_replayed(tmp_path: Path, capsys: pytest.Capture
     assert run_cli(line) == 0, capsys.readouterr().err
 
 
-def test_other_parameters_are_named_before_what_they_led_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_parameters_are_named_before_what_they_led_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(tmp_path, "a")
     prepare(tmp_path, "b", seed=1)
     assert run_cli(["bisect", "a", "--against", "b", "--store", str(tmp_path)]) == 2

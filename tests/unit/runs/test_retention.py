@@ -20,14 +20,21 @@ from tuneloop.weights.inspect import list_versions
 def run(tmp_path: Path) -> Run:
     """Three iterations, and what interrupted attempts have left."""
     toy.make(f"{tmp_path}/x", iterations=3)
-    for place in ("sft", "iterations/2/rollout", "iterations/4/rollout", "iterations/4/policy-update"):
+    for place in (
+        "sft",
+        "iterations/2/rollout",
+        "iterations/4/rollout",
+        "iterations/4/policy-update",
+    ):
         (Draft(f"{tmp_path}/x/{place}", attempt="data-dead").path / "half").write_bytes(b"12345")
     for place in ("sft", "iterations/4/policy-update"):
         draft = Draft(f"{tmp_path}/x/{place}/resume/00000002", attempt="data-point")
         (draft.path / "state").write_bytes(b"123")
         draft.commit(stage="sft")
     for place in ("1/policy-update/state", "3/policy-update/state"):
-        (Draft(f"{tmp_path}/x/iterations/{place}", attempt="data-dead").path / "half").write_bytes(b"1234567")
+        (Draft(f"{tmp_path}/x/iterations/{place}", attempt="data-dead").path / "half").write_bytes(
+            b"1234567"
+        )
     draft = Draft(f"{tmp_path}/x/iterations/3/policy-update/state", attempt="data-whole")
     (draft.path / "all").write_bytes(b"12")
     draft.commit(stage="policy_update")
@@ -50,7 +57,9 @@ def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
     assert find_leftovers(run, idle=-1) == []
     assert Artifact(f"{run.url}/iterations/4/policy-update/resume/00000002").path.is_dir()
     assert Artifact(f"{run.url}/iterations/3/policy-update/state").path.is_dir()
-    assert [Artifact(f"{run.url}/{entry.key}").path.is_dir() for entry in run.entries] == [True] * 13
+    assert [Artifact(f"{run.url}/{entry.key}").path.is_dir() for entry in run.entries] == [
+        True
+    ] * 13
 
 
 def test_writes_that_did_not_end_go(run: Run) -> None:
@@ -97,20 +106,31 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
         ({"state_every": 3, "lora": {"r": 2}}, {1, 3, 4}),
     ],
 )
-def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str, object], needed: set[int]) -> None:
+def test_what_a_replay_or_adapters_need_stays(
+    tmp_path: Path, options: dict[str, object], needed: set[int]
+) -> None:
     """Of five iterations the newest alone is kept, and what the sixth needs, which has the bytes that it would have."""
     policy = checkpoint_artifact(tmp_path / "x/sft")
     for i in range(1, 6):
-        place, given = tmp_path / f"x/iterations/{i}", {"reset_optimizer": i == 2, "iteration": i, "device": "cpu"}
+        place, given = (
+            tmp_path / f"x/iterations/{i}",
+            {"reset_optimizer": i == 2, "iteration": i, "device": "cpu"},
+        )
         rewards = rewards_artifact(place / "reward", policy)
-        given |= {"learning_rate": 1e-3 if i == 4 else 5e-4}  # a change of options opens the model before it
-        policy_update(out=f"{place}/policy-update", policy=policy.ref, rewards=rewards.ref, **given, **options)
+        given |= {
+            "learning_rate": 1e-3 if i == 4 else 5e-4
+        }  # a change of options opens the model before it
+        policy_update(
+            out=f"{place}/policy-update", policy=policy.ref, rewards=rewards.ref, **given, **options
+        )
         policy = Artifact(f"{place}/policy-update")
 
     def go_on(name: str) -> str:
         RESIDENT.options = None  # a process of its own
         out = str(tmp_path / name)
-        policy_update(out=out, policy=policy.ref, rewards=last.ref, iteration=6, device="cpu", **options)
+        policy_update(
+            out=out, policy=policy.ref, rewards=last.ref, iteration=6, device="cpu", **options
+        )
         return Artifact(out).manifest.digest
 
     last = rewards_artifact(tmp_path / "last", policy)
@@ -119,31 +139,48 @@ def test_what_a_replay_or_adapters_need_stays(tmp_path: Path, options: dict[str,
     gone = {int(item.key.split("/")[1]) for item in items if item.key.startswith("iterations/")}
     assert gone == {1, 2, 3, 4} - needed
     delete_leftovers(run, items)
-    assert not any(any((tmp_path / f"x/iterations/{i}/policy-update/state").rglob("*.*")) for i in gone)
+    assert not any(
+        any((tmp_path / f"x/iterations/{i}/policy-update/state").rglob("*.*")) for i in gone
+    )
     assert go_on("after") == before
 
 
 @pytest.mark.parametrize(("options", "left"), [({}, {4, 5}), ({"state_every": 3}, {3, 4, 5})])
-def test_a_loop_deletes_what_it_has_left_behind(tmp_path: Path, options: dict[str, object], left: set[int]) -> None:
+def test_a_loop_deletes_what_it_has_left_behind(
+    tmp_path: Path, options: dict[str, object], left: set[int]
+) -> None:
     """With each commit, as `gc --keep` would; what is done again or published finds what it needs."""
     start = policy = checkpoint_artifact(tmp_path / "x/sft")
     made: list[tuple[str, dict[str, Any]]] = []
     for i in range(1, 6):
         place = tmp_path / f"x/iterations/{i}"
         rewards = rewards_artifact(place / "reward", policy)
-        given: dict[str, Any] = {"policy": policy.ref, "rewards": rewards.ref, "iteration": i, "device": "cpu"}
+        given: dict[str, Any] = {
+            "policy": policy.ref,
+            "rewards": rewards.ref,
+            "iteration": i,
+            "device": "cpu",
+        }
         given |= {"save_total_limit": 2, "weights": f"{tmp_path}/x/weights", **options}
         made.append((f"{place}/policy-update", given))
         policy_update(out=made[-1][0], **given)
         policy = Artifact(f"{place}/policy-update")
-    whole = {i for i in range(1, 6) if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))}
+    whole = {
+        i
+        for i in range(1, 6)
+        if any((tmp_path / f"x/iterations/{i}/policy-update").glob("data-*/model/*"))
+    }
     assert whole == left and start.path.is_dir()
-    states = {i for i in range(1, 6) if (tmp_path / f"x/iterations/{i}/policy-update/state").is_dir()}
+    states = {
+        i for i in range(1, 6) if (tmp_path / f"x/iterations/{i}/policy-update/state").is_dir()
+    }
     assert states == ({3} if options else left)
     run = Run("x", str(tmp_path))
     assert find_leftovers(run, keep=2) == [] and len(run.checkpoints) == 6
     kept = [len(list(Path(place).glob("data-*/metrics.jsonl"))) for place, _ in made]
     assert kept == [1] * 5, "the curves of all are left"
     again = [policy_update(out=out, **given).digest for out, given in made]
-    assert again[-1] == policy.manifest.digest, "a run that is begun again walks over what was committed"
+    assert again[-1] == policy.manifest.digest, (
+        "a run that is begun again walks over what was committed"
+    )
     assert [listed.version for listed in list_versions(f"{tmp_path}/x/weights")] == [1, 2, 3, 4, 5]

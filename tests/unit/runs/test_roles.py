@@ -55,7 +55,9 @@ def looped(url: str, iterations: int) -> Run:
 
 def test_a_run_of_other_stages_has_rewards_and_curves(tmp_path: Path) -> None:
     run = looped(f"{tmp_path}/r", 2)
-    assert [score.value for score in run.training_rewards()] == [0.75, 0.75], "the last that scored counts"
+    assert [score.value for score in run.training_rewards()] == [0.75, 0.75], (
+        "the last that scored counts"
+    )
     assert [score.value for score in run.evaluations()] == [1.0]
     curves = {(curve.stage, curve.name): curve.y for curve in run.curves()}
     rewards = {("judge", "mean_reward"): [0.75, 0.75], ("examine", "mean_reward"): [1.0]}
@@ -68,7 +70,9 @@ NAMES = ("drawn", "judged-again", "distilled")
 def test_the_position_of_a_loop_of_other_stages(tmp_path: Path) -> None:
     looped(f"{tmp_path}/r", 2)
     steps = [StageCall(name=name, command=[], flags=[], wires={}, output="x") for name in NAMES]
-    loop = PodLoop(steps=steps, carry={"policy": "distilled.checkpoint"}, reward="judged-again.mean-reward")
+    loop = PodLoop(
+        steps=steps, carry={"policy": "distilled.checkpoint"}, reward="judged-again.mean-reward"
+    )
     start = {"policy": {"ref": "start"}}
     found = find_position(loop, f"{tmp_path}/r", start, iterations=3, target_reward=2.0)
     policy = found.carried["policy"]
@@ -82,18 +86,43 @@ def test_the_loop_of_a_rendered_workflow() -> None:
         return {"name": name, "container": {"command": [*command]}}
 
     ours = ("python", "-m", __name__)
-    ranks = ("python", "-m", "tuneloop.training.torchrun", "--standalone", "--nproc-per-node=2", "-m", __name__)
+    ranks = (
+        "python",
+        "-m",
+        "tuneloop.training.torchrun",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        __name__,
+    )
     called = ("draw", "serve", "judge", "distil", "examine", "loop")
     loop = {"name": "loop", "dag": {"tasks": [{"name": name, "template": name} for name in called]}}
-    main = {"name": "main", "dag": {"tasks": [{"name": name, "template": name} for name in ("sft", "loop")]}}
+    main = {
+        "name": "main",
+        "dag": {"tasks": [{"name": name, "template": name} for name in ("sft", "loop")]},
+    }
     templates = [
-        *(leaf("draw", *ours), leaf("judge", *ours), leaf("distil", *ranks), leaf("examine", *ours)),
+        *(
+            leaf("draw", *ours),
+            leaf("judge", *ours),
+            leaf("distil", *ranks),
+            leaf("examine", *ours),
+        ),
         leaf("serve", "python", "-m", "tuneloop.inference.server"),
         leaf("sft", "python", "-m", "tuneloop.stages.sft"),
         leaf("absent", "python", "-m", "antigravity"),
         *(loop, main),
     ]
-    assert read_loop({"spec": {"templates": templates}}) == {"draw": "sampler", "judge": "scorer", "distil": "trainer"}
+    assert read_loop({"spec": {"templates": templates}}) == {
+        "draw": "sampler",
+        "judge": "scorer",
+        "distil": "trainer",
+    }
     assert "antigravity" not in sys.modules, "reading starts nobody's program"
     roles = {template["name"]: read_stage(template).role for template in templates[:-2]}
-    assert (roles["examine"], roles["serve"], roles["sft"], roles["absent"]) == ("evaluator", None, "trainer", None)
+    assert (roles["examine"], roles["serve"], roles["sft"], roles["absent"]) == (
+        "evaluator",
+        None,
+        "trainer",
+        None,
+    )

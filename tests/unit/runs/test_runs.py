@@ -50,29 +50,51 @@ def test_curves_have_every_point_and_its_place(store: Path) -> None:
     curves = {(c.stage, c.name): c for c in Run.open("demo", str(store)).curves()}
     assert curves["evaluate", "mean_reward"].x == [0, 2], "the iteration whose policy was judged"
     assert curves["evaluate", "mean_reward"].y == [0.5, 1.0]
-    assert (curves["reward", "mean_reward"].x, curves["reward", "mean_reward"].y) == ([1, 2], [0.5, 0.75])
+    assert (curves["reward", "mean_reward"].x, curves["reward", "mean_reward"].y) == (
+        [1, 2],
+        [0.5, 0.75],
+    )
     assert (curves["sft", "loss"].axis, curves["sft", "loss"].x) == ("step", [1, 2, 3])
-    assert curves["policy_update", "kl"].x == [0.5, 1.0, 1.5, 2.0], "two optimizer steps an iteration"
+    assert curves["policy_update", "kl"].x == [0.5, 1.0, 1.5, 2.0], (
+        "two optimizer steps an iteration"
+    )
     assert curves["policy_update", "kl"].y == [0.01, 0.02, 0.01, 0.02]
     assert curves["rollout", "mean_length"].y == [7.0, 6.0]
     assert all(len(c.x) == len(c.y) == len(c.at) for c in curves.values())
 
 
-def test_what_an_evaluation_records_is_a_curve_over_the_iterations_that_it_judged(tmp_path: Path) -> None:
+def test_what_an_evaluation_records_is_a_curve_over_the_iterations_that_it_judged(
+    tmp_path: Path,
+) -> None:
     toy.make(f"{tmp_path}/demo")
-    for at, made in (("a", "iterations/2/policy-update"), ("b", "sft"), ("c", "iterations/1/policy-update")):
+    for at, made in (
+        ("a", "iterations/2/policy-update"),
+        ("b", "sft"),
+        ("c", "iterations/1/policy-update"),
+    ):
         draft = Draft(f"{tmp_path}/demo/{at}")
         (draft.path / "metrics.jsonl").write_text(f'{{"step": 9, "task/acc": {len(made)}}}\n')
-        draft.commit(stage="measure", role="evaluator", inputs={"policy": Artifact(f"{tmp_path}/demo/{made}").ref})
-    (curve,) = (each for each in Run.open("demo", str(tmp_path)).curves() if each.stage == "measure")
+        draft.commit(
+            stage="measure",
+            role="evaluator",
+            inputs={"policy": Artifact(f"{tmp_path}/demo/{made}").ref},
+        )
+    (curve,) = (
+        each for each in Run.open("demo", str(tmp_path)).curves() if each.stage == "measure"
+    )
     assert (curve.axis, curve.x, curve.y) == ("iteration", [0, 1, 2], [3, 26, 26])
 
 
 def test_equal_bytes_at_two_places_are_told_apart(tmp_path: Path) -> None:
-    made = toy.make(f"{tmp_path}/same", 4)  # skill is full after two updates: versions 3, 4 and 5 are equal bytes
+    made = toy.make(
+        f"{tmp_path}/same", 4
+    )  # skill is full after two updates: versions 3, 4 and 5 are equal bytes
     assert made["2/policy-update"].files == made["4/policy-update"].files
     run = Run.open("same", str(tmp_path))
-    assert [(s.version, x) for s, x in zip(run.evaluations(), run.curves()[1].x)] == [(1, 0), (5, 4)]
+    assert [(s.version, x) for s, x in zip(run.evaluations(), run.curves()[1].x)] == [
+        (1, 0),
+        (5, 4),
+    ]
     assert [run.version_of(e) for e in run.with_role("sampler")] == [1, 2, 3, 4]
 
 
@@ -101,7 +123,9 @@ def test_a_flipped_byte_is_found_by_name(tmp_path: Path) -> None:
     data[0] ^= 1
     weights.write_bytes(data)
     rows.unlink()
-    assert {c.key.rpartition("/")[2]: bool(c.found) for c in verify_artifact(run, entry) if not c.good} == {
+    assert {
+        c.key.rpartition("/")[2]: bool(c.found) for c in verify_artifact(run, entry) if not c.good
+    } == {
         "weights.json": True,
         "metrics.jsonl": False,
     }
@@ -144,7 +168,9 @@ def test_a_record_is_written_once_and_read_back(tmp_path: Path) -> None:
         run_record.Run.create(record(tmp_path, a=2), "kind: Workflow\n")
 
 
-def test_local_state_of_a_remote_run_lies_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_state_of_a_remote_run_lies_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert records.get_run_directory("r", "s3://bucket/prefix") == tmp_path / "runs" / "r"
     assert records.get_run_directory("r", "somewhere") == tmp_path / "somewhere" / "r"
@@ -166,13 +192,21 @@ def test_an_unknown_run_and_a_broken_record(tmp_path: Path) -> None:
 
 
 def test_differences_are_dotted_keys() -> None:
-    assert records.find_differences({"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}) == [
+    assert records.find_differences(
+        {"a": 1, "b": {"c": 1, "d": 2}}, {"a": 1, "b": {"c": 2, "d": 2}, "e": 0}
+    ) == [
         "b.c",
         "e",
     ]
 
 
 def test_what_is_not_used_of_a_processor_is_said() -> None:
-    limited = {"device": "cpu (x86_64)", "processor": {"amx": "not used", "why": "TUNELOOP_PROCESSOR_CHECK=bad"}}
-    entries: Any = [SimpleNamespace(manifest=SimpleNamespace(provenance=each)) for each in (limited, {}, limited)]
+    limited = {
+        "device": "cpu (x86_64)",
+        "processor": {"amx": "not used", "why": "TUNELOOP_PROCESSOR_CHECK=bad"},
+    }
+    entries: Any = [
+        SimpleNamespace(manifest=SimpleNamespace(provenance=each))
+        for each in (limited, {}, limited)
+    ]
     assert list_devices(entries) == ["cpu (x86_64)", "AMX not used: TUNELOOP_PROCESSOR_CHECK=bad"]

@@ -86,10 +86,21 @@ def test_a_run_its_iterations_and_every_point_once(client: Any, uri: str, tmp_pa
     mirror = mirrored(client, run)
     assert len(client.search_runs([mirror.info.experiment_id])) == 1
     history = client.get_metric_history(mirror.info.run_id, "policy_update/kl")
-    assert [(m.step, m.value) for m in history] == [(1, 0.01), (2, 0.02), (3, 0.01), (4, 0.02), (5, 0.01), (6, 0.02)]
+    assert [(m.step, m.value) for m in history] == [
+        (1, 0.01),
+        (2, 0.02),
+        (3, 0.01),
+        (4, 0.02),
+        (5, 0.01),
+        (6, 0.02),
+    ]
     rewards = client.get_metric_history(mirror.info.run_id, "reward/mean_reward")
     assert [(m.step, m.value) for m in rewards] == [(1, 0.5), (2, 0.75), (3, 1.0)]
-    assert [m.step for m in client.get_metric_history(mirror.info.run_id, "seconds/rollout")] == [1, 2, 3]
+    assert [m.step for m in client.get_metric_history(mirror.info.run_id, "seconds/rollout")] == [
+        1,
+        2,
+        3,
+    ]
     assert "temperature 1, training prompts" in mirror.data.tags["mlflow.note.content"]
 
 
@@ -99,7 +110,9 @@ def test_a_mirror_that_follows_sends_what_is_new_once(
     run = started(tmp_path, "new", 3)
     sent: list[Any] = []
     log = mlflow.Tracker.log_rows
-    monkeypatch.setattr(mlflow.Tracker, "log_rows", lambda self, rows: (sent.append(rows), log(self, rows))[1])
+    monkeypatch.setattr(
+        mlflow.Tracker, "log_rows", lambda self, rows: (sent.append(rows), log(self, rows))[1]
+    )
 
     def go_on() -> bool:
         if len(sent) == 2:
@@ -109,8 +122,11 @@ def test_a_mirror_that_follows_sends_what_is_new_once(
     tracking.mirror_run(run, "mlflow", go_on)
     first, nothing, new, last = sent
     assert first and not nothing and not last
-    assert sorted(name for row in new.values() for name in row if name.startswith("policy_update/")) == sorted(
-        f"policy_update/{name}" for name in ("entropy", "entropy", "kl", "kl", "loss", "loss", "version")
+    assert sorted(
+        name for row in new.values() for name in row if name.startswith("policy_update/")
+    ) == sorted(
+        f"policy_update/{name}"
+        for name in ("entropy", "entropy", "kl", "kl", "loss", "loss", "version")
     )
     mirror = mirrored(client, run)
     history = client.get_metric_history(mirror.info.run_id, "policy_update/kl")
@@ -138,7 +154,9 @@ def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
         found = client.search_runs([made.experiment_id])
         told = {each.data.tags["tuneloop.run"]: each.info for each in found}
         assert len(told) == len(found), "once each"
-        history = {n: client.get_metric_history(i.run_id, "reward/mean_reward") for n, i in told.items()}
+        history = {
+            n: client.get_metric_history(i.run_id, "reward/mean_reward") for n, i in told.items()
+        }
         return {name: (told[name].status, [m.step for m in history[name]]) for name in told}
 
     def follow() -> Iterator[bool]:
@@ -150,19 +168,25 @@ def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
 
         yield from wait(argo=("RUNNING", [1]), kfp=("RUNNING", [1]))
         toy.make(f"{store}/argo", 2)
-        yield from wait(argo=("RUNNING", [1, 2]), kfp=("RUNNING", [1]))  # the cluster knows that it goes on
+        yield from wait(
+            argo=("RUNNING", [1, 2]), kfp=("RUNNING", [1])
+        )  # the cluster knows that it goes on
         asked["argo"] = "succeeded"
         Store(f"{store}/kfp").put("rollout/failure.json", failure)
         yield from wait(argo=("FINISHED", [1, 2]), kfp=("FAILED", [1]))
         Store(f"{store}/kfp").delete("rollout/failure.json")
         toy.make(f"{store}/kfp", 3)  # it is run again, to its end
         toy.make(f"{store}/new", 1)
-        yield from wait(argo=("FINISHED", [1, 2]), kfp=("FINISHED", [1, 2, 3]), new=("FINISHED", [1]))
+        yield from wait(
+            argo=("FINISHED", [1, 2]), kfp=("FINISHED", [1, 2, 3]), new=("FINISHED", [1])
+        )
         yield False
 
     away = f"mlflow+http://127.0.0.1:{free_port()}"
     looks = follow()
-    tracking.mirror_store(str(store), [away, "mlflow"], lambda: next(looks), ask=lambda name: asked.get(name, ""))
+    tracking.mirror_store(
+        str(store), [away, "mlflow"], lambda: next(looks), ask=lambda name: asked.get(name, "")
+    )
     shutil.rmtree(store / "new")
     monkeypatch.setattr(tracking, "DAY", 0.0)
     toy.make(f"{store}/old", 1)
@@ -175,13 +199,23 @@ def test_a_store_that_is_away_and_back_again_is_said_once_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Away as a whole, then for what is in its runs alone, of which there are two in two trackers."""
-    monkeypatch.setattr("obstore.store.from_url", partial(obstore.store.from_url, retry_config={"max_retries": 0}))
+    monkeypatch.setattr(
+        "obstore.store.from_url", partial(obstore.store.from_url, retry_config={"max_retries": 0})
+    )
     for name in ("one", "two"):
         toy.make(f"{tmp_path}/store/{name}", 1, whole=False)
-    files = {str(path.relative_to(tmp_path / "store")): path for path in (tmp_path / "store").rglob("*")}
+    files = {
+        str(path.relative_to(tmp_path / "store")): path for path in (tmp_path / "store").rglob("*")
+    }
     objects = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
-    faults, said, now = [None, "all", "all", "runs", "runs", None, None], list[list[str]](), time.time()
-    monkeypatch.setattr(tracking, "time", SimpleNamespace(time=lambda: now + 3600 * len(said)))  # all are due
+    faults, said, now = (
+        [None, "all", "all", "runs", "runs", None, None],
+        list[list[str]](),
+        time.time(),
+    )
+    monkeypatch.setattr(
+        tracking, "time", SimpleNamespace(time=lambda: now + 3600 * len(said))
+    )  # all are due
 
     def look() -> Iterator[bool]:
         for _ in faults:
@@ -194,12 +228,16 @@ def test_a_store_that_is_away_and_back_again_is_said_once_each(
 
     looks = look()
     with serve_bucket(objects, monkeypatch, refuse=refuse):
-        tracking.mirror_store("s3://bucket", [f"tensorboard+{tmp_path}/{n}" for n in "ab"], lambda: next(looks))
+        tracking.mirror_store(
+            "s3://bucket", [f"tensorboard+{tmp_path}/{n}" for n in "ab"], lambda: next(looks)
+        )
     assert [len(lines) for lines in said] == [0, 1, 0, 0, 0, 1, 0], said
     assert said[5] == ["s3://bucket: answers again"]
 
 
-def test_folders_that_are_no_runs_are_listed_ever_more_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_are_no_runs_are_listed_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 499 looks, each two seconds after the one before."""
     now, places = [0.0], Counter[str]()
     monkeypatch.setattr(tracking, "time", SimpleNamespace(time=lambda: now[0]))
@@ -215,15 +253,22 @@ def test_folders_that_are_no_runs_are_listed_ever_more_rarely(tmp_path: Path, mo
         "Data/a": b"",
         "pins/x/y": b"",
     }
-    with serve_bucket(objects, monkeypatch, refuse=lambda place: bool(places.update([place.partition("/")[0]]))):
+    with serve_bucket(
+        objects, monkeypatch, refuse=lambda place: bool(places.update([place.partition("/")[0]]))
+    ):
         tracking.mirror_store("s3://bucket", [f"tensorboard+{tmp_path}/logs"], look)
-    assert places.keys() == {"", "data", "models", "pins"} and places[""] == 499, "a gateway's sessions are no runs"
+    assert places.keys() == {"", "data", "models", "pins"} and places[""] == 499, (
+        "a gateway's sessions are no runs"
+    )
     assert max(places[name] for name in ("data", "models", "pins")) < 400
 
 
 def test_a_run_is_named_or_all_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["track"]) == 2
-    assert capsys.readouterr().err == "error: RUN: None: name one, or let it --follow all runs of the store\n"
+    assert (
+        capsys.readouterr().err
+        == "error: RUN: None: name one, or let it --follow all runs of the store\n"
+    )
 
 
 def test_the_command_follows_a_run_of_a_store_to_its_end_and_attaches_a_report(
@@ -247,7 +292,9 @@ def test_another_run_of_the_same_name_is_another(client: Any, tmp_path: Path) ->
     assert mirrored(client, one).info.run_id != mirrored(client, two).info.run_id
 
 
-def test_what_mlflow_refuses_is_said_in_one_line(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mlflow_refuses_is_said_in_one_line(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client.delete_experiment(client.create_experiment("gone"))
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "gone")
     with pytest.raises(UserError, match=r"^mlflow: .*'active' state"):
@@ -260,14 +307,18 @@ def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_re
 ) -> None:
     monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
     toy.make(f"{tmp_path}/f", 1, whole=False)
-    run = run_record.Run.create(Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), "")
+    run = run_record.Run.create(
+        Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), ""
+    )
     with tracking.mirror_in_background(run) as told:
         toy.make(f"{tmp_path}/f", 2)
         (run.directory / "report.html").write_text("as `tuneloop run` leaves it")
     assert told == {"mlflow": f"{uri}, experiment toy, run f, 2 iterations"}
     seconds = client.get_metric_history(mirrored(client, run).info.run_id, "seconds/rollout")
     assert [m.step for m in seconds] == [1, 2]
-    report = client.download_artifacts(mirrored(client, run).info.run_id, "report.html", str(tmp_path))
+    report = client.download_artifacts(
+        mirrored(client, run).info.run_id, "report.html", str(tmp_path)
+    )
     assert Path(report).read_text() == "as `tuneloop run` leaves it"
 
 
@@ -280,7 +331,9 @@ def test_without_mlflow_a_run_is_mirrored_only_where_it_is_asked_for(
     with tracking.mirror_in_background(run) as told:
         pass
     assert told == {}
-    with pytest.raises(UserError, match=r"^tracker: 'mlflow': is not installed; install tuneloop\[mlflow\]$"):
+    with pytest.raises(
+        UserError, match=r"^tracker: 'mlflow': is not installed; install tuneloop\[mlflow\]$"
+    ):
         tracking.mirror_run(run)
     monkeypatch.setenv("TUNELOOP_TRACKERS", "mlflow")
     with pytest.raises(UserError, match="is not installed"), tracking.mirror_in_background(run):
@@ -290,12 +343,20 @@ def test_without_mlflow_a_run_is_mirrored_only_where_it_is_asked_for(
 def test_what_a_version_took_are_metrics(client: Any, tmp_path: Path) -> None:
     """Over versions, which the x of no other curve is."""
     policy = chain(tmp_path / "w", 2, weights=f"{tmp_path}/w/weights")[1]
-    rollout(out=f"{tmp_path}/w/iterations/1/rollout", policy=policy.ref, notes={"pulled": pulled(1, 0.0)})
+    rollout(
+        out=f"{tmp_path}/w/iterations/1/rollout",
+        policy=policy.ref,
+        notes={"pulled": pulled(1, 0.0)},
+    )
     run = Run.open("w", str(tmp_path))
     tracking.mirror_run(run)
     metrics = mirrored(client, run, "tuneloop").data.metrics
-    assert {name.removeprefix("weights/") for name in metrics if name.startswith("weights/")} == set(NUMBERS)
-    (point,) = client.get_metric_history(mirrored(client, run, "tuneloop").info.run_id, "weights/pause_s")
+    assert {
+        name.removeprefix("weights/") for name in metrics if name.startswith("weights/")
+    } == set(NUMBERS)
+    (point,) = client.get_metric_history(
+        mirrored(client, run, "tuneloop").info.run_id, "weights/pause_s"
+    )
     assert (point.step, point.value) == (1, 0.125)
 
 
@@ -304,7 +365,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A server that takes connections once it listens, and never answers; its address has a password."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv(
+            "MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
+        )
         monkeypatch.setenv("no_proxy", "*")
         yield server
 
@@ -324,9 +387,15 @@ def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
     run = started(tmp_path, "away", 1)
     with tracking.mirror_in_background(run) as told:
         line = capsys.readouterr().err
-        assert line.startswith("mlflow: http://127.0.0.1:") and why in line and "the run goes on without it" in line
+        assert (
+            line.startswith("mlflow: http://127.0.0.1:")
+            and why in line
+            and "the run goes on without it" in line
+        )
     assert told["mlflow"].startswith("not mirrored: ") and "`tuneloop track away`" in told["mlflow"]
-    with pytest.raises(UserError, match=rf"127\.0\.0\.1:\d+ does not answer \(.*{why}\)") as refused:
+    with pytest.raises(
+        UserError, match=rf"127\.0\.0\.1:\d+ does not answer \(.*{why}\)"
+    ) as refused:
         tracking.mirror_run(run)
     assert "secret" not in f"{line}{told}{refused.value}"
     assert not (run.directory / "mlflow.log").exists(), "no process was started for it"

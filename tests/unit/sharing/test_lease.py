@@ -40,14 +40,19 @@ class Handler(Answering):
     def _store(self, body: dict[str, Any], status: int) -> None:
         self.server.version += 1
         about = {"resourceVersion": str(self.server.version), "uid": "u"}
-        self.server.leases[body["metadata"]["name"]] = {**body, "metadata": {**body["metadata"], **about}}
+        self.server.leases[body["metadata"]["name"]] = {
+            **body,
+            "metadata": {**body["metadata"], **about},
+        }
         self._answer(status, self.server.leases[body["metadata"]["name"]])
 
     def do_GET(self) -> None:
         kind, _, query = self.path.rpartition("/")[2].partition("?")
         if kind.startswith("resourceclaim"):
             assert "labelSelector=tuneloop.dev%2Fshare-group%3Ddemo" in query
-            return self._answer(200, {"items": self.server.claims if kind == "resourceclaims" else []})
+            return self._answer(
+                200, {"items": self.server.claims if kind == "resourceclaims" else []}
+            )
         found = self.server.leases.get(self.path.rpartition("/")[2])
         self._answer(200 if found else 404, found or {"message": "not found"})
 
@@ -97,7 +102,9 @@ def test_a_namespace_that_is_not_there(cluster: Connection) -> None:
         Lease(nowhere, "g").write(Document().ask("a.1", "a"), None)
 
 
-def test_a_lease_that_went_away_under_a_writer_is_made_anew(cluster: Connection, server: Server) -> None:
+def test_a_lease_that_went_away_under_a_writer_is_made_anew(
+    cluster: Connection, server: Server
+) -> None:
     turns = Turns(Lease(cluster, "g"), "g", who="a", patience=30)
     turns.change(lambda document: document.ask("a.1", "a"))
     seen: list[int] = []
@@ -120,7 +127,10 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: 
     assert list(_turns(cluster, made)) == []
     with Turns(Lease(cluster, "g"), "g", who="a", patience=theirs).acquire(timeout=60):
         (problem,) = _turns(cluster, made)
-        assert problem.field == "cluster.share.patience" and f"the runs of group g say {theirs}" in str(problem)
+        assert (
+            problem.field == "cluster.share.patience"
+            and f"the runs of group g say {theirs}" in str(problem)
+        )
     assert list(_turns(cluster, made)) == []
 
 
@@ -145,7 +155,9 @@ def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None
     with turns("b").acquire(timeout=60) as held:
         assert server.leases["tuneloop-turns-g"]["spec"]["leaseTransitions"] == 1
         for stale in (late, Held(held.turns, held.ticket, late.number, held.renewed)):
-            with pytest.raises(Retryable, match=f"turn {late.number} is over: now is {held.number}"):
+            with pytest.raises(
+                Retryable, match=f"turn {late.number} is over: now is {held.number}"
+            ):
                 stale.beat()
         assert held.beat().turns.read().holder
 
@@ -156,11 +168,15 @@ def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
     """On which of them a run will sit is known once it has taken its seat, and then it is too late."""
     made = grpo("cluster.share.roles=apart", "cluster.share.policy=lrs")
     assert list(_turns(cluster, made)) == []
-    server.claims = [{"metadata": {"name": f"demo-{i}", "creationTimestamp": str(i)}} for i in range(3)]
+    server.claims = [
+        {"metadata": {"name": f"demo-{i}", "creationTimestamp": str(i)}} for i in range(3)
+    ]
     agrees = Turns(Lease(cluster, "demo-1"), "demo-1", who="a", policy="lrs", patience=30)
     other = Turns(Lease(cluster, "demo-2"), "demo-2", who="b", policy="fifo", patience=30)
     with agrees.acquire(timeout=60):
         assert list(_turns(cluster, made)) == []
         with other.acquire(timeout=60):
             (problem,) = _turns(cluster, made)
-    assert problem.field == "cluster.share.policy" and "the runs of group demo-2 say 'fifo'" in str(problem)
+    assert problem.field == "cluster.share.policy" and "the runs of group demo-2 say 'fifo'" in str(
+        problem
+    )

@@ -23,10 +23,12 @@ def test_what_each_plan_comes_to() -> None:
     plans = compare_plans({name: loop(3, 2, 1, 4) for name in "ab"}, BOTH, False, Rules(GROUP))
     assert list(plans) == list(PLANS)
     assert [plan.total for plan in plans.values()] == [24, 21, 48, 33, 33]
-    assert [plan.mean for plan in plans.values()] == [6, 5, 6, 46 / 6, 46 / 6], "8 each, 6 once b has no company"
-    assert [(plan.runs, plan.iterations, plan.accelerators) for plan in plans.values()] == [(1, 4, 3)] * 2 + [
-        (2, 8, 3)
-    ] * 3
+    assert [plan.mean for plan in plans.values()] == [6, 5, 6, 46 / 6, 46 / 6], (
+        "8 each, 6 once b has no company"
+    )
+    assert [(plan.runs, plan.iterations, plan.accelerators) for plan in plans.values()] == [
+        (1, 4, 3)
+    ] * 2 + [(2, 8, 3)] * 3
     assert plans[ALONE].idle("sampler") == 0.5
     assert plans[ALONE].idle("trainer") == pytest.approx(5 / 6)
     assert plans[SERIAL].idle("sampler") == 0.5
@@ -37,14 +39,19 @@ def test_what_each_plan_comes_to() -> None:
 
 def test_devices_that_serve_both_roles_count_once() -> None:
     plans = compare_plans({name: loop(3, 2, 1, 4) for name in "ab"}, BOTH, True, Rules(GROUP))
-    assert {name: plan.accelerators for name, plan in plans.items()} == {**dict.fromkeys(PLANS, 2), OVERLAPPED: 3}
+    assert {name: plan.accelerators for name, plan in plans.items()} == {
+        **dict.fromkeys(PLANS, 2),
+        OVERLAPPED: 3,
+    }
     assert plans[ALONE].idle("trainer") == plans[ALONE].idle("sampler") == pytest.approx(1 / 3)
     assert plans[OVERLAPPED].idle("trainer") == pytest.approx(1 - 4 / 21)
 
 
 def test_a_sampler_without_devices_is_counted_as_none() -> None:
     """Somebody else's endpoint: throughput is that of the trainer's devices, and nothing is divided by 0."""
-    plans = compare_plans({name: loop(3, 2, 1, 4) for name in "ab"}, {"trainer": 2, "sampler": 0}, False, Rules(GROUP))
+    plans = compare_plans(
+        {name: loop(3, 2, 1, 4) for name in "ab"}, {"trainer": 2, "sampler": 0}, False, Rules(GROUP)
+    )
     assert {plan.accelerators for plan in plans.values()} == {2}
     assert plans[ALONE].throughput == 4 / 24 / 2 and plans[ALONE].idle("sampler") == 0.5
 
@@ -57,7 +64,9 @@ def test_a_plan_that_loses_time_is_refused_and_why() -> None:
         with pytest.raises(UserError) as refused:
             check_plan(plans, name, rules)
         assert str(refused.value).startswith(f"--plan: '{name}': loses time: ")
-        assert "100.0 s one after another" in str(refused.value) and "10.83 s to swap" in str(refused.value)
+        assert "100.0 s one after another" in str(refused.value) and "10.83 s to swap" in str(
+            refused.value
+        )
     for name in (ALONE, OVERLAPPED, SERIAL):
         check_plan(plans, name, rules)
     assert recommend_plan(plans) == ALONE

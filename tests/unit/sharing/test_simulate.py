@@ -11,7 +11,9 @@ from tuneloop.sharing.plans import GROUP, in_turn, overlap_tasks
 from tuneloop.sharing.simulate import Rules, Schedule, Task, compute_percentile, simulate_runs
 
 
-def loop(rollout: float, reward: float, update: float, iterations: int = 2, lead: float = 0.0) -> list[Task]:
+def loop(
+    rollout: float, reward: float, update: float, iterations: int = 2, lead: float = 0.0
+) -> list[Task]:
     """What a run took; `lead` is that of each stage."""
     each: tuple[tuple[str, float, str, Role], ...] = (
         ("rollout", rollout, "sampler", "sampler"),
@@ -19,7 +21,11 @@ def loop(rollout: float, reward: float, update: float, iterations: int = 2, lead
         ("policy-update", update, "trainer", "trainer"),
     )
     numbers = range(1, iterations + 1)
-    return [Task(name, i, seconds, on, lead, role=role) for i in numbers for name, seconds, on, role in each]
+    return [
+        Task(name, i, seconds, on, lead, role=role)
+        for i in numbers
+        for name, seconds, on, role in each
+    ]
 
 
 def told(schedule: Schedule) -> list[tuple[str, float, float]]:
@@ -28,7 +34,9 @@ def told(schedule: Schedule) -> list[tuple[str, float, float]]:
 
 
 def test_a_run_alone_takes_what_it_took() -> None:
-    schedule = simulate_runs({"a": in_turn(loop(3, 1, 2, iterations=3, lead=0.5))}, Rules(GROUP, swap=9, handover=9))
+    schedule = simulate_runs(
+        {"a": in_turn(loop(3, 1, 2, iterations=3, lead=0.5))}, Rules(GROUP, swap=9, handover=9)
+    )
     assert schedule.total == 3 * (3 + 1 + 2 + 3 * 0.5)
     assert schedule.steps == [7.5, 7.5]
     assert (schedule.busy("sampler"), schedule.busy("trainer")) == (9, 6)
@@ -37,11 +45,20 @@ def test_a_run_alone_takes_what_it_took() -> None:
 def test_two_runs_take_turns() -> None:
     """By hand: b waits for a's rollout, then each trains while the other's rewards are counted, or waits."""
     runs = {"a": in_turn(loop(3, 1, 2, 1)), "b": in_turn(loop(2, 4, 1, 1))}
-    assert told(simulate_runs(runs, Rules(GROUP))) == [("a", 0, 3), ("b", 3, 5), ("a", 5, 7), ("b", 9, 10)]
+    assert told(simulate_runs(runs, Rules(GROUP))) == [
+        ("a", 0, 3),
+        ("b", 3, 5),
+        ("a", 5, 7),
+        ("b", 9, 10),
+    ]
     slow = simulate_runs(runs, Rules(GROUP, swap=1, handover=0.5))
-    assert told(slow) == [("a", 0, 3), ("b", 4.5, 6.5), ("a", 8, 10), ("b", 11.5, 12.5)], "a waited from 4, b from 10.5"
+    assert told(slow) == [("a", 0, 3), ("b", 4.5, 6.5), ("a", 8, 10), ("b", 11.5, 12.5)], (
+        "a waited from 4, b from 10.5"
+    )
     apart = simulate_runs(runs, Rules({"trainer": "t", "sampler": "s"}))
-    assert told(apart) == [("a", 0, 3), ("b", 3, 5), ("a", 4, 6), ("b", 9, 10)], "one samples, the other trains"
+    assert told(apart) == [("a", 0, 3), ("b", 3, 5), ("a", 4, 6), ("b", 9, 10)], (
+        "one samples, the other trains"
+    )
 
 
 def test_the_overlapped_loop_samples_beside_the_update() -> None:
@@ -53,7 +70,9 @@ def test_the_overlapped_loop_samples_beside_the_update() -> None:
     assert simulate_runs({"a": overlap_tasks(loop(6, 1, 5, 3))}).total == 7 * 3 + 5, (
         "where the batch is longer, it is the step"
     )
-    assert simulate_runs({"a": tasks}, Rules(GROUP)).total == 3 * (3 + 1 + 5), "one turn for both: nothing overlaps"
+    assert simulate_runs({"a": tasks}, Rules(GROUP)).total == 3 * (3 + 1 + 5), (
+        "one turn for both: nothing overlaps"
+    )
 
 
 def test_evaluation_comes_between_iterations() -> None:
@@ -72,7 +91,10 @@ def test_least_recently_served_leaves_less_idle() -> None:
     assert "".join(run for run, *_ in told(fifo)) == "abcabacbacbc"
     assert "".join(run for run, *_ in told(lrs)) == "abcabcabcabc"
     assert (fifo.total, lrs.total) == (23, 20)
-    idle = [schedule.total - schedule.busy("trainer") - schedule.busy("sampler") for schedule in (fifo, lrs)]
+    idle = [
+        schedule.total - schedule.busy("trainer") - schedule.busy("sampler")
+        for schedule in (fifo, lrs)
+    ]
     assert idle == [3, 0]
 
 
@@ -80,8 +102,12 @@ def test_of_two_loops_both_policies_serve_the_same() -> None:
     """Whoever has just had a turn is last by either: only where three wait, or one run waits twice, do they differ."""
     source = random.Random(0)
     for _ in range(50):
-        runs = {name: in_turn(loop(*(source.uniform(0.5, 5) for _ in range(3)), 5)) for name in "ab"}
-        assert simulate_runs(runs, Rules(GROUP, "fifo", 0.3, 0.1)) == simulate_runs(runs, Rules(GROUP, "lrs", 0.3, 0.1))
+        runs = {
+            name: in_turn(loop(*(source.uniform(0.5, 5) for _ in range(3)), 5)) for name in "ab"
+        }
+        assert simulate_runs(runs, Rules(GROUP, "fifo", 0.3, 0.1)) == simulate_runs(
+            runs, Rules(GROUP, "lrs", 0.3, 0.1)
+        )
 
 
 seconds = st.integers(0, 6)
@@ -113,12 +139,14 @@ def test_no_device_is_busy_longer_than_there_was_time(
         if span.task.device:
             held.setdefault(turns[span.task.device], []).append((span.began, span.ended))
     for spans in held.values():
-        assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans))), "one turn at a time"
+        assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans))), (
+            "one turn at a time"
+        )
     assert all(schedule.busy(device) <= schedule.total for device in turns)
     if not swap and not handover:
-        assert schedule.total <= sum(simulate_runs({"a": in_turn(tasks)}).total for tasks in each), (
-            "sharing is free, then"
-        )
+        assert schedule.total <= sum(
+            simulate_runs({"a": in_turn(tasks)}).total for tasks in each
+        ), "sharing is free, then"
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.95, 19), (0.96, 20), (0.5, 10), (0.0, 1)])

@@ -19,7 +19,12 @@ from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm, check_engine_args, open_engine
 from tuneloop.inference.refusals import Refused
 from tuneloop.sharing import snapshot
-from tuneloop.sharing.snapshot import SnapshotFailed, check_snapshots, resume_processes, suspend_process
+from tuneloop.sharing.snapshot import (
+    SnapshotFailed,
+    check_snapshots,
+    resume_processes,
+    suspend_process,
+)
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc 12.3.0\n"
 STAND_IN = """\
@@ -106,10 +111,14 @@ def test_a_process_is_suspended_with_all_that_it_started(cuda: Path, family: lis
     for pid in (first, last):
         (cuda / str(pid)).write_text("running")
     assert suspend_process(first) == [first, last]
-    assert calls(cuda) == [f"{action} {pid}" for action in ("lock", "checkpoint") for pid in (first, last)]
+    assert calls(cuda) == [
+        f"{action} {pid}" for action in ("lock", "checkpoint") for pid in (first, last)
+    ]
     assert {(cuda / str(pid)).read_text() for pid in (first, last)} == {"checkpointed"}
     resume_processes([first, last])
-    assert calls(cuda)[4:] == [f"{action} {pid}" for action in ("restore", "unlock") for pid in (first, last)]
+    assert calls(cuda)[4:] == [
+        f"{action} {pid}" for action in ("restore", "unlock") for pid in (first, last)
+    ]
     assert {(cuda / str(pid)).read_text() for pid in (first, last)} == {"running"}
     assert not (cuda / str(middle)).exists() and descend(first) == family, "the same processes"
 
@@ -119,12 +128,17 @@ def test_what_the_driver_does_not_do_is_an_error_with_its_words(cuda: Path, acti
     pid = os.getpid()
     (cuda / str(pid)).write_text("running" if action in ("lock", "checkpoint") else "checkpointed")
     (cuda / f"{action}-fails").write_text("out of memory")
-    with pytest.raises(SnapshotFailed, match=f'Could not {action} on process ID {pid}: "out of memory"'):
+    with pytest.raises(
+        SnapshotFailed, match=f'Could not {action} on process ID {pid}: "out of memory"'
+    ):
         suspend_process(pid) if action in ("lock", "checkpoint") else resume_processes([pid])
 
 
 def test_a_process_without_cuda_is_not_taken_as_suspended(cuda: Path) -> None:
-    with pytest.raises(SnapshotFailed, match=r'has nothing to suspend: Could not get state .*"initialization error"'):
+    with pytest.raises(
+        SnapshotFailed,
+        match=r'has nothing to suspend: Could not get state .*"initialization error"',
+    ):
         suspend_process(os.getpid())
     (cuda / str(os.getpid())).write_text("checkpointed")
     with pytest.raises(SnapshotFailed, match="has nothing to suspend: checkpointed"):
@@ -138,7 +152,9 @@ def test_a_node_that_can_not_is_refused_with_what_it_lacks(
     cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_snapshots("engine.snapshot", several=False)
-    with pytest.raises(UserError, match=r"engine\.snapshot: True: needs NVIDIA's driver 610, not 570"):
+    with pytest.raises(
+        UserError, match=r"engine\.snapshot: True: needs NVIDIA's driver 610, not 570"
+    ):
         check_snapshots("engine.snapshot", several=True)
     have_driver(tmp_path, monkeypatch, "610.57.04")
     check_snapshots("engine.snapshot", several=True)
@@ -147,7 +163,9 @@ def test_a_node_that_can_not_is_refused_with_what_it_lacks(
         check_snapshots("engine.snapshot", several=False)
     have_driver(tmp_path, monkeypatch, "580.65.06")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="needs NVIDIA's cuda-checkpoint on PATH: add it to the image"):
+    with pytest.raises(
+        UserError, match="needs NVIDIA's cuda-checkpoint on PATH: add it to the image"
+    ):
         check_snapshots("engine.snapshot", several=False)
 
 
@@ -157,7 +175,9 @@ def test_a_server_on_a_node_without_a_driver_is_one_line_and_exit_code_2() -> No
     asked = [*command, "--engine-args", '{"snapshot": true, "kv_cache_memory_bytes": 1073741824}']
     done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and re.match("error: --engine-args snapshot: True: needs NVIDIA's driver, ", line)
+    assert done.returncode == 2 and re.match(
+        "error: --engine-args snapshot: True: needs NVIDIA's driver, ", line
+    )
 
 
 @pytest.fixture
@@ -171,12 +191,16 @@ def loop(cuda: Path) -> Iterator[EngineLoop]:
     loop.join(LIMIT_S)
 
 
-def test_a_server_is_suspended_while_it_sleeps(cuda: Path, loop: EngineLoop, tmp_path: Path) -> None:
+def test_a_server_is_suspended_while_it_sleeps(
+    cuda: Path, loop: EngineLoop, tmp_path: Path
+) -> None:
     state = cuda / str(os.getpid())
     for _ in range(2):  # the second time as where the first answer was lost
         loop.call(loop.sleep, 2).result(LIMIT_S)
         assert state.read_text() == "checkpointed" and loop.asleep
-    with pytest.raises(Refused, match="the engine sleeps") as refused:  # a call of CUDA would wait for ever
+    with pytest.raises(
+        Refused, match="the engine sleeps"
+    ) as refused:  # a call of CUDA would wait for ever
         loop.call(loop.change, tmp_path, 1, "digest").result(LIMIT_S)
     assert refused.value.status == 503
     for _ in range(2):
@@ -186,7 +210,9 @@ def test_a_server_is_suspended_while_it_sleeps(cuda: Path, loop: EngineLoop, tmp
 
 
 @pytest.mark.parametrize("action", ["checkpoint", "restore"])
-def test_a_server_that_is_not_suspended_or_resumed_ends(cuda: Path, loop: EngineLoop, action: str) -> None:
+def test_a_server_that_is_not_suspended_or_resumed_ends(
+    cuda: Path, loop: EngineLoop, action: str
+) -> None:
     ended: list[bool] = []
     loop.failed = lambda: ended.append(True)
     (cuda / f"{action}-fails").write_text("out of memory")

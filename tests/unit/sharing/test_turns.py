@@ -39,7 +39,9 @@ class Group(RuleBasedStateMachine):
         self.now = 0.0
         self.skew: dict[str, float] = {}
         self.silence: dict[str, Silence] = {}
-        self.accepted: dict[str, float] = {}  # holder's ticket → when it sent the last beat that was accepted
+        self.accepted: dict[
+            str, float
+        ] = {}  # holder's ticket → when it sent the last beat that was accepted
         self.numbers: dict[int, str] = {}
         self.passed: dict[str, list[str]] = {}  # who waits → runs served meanwhile
         self.count = 0
@@ -103,7 +105,9 @@ class Group(RuleBasedStateMachine):
     def nobody_starves(self) -> None:
         for seat in getattr(self, "document", Document()).waiting:
             passed = self.passed[seat.ticket]
-            if self.document.policy == "lrs":  # under fifo the order of asking is asserted where it is taken
+            if (
+                self.document.policy == "lrs"
+            ):  # under fifo the order of asking is asserted where it is taken
                 assert all(passed.count(who) <= 1 for who in set(passed) - {seat.who})
 
 
@@ -133,7 +137,9 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     def run(who: str) -> None:
         for attempt in range(2):
             try:
-                with open_turns(str(tmp_path), who=who, patience=10).acquire(timeout=LIMIT_S) as held:
+                with open_turns(str(tmp_path), who=who, patience=10).acquire(
+                    timeout=LIMIT_S
+                ) as held:
                     with lock:
                         inside[0] += 1
                         numbers.append((held.number, inside[0]))
@@ -185,18 +191,24 @@ sys.exit(code)
 def test_a_frozen_stage_commits_nothing(tmp_path: Path, watched: str) -> None:
     """A stage and its holder, stopped by SIGSTOP in the middle, lose their turn; woken up, they end with 75."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    first = subprocess.Popen([sys.executable, "-c", FREEZES, str(tmp_path), watched], text=True, **pipes)
+    first = subprocess.Popen(
+        [sys.executable, "-c", FREEZES, str(tmp_path), watched], text=True, **pipes
+    )
     assert first.stdout and first.stdout.readline() == "began\n"
     os.kill(first.pid, signal.SIGSTOP)
     frozen = time.monotonic()
-    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(timeout=LIMIT_S) as held:
+    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(
+        timeout=LIMIT_S
+    ) as held:
         assert time.monotonic() - frozen > 4.9 and held.number == 2
         os.kill(first.pid, signal.SIGCONT)
         _, said = first.communicate("go on\n", timeout=LIMIT_S)
         assert first.returncode == EXIT_RETRY and "turn 1 of group group was lost" in said
         assert find_manifest(str(tmp_path / "out")) is None
         document = held.turns.read()
-        assert document.number == 2 and document.holder and document.holder.who == "second"  # undisturbed
+        assert (
+            document.number == 2 and document.holder and document.holder.who == "second"
+        )  # undisturbed
 
 
 RELEASES = FREEZES.replace(
@@ -207,9 +219,13 @@ RELEASES = FREEZES.replace(
 def test_a_stage_that_released_its_lease_commits_in_anothers_turn(tmp_path: Path) -> None:
     """Its holder ends the turn at once, and renews it no longer; that it runs out then ends nobody."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    first = subprocess.Popen([sys.executable, "-c", RELEASES, str(tmp_path), "watched"], text=True, **pipes)
+    first = subprocess.Popen(
+        [sys.executable, "-c", RELEASES, str(tmp_path), "watched"], text=True, **pipes
+    )
     assert first.stdout and first.stdout.readline() == "began\n"
-    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(timeout=LIMIT_S) as held:
+    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(
+        timeout=LIMIT_S
+    ) as held:
         assert held.number == 2 and find_manifest(str(tmp_path / "out")) is None
         grant = fencing.Grant.model_validate_json((tmp_path / "turn.json").read_bytes())
         until(lambda: fencing.read_clock() > grant.until + 1, child=first)
@@ -231,9 +247,16 @@ def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Draft(f"{tmp_path}/sft").commit(stage="sft")
     with pytest.raises(Retryable, match="turn 7"):
         pointer.advance_pointer(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
-    assert find_manifest(f"{tmp_path}/sft") is None and pointer.read_pointer(f"{tmp_path}/weights") is None
+    assert (
+        find_manifest(f"{tmp_path}/sft") is None
+        and pointer.read_pointer(f"{tmp_path}/weights") is None
+    )
     fencing.write_lease_grant(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
-    assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {"group": "g", "number": 7, "ticket": "a.1"}
+    assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {
+        "group": "g",
+        "number": 7,
+        "ticket": "a.1",
+    }
     fencing.write_lease_grant(tmp_path / "turn.json", grant)
     with pytest.raises(Retryable, match="turn 7"):
         fencing.release_lease()  # too late: what was computed since may have been in another's turn
@@ -251,7 +274,9 @@ def test_stopped_while_waiting(tmp_path: Path) -> None:
         for about in ({"stop": stop}, {"timeout": 0}):
             with pytest.raises(Retryable, match="turns: "):
                 open_turns(str(tmp_path), who="b", patience=30).acquire(**about).__enter__()
-        with pytest.raises(UserError, match=r"cluster\.share\.patience: 5: the runs of group .* say 30\.0"):
+        with pytest.raises(
+            UserError, match=r"cluster\.share\.patience: 5: the runs of group .* say 30\.0"
+        ):
             open_turns(str(tmp_path), who="b", patience=5).acquire().__enter__()
         assert held.turns.read().waiting == ()
 
@@ -286,16 +311,22 @@ def test_a_turn_whose_answer_was_lost_is_had(tmp_path: Path, fault: Exception) -
 
 
 @pytest.mark.parametrize(
-    ("patience", "reads", "lost"), [(30, 0, False), (30, 1, False), (1.5, 1000, True)], ids=["well", "trouble", "away"]
+    ("patience", "reads", "lost"),
+    [(30, 0, False), (30, 1, False), (1.5, 1000, True)],
+    ids=["well", "trouble", "away"],
 )
-def test_a_sidecar_that_is_started_again_goes_on(tmp_path: Path, patience: float, reads: int, lost: bool) -> None:
+def test_a_sidecar_that_is_started_again_goes_on(
+    tmp_path: Path, patience: float, reads: int, lost: bool
+) -> None:
     """With the turn that its file names, also through trouble of the API server that is shorter than the turn is safe.
 
     Where it is longer, the file says so, no other turn is asked for, and the seat is given back at the end.
     """
     place, file, stop = Failing(str(tmp_path)), tmp_path / "turn.json", threading.Event()
     turns = Turns(place, "g", who="a", patience=patience)
-    held = turns.wait("a.1", LIMIT_S, threading.Event())  # the sidecar before, killed: nobody has given its seat back
+    held = turns.wait(
+        "a.1", LIMIT_S, threading.Event()
+    )  # the sidecar before, killed: nobody has given its seat back
     fencing.write_lease_grant(file, held.grant)
     place.reads = reads
     sidecar = threading.Thread(target=hold_lease, args=(turns, file, stop), daemon=True)
@@ -317,7 +348,11 @@ def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither when it is started again: it waits for the stage's end, as it would be started once more."""
-    turns, file, stop = open_turns(f"{tmp_path}/g", who="a", patience=30), tmp_path / "turn.json", threading.Event()
+    turns, file, stop = (
+        open_turns(f"{tmp_path}/g", who="a", patience=30),
+        tmp_path / "turn.json",
+        threading.Event(),
+    )
     monkeypatch.setenv(fencing.VARIABLE, str(file))
     for _ in range(2):
         sidecar = threading.Thread(target=hold_lease, args=(turns, file, stop), daemon=True)
@@ -333,7 +368,11 @@ def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
 
 
 def test_a_sidecar_whose_turn_is_another_s_asks_for_none(tmp_path: Path) -> None:
-    turns, file, stop = open_turns(str(tmp_path), who="a", patience=30), tmp_path / "turn.json", threading.Event()
+    turns, file, stop = (
+        open_turns(str(tmp_path), who="a", patience=30),
+        tmp_path / "turn.json",
+        threading.Event(),
+    )
     fencing.write_lease_grant(file, turns.wait("a.1", LIMIT_S, threading.Event()).grant)
     turns.leave()
     stop.set()
@@ -348,9 +387,13 @@ def test_a_run_that_its_group_refuses_ends_with_2(
 ) -> None:
     """The sidecar says why in the file, which lets the stage start, and stays: it would be started again for ever."""
     file, stop = tmp_path / "turn.json", threading.Event()
-    flags = parse_arguments(["--group=g", "--run=b", "--namespace=n", f"--file={file}", "--patience=20"])
+    flags = parse_arguments(
+        ["--group=g", "--run=b", "--namespace=n", f"--file={file}", "--patience=20"]
+    )
     with open_turns(f"{tmp_path}/g", who="a", patience=30).acquire() as held:
-        sidecar = threading.Thread(target=serve_lease, args=(f"{tmp_path}/g", flags, stop), daemon=True)
+        sidecar = threading.Thread(
+            target=serve_lease, args=(f"{tmp_path}/g", flags, stop), daemon=True
+        )
         sidecar.start()
         until(file.exists)
         monkeypatch.setenv(fencing.VARIABLE, str(file))

@@ -24,7 +24,13 @@ IDS = torch.arange(3, 41)[None]
 
 def tune(out: Path, policy: Artifact, **options: Any) -> Artifact:
     prompts = prompts_artifact(out.with_name(f"{out.name}-prompts"))
-    options = {"max_steps": 4, "learning_rate": 1e-2, "device": "cpu", "save_dtype": "float32", **options}
+    options = {
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "device": "cpu",
+        "save_dtype": "float32",
+        **options,
+    }
     sft(out=str(out), policy=policy.ref, prompts=prompts.ref, **options)
     return Artifact(str(out))
 
@@ -63,18 +69,28 @@ def check_adapter(base: Artifact, made: Artifact, folder: Path, again: Path) -> 
     "lora",
     [
         {"r": 2},
-        {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1},
+        {
+            "r": 4,
+            "lora_alpha": 3,
+            "use_rslora": True,
+            "target_modules": ["q_proj", "down_proj"],
+            "lora_dropout": 0.1,
+        },
         {"r": 3, "target_modules": r".*layers\.1\..*_proj"},
     ],
     ids=["all-linear", "rslora", "expression"],
 )
-def test_an_exported_adapter_is_what_was_trained(tmp_path: Path, arch: str, lora: dict[str, Any]) -> None:
+def test_an_exported_adapter_is_what_was_trained(
+    tmp_path: Path, arch: str, lora: dict[str, Any]
+) -> None:
     base = checkpoint_artifact(tmp_path / "base", arch)
     made = tune(tmp_path / "sft", base, lora=lora)
     whole = export(out=str(tmp_path / "whole"), policy=made.ref)
     manifest = export(out=str(tmp_path / "model"), policy=made.ref, adapter=True)
     assert manifest.results == whole.results
-    assert {name: each for name, each in manifest.files.items() if not name.startswith("adapter/")} == whole.files
+    assert {
+        name: each for name, each in manifest.files.items() if not name.startswith("adapter/")
+    } == whole.files
     folder = Artifact(str(tmp_path / "model")).part("adapter")
     assert sorted(path.name for path in folder.iterdir()) == [
         *("README.md", "adapter_config.json", "adapter_model.safetensors"),
@@ -83,7 +99,11 @@ def test_an_exported_adapter_is_what_was_trained(tmp_path: Path, arch: str, lora
     state = load_file(made.part("trainer") / "rank-00000.safetensors")
     trained = {name: value for name, value in state.items() if name.startswith("model.")}
     taken = load_file(folder / "adapter_model.safetensors")
-    assert len(taken) == len(trained) == 2 * (14 if "target_modules" not in lora else 4 if lora["r"] == 4 else 7)
+    assert (
+        len(taken)
+        == len(trained)
+        == 2 * (14 if "target_modules" not in lora else 4 if lora["r"] == 4 else 7)
+    )
     for name, value in taken.items():
         key = name.removeprefix("base_model.").replace(".lora_A.", ".lora_A.default.")
         assert value.equal(trained[key.replace(".lora_B.", ".lora_B.default.")])
@@ -93,7 +113,9 @@ def test_an_exported_adapter_is_what_was_trained(tmp_path: Path, arch: str, lora
     asked = {"lora_alpha": 32, "use_rslora": False, "lora_dropout": 0.0, **lora}
     asked.pop("target_modules", None)
     assert {name: getattr(config, name) for name in asked} == asked
-    theirs = get_peft_model(open_model(base), LoraConfig(target_modules=lora.get("target_modules", "all-linear"), r=2))
+    theirs = get_peft_model(
+        open_model(base), LoraConfig(target_modules=lora.get("target_modules", "all-linear"), r=2)
+    )
     ours = PeftModel.from_pretrained(open_model(base), str(folder))
     assert ours.base_model.targeted_module_names == theirs.base_model.targeted_module_names
 
@@ -103,12 +125,24 @@ def test_adapters_of_several_updates_go_over_the_base_of_the_first(tmp_path: Pat
     for i in range(1, 4):
         rewards = rewards_artifact(tmp_path / f"rewards{i}", policy)
         out = f"{tmp_path}/x/iterations/{i}/policy-update"
-        about = {"iteration": i, "lora": {"r": 2, "use_rslora": True}, "save_dtype": "float32", "learning_rate": 1e-2}
-        policy_update(out=out, policy=policy.ref, rewards=rewards.ref, device="cpu", warmup_steps=0, **about)
+        about = {
+            "iteration": i,
+            "lora": {"r": 2, "use_rslora": True},
+            "save_dtype": "float32",
+            "learning_rate": 1e-2,
+        }
+        policy_update(
+            out=out, policy=policy.ref, rewards=rewards.ref, device="cpu", warmup_steps=0, **about
+        )
         policy = Artifact(out)
     write_adapter(policy, tmp_path / "adapter", "me/tiny")
     check_adapter(base, policy, tmp_path / "adapter", tmp_path / "again")
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] is None
+    assert (
+        json.loads((tmp_path / "adapter/adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+        is None
+    )
     card = (tmp_path / "adapter/README.md").read_text()
     weights = hashlib.sha256((base.part("model") / "model.safetensors").read_bytes()).hexdigest()
     for said in (
@@ -127,7 +161,10 @@ def test_adapters_of_several_updates_go_over_the_base_of_the_first(tmp_path: Pat
         ("hf://me/tiny@v1", None, ("me/tiny", "v1")),
         ("hf://gpt2", None, ("gpt2", None)),
         ("hf://me/tiny", "v2", ("me/tiny", "v2")),
-        *((each, None, (None, None)) for each in ("tiny-qwen3", "/models/tiny", "a/b/c", "here/tiny")),
+        *(
+            (each, None, (None, None))
+            for each in ("tiny-qwen3", "/models/tiny", "a/b/c", "here/tiny")
+        ),
     ],
 )
 def test_a_base_from_the_hub_is_named(
@@ -140,16 +177,23 @@ def test_a_base_from_the_hub_is_named(
     (start.path / "canary.json").rename(draft.path / "canary.json")
     params = {"model": model, "revision": revision}
     draft.commit(stage="base_model", params=params, facts={"version": 0})
-    write_adapter(tune(tmp_path / "sft", Artifact(draft.url), lora={"r": 1}), tmp_path / "adapter", "me/lora")
+    write_adapter(
+        tune(tmp_path / "sft", Artifact(draft.url), lora={"r": 1}), tmp_path / "adapter", "me/lora"
+    )
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == found
     card = (tmp_path / "adapter/README.md").read_text()
     assert card.startswith(
-        f"---\nlibrary_name: peft\nbase_model: {found[0]}\ntags" if found[0] else "---\nlibrary_name: peft\ntags"
+        f"---\nlibrary_name: peft\nbase_model: {found[0]}\ntags"
+        if found[0]
+        else "---\nlibrary_name: peft\ntags"
     )
     pin = f', revision="{found[1]}"' if found[1] else ""
     assert card.count(f'from_pretrained("{found[0] or "BASE"}"{pin})') == 2
-    assert f"vllm serve {found[0] or 'BASE'}{f' --revision {found[1]}' if found[1] else ''} --enable" in card
+    assert (
+        f"vllm serve {found[0] or 'BASE'}{f' --revision {found[1]}' if found[1] else ''} --enable"
+        in card
+    )
 
 
 def test_what_has_no_adapters_is_refused_in_one_line(tmp_path: Path) -> None:

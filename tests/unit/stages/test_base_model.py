@@ -32,7 +32,9 @@ def tiny(prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Artifact(path).path
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("tiny-qwen3", "Qwen3"), ("tiny-llama", "Llama")])
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("tiny-qwen3", "Qwen3"), ("tiny-llama", "Llama")]
+)
 def test_tiny_models(prompts: str, tmp_path: Path, name: str, architecture: str) -> None:
     manifest = base_model(out=str(tmp_path / "c"), prompts=prompts, model=name)
     root = Artifact(str(tmp_path / "c")).path
@@ -44,7 +46,10 @@ def test_tiny_models(prompts: str, tmp_path: Path, name: str, architecture: str)
     assert 0.8e6 < manifest.results["parameters"] < 0.9e6
     assert manifest.facts["version"] == 0
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert (policy.config.eos_token_id, policy.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert (policy.config.eos_token_id, policy.config.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     assert policy.generation_config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == policy.config.vocab_size <= 512
     canary = json.loads((root / "canary.json").read_text())
@@ -56,7 +61,9 @@ def test_same_seed_same_bytes(prompts: str, tiny: Path, tmp_path: Path) -> None:
     again = base_model(out=str(tmp_path / "a"), prompts=prompts)
     other = base_model(out=str(tmp_path / "b"), prompts=prompts, seed=1)
     first = {str(p.relative_to(tiny)): p.read_bytes() for p in tiny.rglob("*") if p.is_file()}
-    assert first == {name: (Artifact(str(tmp_path / "a")).path / name).read_bytes() for name in again.files}
+    assert first == {
+        name: (Artifact(str(tmp_path / "a")).path / name).read_bytes() for name in again.files
+    }
     changed = {name for name in first if other.files[name] != again.files[name]}
     assert changed == {"model/model.safetensors", "canary.json"}
 
@@ -70,7 +77,9 @@ def test_tokenizer_of_the_task(tiny: Path) -> None:
     )
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode(chat)
-    assert [ids.count(tokenizer.convert_tokens_to_ids(t)) for t in ("<|im_start|>", "<|im_end|>")] == [2, 1]
+    assert [
+        ids.count(tokenizer.convert_tokens_to_ids(t)) for t in ("<|im_start|>", "<|im_end|>")
+    ] == [2, 1]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nhi\nassistant\n"
 
 
@@ -83,7 +92,9 @@ def test_tokenizer_spells_anything(text: str) -> None:
 
 def test_a_model_directory_takes_the_tiny_ones_place(tiny: Path, tmp_path: Path) -> None:
     base_model(out=str(tmp_path / "c"), model=str(tiny / "model"), save_dtype="bfloat16")
-    policy = AutoModelForCausalLM.from_pretrained(Artifact(str(tmp_path / "c")).path / "model", dtype="auto")
+    policy = AutoModelForCausalLM.from_pretrained(
+        Artifact(str(tmp_path / "c")).path / "model", dtype="auto"
+    )
     source = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype="auto")
     assert policy.dtype == torch.bfloat16 and source.dtype == torch.float32
     for name, tensor in source.state_dict().items():
@@ -98,7 +109,9 @@ def test_a_model_directory_takes_the_tiny_ones_place(tiny: Path, tmp_path: Path)
         ("*.safetensors", "has no weights"),
     ],
 )
-def test_a_directory_that_lacks_something(tiny: Path, tmp_path: Path, without: str, message: str) -> None:
+def test_a_directory_that_lacks_something(
+    tiny: Path, tmp_path: Path, without: str, message: str
+) -> None:
     broken = shutil.copytree(tiny / "model", tmp_path / "model")
     for path in broken.glob(without):
         path.unlink()
@@ -116,7 +129,11 @@ def edit(path: Path, **values: Any) -> None:
     [
         ("config.json", {"model_type": "unheard-of"}, "cannot be loaded: .*unheard-of"),
         ("config.json", {"hidden_size": 64}, "cannot be loaded"),
-        ("config.json", {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}, "lack .*layers.4"),
+        (
+            "config.json",
+            {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5},
+            "lack .*layers.4",
+        ),
         ("tokenizer_config.json", {"eos_token": None}, "no eos_token"),
     ],
 )
@@ -141,7 +158,9 @@ def test_bad_parameters(prompts: str, tiny: Path, tmp_path: Path) -> None:
         base_model(out=out, model=str(tmp_path / "none"))
 
 
-def test_a_hub_name_that_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_that_is_not_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"nobody/nothing.*cannot be loaded"):
         base_model(out=str(tmp_path / "c"), model="nobody/nothing")
@@ -150,7 +169,9 @@ def test_a_hub_name_that_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest
 def test_canary_ids_spread_and_stay_inside() -> None:
     for size in (260, 32_000, 151_936):
         ids = canary_ids(size)
-        assert len(ids) == LENGTH and all(0 <= i < size for i in ids) and len(set(ids)) > LENGTH // 2
+        assert (
+            len(ids) == LENGTH and all(0 <= i < size for i in ids) and len(set(ids)) > LENGTH // 2
+        )
     assert canary_ids(512) == canary_ids(512) != canary_ids(513)
 
 

@@ -26,11 +26,21 @@ ROUNDS = {"max_tokens": 6, "carry_after": 2}
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return commit_prompts(tmp_path_factory.mktemp("prompts") / "p", [f"reverse {i} =" for i in range(7)])
+    return commit_prompts(
+        tmp_path_factory.mktemp("prompts") / "p", [f"reverse {i} =" for i in range(7)]
+    )
 
 
 def sample(out: Path, policy: Artifact, prompts: Artifact, iteration: int, **more: Any) -> Artifact:
-    rollout(out=str(out), policy=policy.ref, prompts=prompts.ref, iteration=iteration, **OPTIONS, **ROUNDS, **more)
+    rollout(
+        out=str(out),
+        policy=policy.ref,
+        prompts=prompts.ref,
+        iteration=iteration,
+        **OPTIONS,
+        **ROUNDS,
+        **more,
+    )
     return Artifact(str(out))
 
 
@@ -45,7 +55,9 @@ def rows(artifact: Artifact, file: str = "rollouts.parquet") -> list[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory, prompts: Artifact) -> list[tuple[Artifact, Artifact, Artifact]]:
+def chain(
+    tmp_path_factory: pytest.TempPathFactory, prompts: Artifact
+) -> list[tuple[Artifact, Artifact, Artifact]]:
     """Policy, rollouts and rewards of iterations whose policies have nothing in common but the carried groups."""
     made: list[tuple[Artifact, Artifact, Artifact]] = []
     for i in range(ITERATIONS):
@@ -59,15 +71,24 @@ def chain(tmp_path_factory: pytest.TempPathFactory, prompts: Artifact) -> list[t
 def test_every_group_is_rewarded_once_and_every_prompt_drawn_in_turn(
     chain: list[tuple[Artifact, Artifact, Artifact]], prompts: Artifact
 ) -> None:
-    batches = [[*dict.fromkeys(row["group"] for row in rows(scored, "rewards.parquet"))] for *_, scored in chain]
+    batches = [
+        [*dict.fromkeys(row["group"] for row in rows(scored, "rewards.parquet"))]
+        for *_, scored in chain
+    ]
     assert all(len(batch) == 2 and batch == sorted(batch) for batch in batches)
     trained = [group for batch in batches for group in batch]
     left, about = read_carried(chain[-1][2])
-    assert len({*trained, *left}) == len(trained) + len(left) == about["drawn"] == 2 * ITERATIONS + 3
-    asked = {row["group"]: row["id"] for *_, scored in chain for row in rows(scored, "rewards.parquet")}
+    assert (
+        len({*trained, *left}) == len(trained) + len(left) == about["drawn"] == 2 * ITERATIONS + 3
+    )
+    asked = {
+        row["group"]: row["id"] for *_, scored in chain for row in rows(scored, "rewards.parquet")
+    }
     asked |= {name: group.row["id"] for name, group in left.items()}
     stream = [asked[group] for group in sorted(asked)]
-    assert len({*stream[:7]}) == len({*stream[7:14]}) == 7, "in order of their names they are the epochs of 7 prompts"
+    assert len({*stream[:7]}) == len({*stream[7:14]}) == 7, (
+        "in order of their names they are the epochs of 7 prompts"
+    )
     for (_, rollouts, scored), at in zip(chain, range(ITERATIONS)):
         facts = rollouts.manifest.facts
         assert facts["carried"] == {"taken": 3 if at else 0, "left": 3} and "groups" not in facts
@@ -80,26 +101,42 @@ def test_tokens_keep_their_ids_log_probabilities_and_versions(
     chain: list[tuple[Artifact, Artifact, Artifact]],
 ) -> None:
     """What went on begins with what was carried, and each token has the log-probability of the version that made it."""
-    plain = [AutoModelForCausalLM.from_pretrained(p.part("model"), dtype=torch.float32) for p, *_ in chain]
+    plain = [
+        AutoModelForCausalLM.from_pretrained(p.part("model"), dtype=torch.float32)
+        for p, *_ in chain
+    ]
     mixed = 0
     for (_, before, _), (_, rollouts, _) in itertools.pairwise(chain):
         carried = {row["request_id"]: row for row in rows(before, CARRIED)}
         everyone = rows(rollouts) + rows(rollouts, CARRIED)
         assert carried.keys() <= {row["request_id"] for row in everyone}
         for row in everyone:
-            old = carried.get(row["request_id"], {"completion_ids": [], "logprobs": [], "policy_versions": []})
-            for name, values in ((name, old[name]) for name in ("completion_ids", "logprobs", "policy_versions")):
+            old = carried.get(
+                row["request_id"], {"completion_ids": [], "logprobs": [], "policy_versions": []}
+            )
+            for name, values in (
+                (name, old[name]) for name in ("completion_ids", "logprobs", "policy_versions")
+            ):
                 assert row[name][: len(values)] == values
     for at, (_, rollouts, _) in enumerate(chain):
         for row in rows(rollouts):
             ids, start = row["prompt_ids"] + row["completion_ids"], len(row["prompt_ids"]) - 1
             assert row["finish_reason"] == "stop" or len(row["completion_ids"]) == 6
-            assert row["policy_versions"] == sorted(row["policy_versions"]) and max(row["policy_versions"]) <= at
+            assert (
+                row["policy_versions"] == sorted(row["policy_versions"])
+                and max(row["policy_versions"]) <= at
+            )
             mixed += len({*row["policy_versions"]}) > 1
             with torch.no_grad():
-                said = {v: plain[v](torch.tensor([ids])).logits[0].log_softmax(-1) for v in {*row["policy_versions"]}}
+                said = {
+                    v: plain[v](torch.tensor([ids])).logits[0].log_softmax(-1)
+                    for v in {*row["policy_versions"]}
+                }
             made = zip(row["completion_ids"], row["policy_versions"])
-            want = [float(said[version][start + place][token]) for place, (token, version) in enumerate(made)]
+            want = [
+                float(said[version][start + place][token])
+                for place, (token, version) in enumerate(made)
+            ]
             assert row["logprobs"] == pytest.approx(want, abs=1e-4)
     assert mixed, "some completions are of two versions"
 
@@ -108,7 +145,9 @@ def test_it_is_a_function_of_its_inputs(
     tmp_path: Path, chain: list[tuple[Artifact, Artifact, Artifact]], prompts: Artifact
 ) -> None:
     policy, rollouts, _ = chain[2]
-    assert sample(tmp_path / "again", policy, prompts, 2).manifest.digest == rollouts.manifest.digest
+    assert (
+        sample(tmp_path / "again", policy, prompts, 2).manifest.digest == rollouts.manifest.digest
+    )
 
 
 def test_other_settings_drop_what_was_sampled_with_the_old(
@@ -123,7 +162,12 @@ def test_other_settings_drop_what_was_sampled_with_the_old(
     assert other.manifest.facts["carried"] == {"taken": 0, "left": 3}
     assert read_carried(other)[1]["drawn"] == read_carried(chain[2][0])[1]["drawn"] + 5
     assert {v for row in rows(other) for v in row["policy_versions"]} == {2}
-    params = {"out": str(tmp_path / "w"), "policy": chain[2][0].ref, "prompts": prompts.ref, "iteration": 2}
+    params = {
+        "out": str(tmp_path / "w"),
+        "policy": chain[2][0].ref,
+        "prompts": prompts.ref,
+        "iteration": 2,
+    }
     rollout(**params, engine="transformers", prompts_per_iteration=2, n=2, max_tokens=6)
     assert "3 carried groups are dropped" in capsys.readouterr().err
     assert CARRIED not in Artifact(str(tmp_path / "w")).manifest.files
@@ -135,7 +179,12 @@ def test_the_update_hands_on_what_is_carried_and_bounds_the_age_of_what_it_takes
     policy, rollouts, scored = chain[3]
     oldest = rollouts.manifest.facts["staleness"]["max"]
     assert oldest > 0
-    options = {"device": "cpu", "save_dtype": "float32", "policy": policy.ref, "rewards": scored.ref}
+    options = {
+        "device": "cpu",
+        "save_dtype": "float32",
+        "policy": policy.ref,
+        "rewards": scored.ref,
+    }
     policy_update(out=str(tmp_path / "u"), max_staleness=oldest, **options)
     made = Artifact(str(tmp_path / "u"))
     assert made.part(CARRIED).read_bytes() == rollouts.part(CARRIED).read_bytes()

@@ -21,7 +21,10 @@ def prepare(path: Path, **params: Any) -> dict[str, list[dict[str, Any]]]:
     params = {"train": 30, "eval": 10, "sft": 20, **params}
     data_prep(out=str(path), **params)
     root = Artifact(str(path)).path
-    return {name: pq.read_table(root / f"{name}.parquet").to_pylist() for name in ("train", "eval", "sft")}
+    return {
+        name: pq.read_table(root / f"{name}.parquet").to_pylist()
+        for name in ("train", "eval", "sft")
+    }
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -57,7 +60,9 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_train_takes_what_the_others_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_takes_what_the_others_leave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = prepare(tmp_path / "a", source_args={"digits": 2}, train=1000, sft=50)
     assert {name: len(rows) for name, rows in made.items()} == {"train": 40, "eval": 10, "sft": 50}
     assert "train 40 of 1000 asked for: digits has no more\n" in "".join(capsys.readouterr())
@@ -82,7 +87,9 @@ def test_chats(tmp_path: Path) -> None:
     assert len(json.loads(made["train"][0]["prompt"])) == 1
 
 
-def test_a_source_of_somebody_elses_needs_no_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_of_somebody_elses_needs_no_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = """
 import functools
 from tuneloop.data.digits import load_splits as digits
@@ -94,10 +101,21 @@ partial = functools.partial(load, model_config=3)
 """
     (tmp_path / "my_source.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    for number, (name, args) in enumerate({"load": {"plain": 2, "model_config": 4}, "partial": {"plain": 2}}.items()):
-        made = prepare(tmp_path / str(number), source=f"my_source:{name}", source_args=args, train=5, sft=2, eval=2)
+    for number, (name, args) in enumerate(
+        {"load": {"plain": 2, "model_config": 4}, "partial": {"plain": 2}}.items()
+    ):
+        made = prepare(
+            tmp_path / str(number),
+            source=f"my_source:{name}",
+            source_args=args,
+            train=5,
+            sft=2,
+            eval=2,
+        )
         assert len(made["train"]) == 5
-    with pytest.raises(UserError, match=r"source_args\.model_config: 'x': Input should be a valid integer"):
+    with pytest.raises(
+        UserError, match=r"source_args\.model_config: 'x': Input should be a valid integer"
+    ):
         prepare(tmp_path / "b", source="my_source:load", source_args={"model_config": "x"})
 
 
@@ -111,15 +129,22 @@ def test_reward_arguments_travel_in_the_metadata(tmp_path: Path) -> None:
 
 def test_reasoning_gym_with_its_verifier(tmp_path: Path) -> None:
     args = {"task": "spell_backward", "config": {"min_word_len": 3, "max_word_len": 6}}
-    made = prepare(tmp_path / "a", source="reasoning_gym", source_args=args, rewards={"reasoning_gym": 1.0})
+    made = prepare(
+        tmp_path / "a", source="reasoning_gym", source_args=args, rewards={"reasoning_gym": 1.0}
+    )
     about = json.loads(made["train"][0]["metadata"])["reasoning_gym"]
-    assert about["task"] == "spell_backward" and about["entry"]["question"] == made["train"][0]["prompt"]
+    assert (
+        about["task"] == "spell_backward"
+        and about["entry"]["question"] == made["train"][0]["prompt"]
+    )
 
 
 def test_pairs(tmp_path: Path) -> None:
     made = prepare(tmp_path / "a", preference=40, preference_eval=10)
     root = Artifact(str(tmp_path / "a")).path
-    pairs = [pq.read_table(root / f"{n}.parquet").to_pylist() for n in ("preference", "preference_eval")]
+    pairs = [
+        pq.read_table(root / f"{n}.parquet").to_pylist() for n in ("preference", "preference_eval")
+    ]
     assert [len(part) for part in pairs] == [40, 10]
     found = [row["prompt"] for rows in (*made.values(), *pairs) for row in rows]
     assert len(set(found)) == len(found)
@@ -155,7 +180,13 @@ def test_forms_without_answers(tmp_path: Path) -> None:
             "sft",
             {"prompt": json.dumps(ask + yes), "chat": True, "completion": None},
         ),
-        ({"prompt": "hi"}, {}, {"train": 1}, "train", {"prompt": "hi", "answer": "", "chat": False}),
+        (
+            {"prompt": "hi"},
+            {},
+            {"train": 1},
+            "train",
+            {"prompt": "hi", "answer": "", "chat": False},
+        ),
     ]
     for number, (row, columns, sizes, split, wanted) in enumerate(forms):
         about = jsonl(tmp_path / f"{number}.jsonl", [row])
@@ -166,7 +197,9 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         assert wanted.items() <= found.items()
         assert Artifact(str(path)).manifest.facts["unchecked"] == 1
     about["source_args"]["columns"] = {"answer": None}
-    with pytest.raises(UserError, match=r"data_prep.preference: 'hi': needs a chosen and a rejected"):
+    with pytest.raises(
+        UserError, match=r"data_prep.preference: 'hi': needs a chosen and a rejected"
+    ):
         prepare(tmp_path / "x", **about, train=0, eval=0, sft=0, preference=1)
     with pytest.raises(UserError, match=r"data_prep.sft: 'hi': has no completion"):
         prepare(tmp_path / "x", **about, train=0, eval=0, sft=1)
@@ -197,17 +230,25 @@ def test_forms_without_answers(tmp_path: Path) -> None:
             {"source_args": {"digits": 1}, "eval": 5, "sft": 6},
             "data_prep.sft: 6: digits has only 5 distinct prompts left; ask for fewer",
         ),
-        ({"source": "tests.unit.stages.test_data_prep:not_json"}, "data_prep eval-000000: .*its metadata is not JSON"),
+        (
+            {"source": "tests.unit.stages.test_data_prep:not_json"},
+            "data_prep eval-000000: .*its metadata is not JSON",
+        ),
     ],
 )
-def test_bad_parameters_commit_nothing(tmp_path: Path, params: dict[str, Any], message: str) -> None:
+def test_bad_parameters_commit_nothing(
+    tmp_path: Path, params: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         prepare(tmp_path / "a", **params)
     assert not [p for p in (tmp_path / "a").rglob("*") if p.is_file()]
 
 
 def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{i}", "answer": "4", "how": "it is 5" if i in (3, 7) else "it is 4"} for i in range(10)]
+    rows = [
+        {"prompt": f"q{i}", "answer": "4", "how": "it is 5" if i in (3, 7) else "it is 4"}
+        for i in range(10)
+    ]
     params = jsonl(tmp_path / "x.jsonl", rows)
     params["source_args"]["columns"] = {"completion": "how"}
     with pytest.raises(UserError) as caught:
@@ -217,7 +258,10 @@ def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> Non
 
 
 def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i} =", "answer": str(i), "how": "no" if i in (7, 2000) else str(i)} for i in range(2100)]
+    rows = [
+        {"prompt": f"{i} =", "answer": str(i), "how": "no" if i in (7, 2000) else str(i)}
+        for i in range(2100)
+    ]
     params = jsonl(tmp_path / "x.jsonl", rows)
     params["source_args"]["columns"] = {"completion": "how"}
     with pytest.raises(UserError, match="2 of 2100 gold answers"):
@@ -241,7 +285,9 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
             for i in range(rows):
                 file.write(json.dumps({"prompt": f"{i:08192d}", "answer": f"{i}"}) + "\n")
         words = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / f"out{rows}")]
-        peaks.append(float(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+        peaks.append(
+            float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        )
         assert Artifact(str(tmp_path / f"out{rows}")).manifest.results["train"] == rows - 20
     assert peaks[1] - peaks[0] < 25, peaks  # 131 where all rows were held
 
@@ -257,12 +303,21 @@ def not_json(n: int, seed: int) -> Splits:
     return Splits.of([Example("q", "a", metadata={"x": {1, 2}})])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text("abc", max_size=3), min_size=1, max_size=40), st.integers(1, 3), st.integers(0, 3))
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.text("abc", max_size=3), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 3),
+)
 def test_splits_are_disjoint_whatever_the_source(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str], eval: int, sft: int
 ) -> None:
-    source = {"source": "tests.unit.stages.test_data_prep:overlapping", "source_args": {"prompts": prompts}}
+    source = {
+        "source": "tests.unit.stages.test_data_prep:overlapping",
+        "source_args": {"prompts": prompts},
+    }
     path = tmp_path_factory.mktemp("x") / "a"
     if len(set(prompts)) < eval + sft + 1:
         with pytest.raises(UserError, match="has only"):
@@ -281,7 +336,9 @@ def test_a_file_that_changed_is_no_resume(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"source-digest.*committed already.*another run name"):
         prepare(tmp_path / "p", **source, eval=0, sft=0)
     (tmp_path / "d.jsonl").unlink()
-    assert prepare(tmp_path / "p", **source, eval=0, sft=0) == first, "what is committed needs no source"
+    assert prepare(tmp_path / "p", **source, eval=0, sft=0) == first, (
+        "what is committed needs no source"
+    )
 
 
 def test_a_folder_that_changed_is_another_source(tmp_path: Path) -> None:

@@ -48,7 +48,13 @@ def test_scores_what_the_policy_says(tmp_path: Path, policy: Artifact) -> None:
     manifest = Artifact(str(tmp_path / "m")).manifest
     assert [row["score"] for row in rows] == [0.0, 0.5] * 4
     assert manifest.results["mean_reward"] == 0.25
-    assert manifest.facts["outcomes"] == {"score": 8, "timeout": 0, "infra_error": 0, "unverifiable": 0, "escape": 0}
+    assert manifest.facts["outcomes"] == {
+        "score": 8,
+        "timeout": 0,
+        "infra_error": 0,
+        "unverifiable": 0,
+        "escape": 0,
+    }
     assert (manifest.facts["version"], manifest.facts["digest"]) == (2, policy.manifest.digest)
     metrics = json.loads((Artifact(str(tmp_path / "m")).path / "metrics.jsonl").read_text())
     assert metrics == {"step": 7, "mean_reward": 0.25, "scored": 1.0}

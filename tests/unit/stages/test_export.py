@@ -20,8 +20,12 @@ def checkpoint(tmp_path: Path) -> str:
     model = draft.path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    save_file({"a": torch.ones(2, 3), "b": torch.ones(5)}, model / "model-00001-of-00002.safetensors")
-    save_file({"c": torch.ones(7)}, model / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"a": torch.ones(2, 3), "b": torch.ones(5)}, model / "model-00001-of-00002.safetensors"
+    )
+    save_file(
+        {"c": torch.ones(7)}, model / "model-00002-of-00002.safetensors", metadata={"format": "pt"}
+    )
     (draft.path / "trainer").mkdir()
     (draft.path / "trainer" / "state.json").write_text("{}")
     draft.commit(stage="sft", facts={"version": 4})
@@ -51,7 +55,9 @@ def test_parameters_are_counted_from_the_header(
     assert count_parameters(path) == sum(tensor.numel() for tensor in tensors.values())
 
 
-def test_a_checkpoint_without_a_version_is_exported_and_is_none_of_the_policy(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_version_is_exported_and_is_none_of_the_policy(
+    tmp_path: Path,
+) -> None:
     """As a reward model is."""
     draft = Draft(f"{tmp_path}/r/iterations/1/rm")
     (draft.path / "model").mkdir()

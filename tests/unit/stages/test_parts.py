@@ -36,10 +36,18 @@ TO_REFERENCE = {"algorithm_args": {"beta": 0.1}, "device": "cpu"}
 
 CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, set[str]]]] = {
     "base_model": (base_model, {}, "prompts", {"prompts": {"train.parquet", "sft.parquet"}}),
-    "sft": (sft, TRAIN, "policy prompts", {"policy": {"model", "trainer", "canary.json"}, "prompts": {"sft.parquet"}}),
+    "sft": (
+        sft,
+        TRAIN,
+        "policy prompts",
+        {"policy": {"model", "trainer", "canary.json"}, "prompts": {"sft.parquet"}},
+    ),
     "tokenize_data": (
         *(tokenize_data, {}, "policy prompts"),
-        {"policy": {"model"}, "prompts": {"sft.parquet", "preference.parquet", "preference_eval.parquet"}},
+        {
+            "policy": {"model"},
+            "prompts": {"sft.parquet", "preference.parquet", "preference_eval.parquet"},
+        },
     ),
     "rollout": (
         *(rollout, ROLLOUT, "policy prompts"),
@@ -60,7 +68,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, set[str]]]] = {
     ),
     "reference_logprobs": (
         *(reference_logprobs, {"max_length": 256, "device": "cpu"}, "policy prompts"),
-        {"policy": {"model", "trainer"}, "prompts": {"preference.parquet", "preference_eval.parquet"}},
+        {
+            "policy": {"model", "trainer"},
+            "prompts": {"preference.parquet", "preference_eval.parquet"},
+        },
     ),
     "preference": (
         *(preference, TRAIN, "policy prompts logprobs"),
@@ -72,7 +83,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, dict[str, set[str]]]] = {
     ),
     "reward_model": (
         *(reward_model, TRAIN, "policy prompts"),
-        {"policy": {"model", "trainer"}, "prompts": {"preference.parquet", "preference_eval.parquet"}},
+        {
+            "policy": {"model", "trainer"},
+            "prompts": {"preference.parquet", "preference_eval.parquet"},
+        },
     ),
     "model_reward": (
         *(model_reward, {"device": "cpu"}, "rollouts scorer"),
@@ -129,7 +143,9 @@ def run(case: str, refs: dict[str, str], out: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_stage_does_not_use_may_be_damaged(artifacts: dict[str, str], tmp_path: Path, case: str) -> None:
+def test_what_a_stage_does_not_use_may_be_damaged(
+    artifacts: dict[str, str], tmp_path: Path, case: str
+) -> None:
     used, refs = CASES[case][3], dict(artifacts)
     for name, parts in used.items():
         if others := {top(file) for file in Artifact(refs[name]).manifest.files} - parts:
@@ -140,13 +156,21 @@ def test_what_a_stage_does_not_use_may_be_damaged(artifacts: dict[str, str], tmp
 
 @pytest.mark.parametrize(
     ("case", "name", "part"),
-    [(case, name, part) for case in CASES for name, parts in CASES[case][3].items() for part in sorted(parts)],
+    [
+        (case, name, part)
+        for case in CASES
+        for name, parts in CASES[case][3].items()
+        for part in sorted(parts)
+    ],
 )
 def test_damage_to_what_a_stage_uses_is_refused_in_one_line(
     artifacts: dict[str, str], tmp_path: Path, case: str, name: str, part: str
 ) -> None:
     refs = {**artifacts, name: copy_damaged(artifacts[name], tmp_path / name, {part})}
-    with pytest.raises(Corrupt, match=rf"^artifact: 'file://{tmp_path}/{name}/.*/{part}.*': differs from .*; restore"):
+    with pytest.raises(
+        Corrupt,
+        match=rf"^artifact: 'file://{tmp_path}/{name}/.*/{part}.*': differs from .*; restore",
+    ):
         run(case, refs, tmp_path / "out")
     assert not (tmp_path / "out/manifest.json").exists()
 
@@ -165,7 +189,9 @@ def test_damage_elsewhere_does_not_matter_to_who_serves_or_fetches_a_model(
     assert read_canary(Artifact(ref))["ids"], "588 bytes need not read the model"
 
 
-def test_bytes_that_a_stage_reads_of_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_a_stage_reads_of_an_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each stage with an empty cache, as in a pod of its own: the files it uses once, and no others."""
     with serve_s3(tmp_path / "objects") as server:
         monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "making"))
@@ -178,8 +204,22 @@ def test_bytes_that_a_stage_reads_of_an_object_store(tmp_path: Path, monkeypatch
             for name in inputs.split():
                 about = Artifact(refs[name])
                 place = f"{about.url.removeprefix('s3://')}/{about.manifest.root}"
-                files = {file: each.size for file, each in about.manifest.files.items() if top(file) in used[name]}
-                skipped = (".safetensors", "generation_config.json") if case in WITHOUT_WEIGHTS else ()
-                wanted |= {f"{place}/{file}": size for file, size in files.items() if not file.endswith(skipped)}
-            read = [(key, size) for method, key, size in server.log if method == "GET" and "/data-" in key]
+                files = {
+                    file: each.size
+                    for file, each in about.manifest.files.items()
+                    if top(file) in used[name]
+                }
+                skipped = (
+                    (".safetensors", "generation_config.json") if case in WITHOUT_WEIGHTS else ()
+                )
+                wanted |= {
+                    f"{place}/{file}": size
+                    for file, size in files.items()
+                    if not file.endswith(skipped)
+                }
+            read = [
+                (key, size)
+                for method, key, size in server.log
+                if method == "GET" and "/data-" in key
+            ]
             assert sorted(read) == sorted(wanted.items()), case

@@ -15,7 +15,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.making import checkpoint_artifact, lease_of, prompts_artifact, rewards_artifact, rollout_rows
+from tests.making import (
+    checkpoint_artifact,
+    lease_of,
+    prompts_artifact,
+    rewards_artifact,
+    rollout_rows,
+)
 from tuneloop.algorithms import _terms, dapo
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Interrupted, UserError
@@ -49,7 +55,9 @@ def dense(
 ) -> tuple[float, float]:
     """Loss and gradient norm from all logits, one rollout at a time, with autograd on the formula as printed."""
     model = AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
-    other = reference and AutoModelForCausalLM.from_pretrained(reference.path / "model", dtype=torch.float32)
+    other = reference and AutoModelForCausalLM.from_pretrained(
+        reference.path / "model", dtype=torch.float32
+    )
     scored = [s for s in samples if s["outcome"] == "score"]
     groups = sorted({s["group"] for s in scored})
     advantages = _terms.group_relative(
@@ -102,7 +110,9 @@ def test_kl_term_equals_a_dense_computation(policy, tmp_path):
         algorithm_args={"beta": 0.3},
     )
     (row,) = rows(found)
-    assert (row["loss"], row["grad_norm"]) == pytest.approx(dense(policy, samples, reference, beta=0.3), rel=1e-4)
+    assert (row["loss"], row["grad_norm"]) == pytest.approx(
+        dense(policy, samples, reference, beta=0.3), rel=1e-4
+    )
     assert row["kl"] > 0
 
 
@@ -111,7 +121,10 @@ def test_temperature_comes_from_the_rollouts(policy, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
     for s in samples:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([s["prompt_ids"] + s["completion_ids"]])).logits[0] / 0.5
+            logits = (
+                model(input_ids=torch.tensor([s["prompt_ids"] + s["completion_ids"]])).logits[0]
+                / 0.5
+            )
         picked = logits.log_softmax(-1)[len(s["prompt_ids"]) - 1 : -1].gather(
             1, torch.tensor(s["completion_ids"])[:, None]
         )
@@ -124,19 +137,29 @@ def test_temperature_comes_from_the_rollouts(policy, tmp_path):
 @pytest.mark.parametrize("options", [{"per_device_train_batch_size": 1}, {"packing": "packed"}])
 def test_layouts_give_the_same_step(policy, tmp_path, options):
     rewards = rewards_artifact(tmp_path / "rewards", policy, rollout_rows(policy, gap=0.2))
-    whole, cut = run(tmp_path / "a", policy, rewards), run(tmp_path / "b", policy, rewards, **options)
+    whole, cut = (
+        run(tmp_path / "a", policy, rewards),
+        run(tmp_path / "b", policy, rewards, **options),
+    )
     (a,), (b,) = rows(whole), rows(cut)
     assert b == pytest.approx(a, rel=1e-3, abs=1e-6)
 
 
 def test_good_completions_become_likelier(policy, tmp_path):
     samples = rollout_rows(policy, 4, 4)
-    after = run(tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples), updates_per_batch=2)
+    after = run(
+        tmp_path / "out",
+        policy,
+        rewards_artifact(tmp_path / "rewards", policy, samples),
+        updates_per_batch=2,
+    )
     gain = {1.0: [], 0.0: []}
     model = AutoModelForCausalLM.from_pretrained(after.path / "model", dtype=torch.float32)
     for s in samples:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([s["prompt_ids"] + s["completion_ids"]])).logits[0]
+            logits = model(input_ids=torch.tensor([s["prompt_ids"] + s["completion_ids"]])).logits[
+                0
+            ]
         ids = torch.tensor(s["completion_ids"])[:, None]
         now = logits.log_softmax(-1)[len(s["prompt_ids"]) - 1 : -1].gather(1, ids)
         gain[s["score"]].append(float(now.mean()) - sum(s["logprobs"]) / len(s["logprobs"]))
@@ -153,7 +176,9 @@ def test_several_updates_use_every_group_once_and_clip_against_the_first_policy(
     assert steps[0]["ratio"] == pytest.approx(1, abs=1e-5)
     assert all(abs(row["ratio"] - 1) > 1e-3 for row in steps[1:])
     assert any(row["clip_fraction"] > 0 for row in steps[1:])
-    assert all(row["logprob_gap"] < 1e-3 for row in steps)  # engine against the old policy, not the moving one
+    assert all(
+        row["logprob_gap"] < 1e-3 for row in steps
+    )  # engine against the old policy, not the moving one
 
 
 def test_optimizer_is_carried_on_between_updates_only(tmp_path):
@@ -162,10 +187,14 @@ def test_optimizer_is_carried_on_between_updates_only(tmp_path):
     said, policy = [], Artifact(str(tmp_path / "sft"))
     for i, options in enumerate([{}, {}, {"reset_optimizer": True}, {"adam_beta2": 0.9}]):
         rewards = rewards_artifact(tmp_path / f"rewards{i}", policy)
-        policy = run(tmp_path / f"update{i}", policy, rewards, warmup_steps=4, iteration=i, **options)
+        policy = run(
+            tmp_path / f"update{i}", policy, rewards, warmup_steps=4, iteration=i, **options
+        )
         said.append(policy.manifest.facts["optimizer"])
         assert rows(policy)[-1]["step"] == policy.manifest.facts["step"] == (2 if i == 1 else 1)
-        assert rows(policy)[-1]["learning_rate"] == pytest.approx(5e-4 * rows(policy)[-1]["step"] / 4)
+        assert rows(policy)[-1]["learning_rate"] == pytest.approx(
+            5e-4 * rows(policy)[-1]["step"] / 4
+        )
     assert said == [
         "fresh: sft wrote it with betas [0.9, 0.95]",
         "carried on from step 1",
@@ -201,7 +230,11 @@ def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
     whole = run(tmp_path / "whole", policy, rewards_artifact(tmp_path / "r", policy), iteration=3)
     assert whole.manifest.facts["optimizer"].startswith("fresh: it was written with lora {'")
     reset = run(
-        tmp_path / "reset", policy, rewards_artifact(tmp_path / "s", policy), lora={"r": 2}, reset_optimizer=True
+        tmp_path / "reset",
+        policy,
+        rewards_artifact(tmp_path / "s", policy),
+        lora={"r": 2},
+        reset_optimizer=True,
     )
     assert reset.manifest.facts["base"] == policy.ref
     shutil.rmtree(tmp_path / "base")
@@ -211,12 +244,18 @@ def test_adapters_go_on_over_the_base_of_the_first_update(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"score": 0.5}, "all rewards are equal"), ({"score": None, "outcome": "timeout"}, "no rollout has a score")],
+    [
+        ({"score": 0.5}, "all rewards are equal"),
+        ({"score": None, "outcome": "timeout"}, "no rollout has a score"),
+    ],
 )
 def test_nothing_to_learn_takes_no_step(policy, tmp_path, change, why):
     samples = [{**s, **change} for s in rollout_rows(policy)]
     found = run(
-        tmp_path / "out", policy, rewards_artifact(tmp_path / "rewards", policy, samples), save_dtype="bfloat16"
+        tmp_path / "out",
+        policy,
+        rewards_artifact(tmp_path / "rewards", policy, samples),
+        save_dtype="bfloat16",
     )
     assert why in found.manifest.facts["skipped"]
     assert found.manifest.results == {"loss": 0.0, "version": 1}
@@ -239,7 +278,10 @@ def scored_groups(policy: Artifact, *scores: Sequence[float | None]) -> list[dic
     each = [score for group in scores for score in group]
     outcomes = ["infra_error" if score is None else "score" for score in each]
     made = rollout_rows(policy, len(scores), 4, gap=0.2)
-    return [{**s, "score": score, "outcome": outcome} for s, score, outcome in zip(made, each, outcomes, strict=True)]
+    return [
+        {**s, "score": score, "outcome": outcome}
+        for s, score, outcome in zip(made, each, outcomes, strict=True)
+    ]
 
 
 EQUAL, SOLVED, FAILED, ALONE = [0.0] * 4, [1.0] * 4, [None] * 4, [None, 1.0, None, None]
@@ -247,27 +289,44 @@ TELLING = [0.0, 1.0, 1.0, 0.0], [None, 0.0, 0.0, 1.0], [0.25, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "reinforce_plus_plus"])
-def test_of_more_groups_than_it_needs_the_first_whose_rewards_differ_are_the_batch(policy, tmp_path, algorithm):
+def test_of_more_groups_than_it_needs_the_first_whose_rewards_differ_are_the_batch(
+    policy, tmp_path, algorithm
+):
     """Those of the places 1 and 4, in the order of requests: the update is that of a batch of these two alone."""
     first, second, unused = TELLING
     samples = scored_groups(policy, SOLVED, first, FAILED, EQUAL, second, ALONE, unused)
     kept = [*samples[4:8], *samples[16:20]]
     sampled = {"groups": {"asked": 7, "wanted": 2}}
-    about: dict[str, Any] = {"algorithm": algorithm, "updates_per_batch": 2 if algorithm == "dapo" else 1}
+    about: dict[str, Any] = {
+        "algorithm": algorithm,
+        "updates_per_batch": 2 if algorithm == "dapo" else 1,
+    }
     if algorithm == "reinforce_plus_plus":
         about["algorithm_args"] = {"kl_in": "loss", "kl_estimator": "k2"}
-    chosen = run(tmp_path / "a", policy, rewards_artifact(tmp_path / "ra", policy, samples, **sampled), **about)
+    chosen = run(
+        tmp_path / "a",
+        policy,
+        rewards_artifact(tmp_path / "ra", policy, samples, **sampled),
+        **about,
+    )
     alone = run(tmp_path / "b", policy, rewards_artifact(tmp_path / "rb", policy, kept), **about)
     counts, *steps = rows(chosen)
     assert steps == rows(alone) and len(steps) == about["updates_per_batch"]
     assert all(value.equal(weights(alone)[name]) for name, value in weights(chosen).items())
     if algorithm == "grpo":
-        assert (steps[0]["loss"], steps[0]["grad_norm"]) == pytest.approx(dense(policy, kept), rel=1e-4)
+        assert (steps[0]["loss"], steps[0]["grad_norm"]) == pytest.approx(
+            dense(policy, kept), rel=1e-4
+        )
     expected = {"asked": 7, "kept": 2, "rejected": 4, "unused": 1}
     assert chosen.manifest.facts["groups"] == expected
     assert counts == {"step": 0, **{f"groups_{name}": count for name, count in expected.items()}}
     assert chosen.manifest.facts["rollouts"] == 8 and "groups" not in alone.manifest.facts
-    again = run(tmp_path / "c", policy, rewards_artifact(tmp_path / "rc", policy, samples, **sampled), **about)
+    again = run(
+        tmp_path / "c",
+        policy,
+        rewards_artifact(tmp_path / "rc", policy, samples, **sampled),
+        **about,
+    )
     assert again.manifest.files == chosen.manifest.files
 
 
@@ -275,9 +334,18 @@ def test_of_more_groups_than_it_needs_the_first_whose_rewards_differ_are_the_bat
 def test_where_fewer_groups_are_left_these_are_the_batch(policy, tmp_path, beta):
     """With one group it takes one of the two steps that it was asked for, and without one it takes none."""
     sampled = {"groups": {"asked": 3, "wanted": 2}}
-    about: dict[str, Any] = {"updates_per_batch": 2, "algorithm_args": {"beta": beta}, "reference": policy.ref}
+    about: dict[str, Any] = {
+        "updates_per_batch": 2,
+        "algorithm_args": {"beta": beta},
+        "reference": policy.ref,
+    }
     one, none = (
-        run(tmp_path / name, policy, rewards_artifact(tmp_path / f"r{name}", policy, samples, **sampled), **about)
+        run(
+            tmp_path / name,
+            policy,
+            rewards_artifact(tmp_path / f"r{name}", policy, samples, **sampled),
+            **about,
+        )
         for name, samples in (
             ("one", scored_groups(policy, EQUAL, TELLING[0], SOLVED)),
             ("none", scored_groups(policy, EQUAL, ALONE, SOLVED)),
@@ -286,7 +354,10 @@ def test_where_fewer_groups_are_left_these_are_the_batch(policy, tmp_path, beta)
     assert one.manifest.facts["groups"] == {"asked": 3, "kept": 1, "rejected": 2, "unused": 0}
     assert one.manifest.facts["updates"] == 1 and "skipped" not in one.manifest.facts
     assert none.manifest.facts["groups"] == {"asked": 3, "kept": 0, "rejected": 3, "unused": 0}
-    assert "all rewards are equal" in none.manifest.facts["skipped"] and none.manifest.results["loss"] == 0
+    assert (
+        "all rewards are equal" in none.manifest.facts["skipped"]
+        and none.manifest.results["loss"] == 0
+    )
     assert all(value.equal(weights(policy)[name]) for name, value in weights(none).items())
 
 
@@ -307,7 +378,9 @@ def test_rollouts_of_another_policy_are_refused(policy, tmp_path):
     foreign = rewards_artifact(tmp_path / "foreign", policy, digest=other)
     with pytest.raises(UserError, match=r"sampled by version 0 .*--policy is version 0"):
         run(tmp_path / "out", policy, foreign)
-    with pytest.raises(UserError, match="sampled by version 0"):  # staleness excuses age, not another run
+    with pytest.raises(
+        UserError, match="sampled by version 0"
+    ):  # staleness excuses age, not another run
         run(tmp_path / "out", policy, foreign, max_staleness=3)
 
 
@@ -353,17 +426,23 @@ def test_ids_are_whole_numbers_of_four_bytes(policy, tmp_path, kind, one):
     table = table.set_column(at, "completion_ids", pa.array(ids, pa.list_(kind)))
     pq.write_table(table, draft.path / "rewards.parquet")
     draft.commit(stage="reward", facts=rewards.manifest.facts)
-    with pytest.raises(UserError, match=r"ids of i000000-p00000-s00: '(float|int)64 up to .*must be int32"):
+    with pytest.raises(
+        UserError, match=r"ids of i000000-p00000-s00: '(float|int)64 up to .*must be int32"
+    ):
         run(tmp_path / "out", policy, Artifact(draft.url))
 
 
 def test_a_step_is_one_row_of_at_most_a_kilobyte_whatever_the_batch(policy, tmp_path):
     for groups in (2, 12):
-        samples = [{**s, "score": float(i % 2)} for i, s in enumerate(rollout_rows(policy, groups, 4))]
+        samples = [
+            {**s, "score": float(i % 2)} for i, s in enumerate(rollout_rows(policy, groups, 4))
+        ]
         rewards = rewards_artifact(tmp_path / f"r{groups}", policy, samples)
         found = run(tmp_path / f"o{groups}", policy, rewards, updates_per_batch=2)
         lines = (found.path / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [1, 2] and max(map(len, lines)) <= 1024
+        assert [json.loads(line)["step"] for line in lines] == [1, 2] and max(
+            map(len, lines)
+        ) <= 1024
 
 
 def test_bad_input(policy, tmp_path):
@@ -373,7 +452,10 @@ def test_bad_input(policy, tmp_path):
         ({"updates_per_batch": 9}, "4 groups"),
         ({"algorithm": "nonsense"}, "unknown; known: cispo"),
         ({"algorithm_args": {"epsilon": -1}}, "algorithm_args.epsilon"),
-        ({"algorithm_args": {"nonsense": 1}}, "algorithm_args.nonsense.*grpo has no such option; it has epsilon"),
+        (
+            {"algorithm_args": {"nonsense": 1}},
+            "algorithm_args.nonsense.*grpo has no such option; it has epsilon",
+        ),
         ({"algorithm": "dr_grpo", "algorithm_args": {}}, "max_completion_length must be set"),
         ({"lr_scheduler_type": "cosine"}, "must know where it ends"),
         ({"expected_world_size": 2}, "1 processes are training"),
@@ -385,7 +467,11 @@ def test_bad_input(policy, tmp_path):
     with pytest.raises(UserError, match="has no rows"):
         run(out, policy, rewards_artifact(tmp_path / "none", policy, []))
     with pytest.raises(UserError, match="does not state its version"):
-        run(out, policy, policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"))
+        run(
+            out,
+            policy,
+            policy if "digest" in policy.manifest.facts else prompts_artifact(tmp_path / "prompts"),
+        )
     cut = [{k: v for k, v in s.items() if k != "logprobs"} for s in rollout_rows(policy)]
     with pytest.raises(UserError, match="'logprobs': is not a column"):
         run(out, policy, rewards_artifact(tmp_path / "cut", policy, cut))

@@ -37,8 +37,13 @@ def prompts(tmp_path_factory) -> Artifact:
 def pairs_of(folder: Path, seed: int) -> Artifact:
     rng = random.Random(seed)
     halves = ("abcdefghijklm", "nopqrstuvwxyz")
-    words = [["".join(rng.choices(half, k=rng.randint(2, 5))) for half in halves] for _ in range(80)]
-    rows = [{"prompt": f"say {i} =", "chosen": f" {a}", "rejected": f" {b}"} for i, (a, b) in enumerate(words)]
+    words = [
+        ["".join(rng.choices(half, k=rng.randint(2, 5))) for half in halves] for _ in range(80)
+    ]
+    rows = [
+        {"prompt": f"say {i} =", "chosen": f" {a}", "rejected": f" {b}"}
+        for i, (a, b) in enumerate(words)
+    ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     columns = {"answer": None, "completion": "chosen", "rejected": "rejected"}
     source = {"train": str(folder / "pairs.jsonl"), "columns": columns}
@@ -56,7 +61,14 @@ def logprobs(policy, prompts, tmp_path_factory) -> Artifact:
 
 
 def train(stage: Any, out: Path, policy: Artifact, prompts: Artifact, **options: Any) -> Artifact:
-    options = {"max_steps": 12, "warmup_steps": 0, "learning_rate": 3e-3, "device": "cpu", "max_length": 64, **options}
+    options = {
+        "max_steps": 12,
+        "warmup_steps": 0,
+        "learning_rate": 3e-3,
+        "device": "cpu",
+        "max_length": 64,
+        **options,
+    }
     stage(out=str(out), policy=policy.ref, prompts=prompts.ref, **options)
     return Artifact(str(out))
 
@@ -67,20 +79,29 @@ def rows(artifact: Artifact) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("algorithm", ["dpo", "ipo", "kto"])
 def test_held_out_pairs_are_put_in_order(policy, prompts, logprobs, tmp_path, algorithm):
-    found = train(preference, tmp_path / "o", policy, prompts, logprobs=logprobs.ref, algorithm=algorithm)
+    found = train(
+        preference, tmp_path / "o", policy, prompts, logprobs=logprobs.ref, algorithm=algorithm
+    )
     before, after = found.manifest.facts["accuracy_before"], found.manifest.results["accuracy"]
     assert before < 0.8 < after, (before, after)
     first, last = rows(found)[0], rows(found)[-1]
-    assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)  # at first the policy is its own reference
+    assert first["rewards/margins"] == pytest.approx(
+        0, abs=1e-4
+    )  # at first the policy is its own reference
     assert last["loss"] < first["loss"] and last["rewards/margins"] > 0
-    assert found.manifest.facts["version"] == 1 and found.manifest.facts["reference"] == policy.manifest.digest
+    assert (
+        found.manifest.facts["version"] == 1
+        and found.manifest.facts["reference"] == policy.manifest.digest
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "kto"])
 def test_layouts_give_the_same_steps(policy, prompts, logprobs, tmp_path, algorithm):
     about = {"logprobs": logprobs.ref, "algorithm": algorithm, "max_steps": 3}
     cut = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "packing": "packed"}
-    one = train(preference, tmp_path / "a", policy, prompts, per_device_train_batch_size=12, **about)
+    one = train(
+        preference, tmp_path / "a", policy, prompts, per_device_train_batch_size=12, **about
+    )
     two = train(preference, tmp_path / "b", policy, prompts, **cut, **about)
     for a, b in zip(rows(one), rows(two), strict=True):
         if a["step"] == 1:  # margins of 0: rounding puts pairs in order
@@ -88,7 +109,9 @@ def test_layouts_give_the_same_steps(policy, prompts, logprobs, tmp_path, algori
         assert b == pytest.approx(a, rel=2e-3, abs=1e-4)
 
 
-def test_a_step_that_hears_sigterm_ends_in_a_resume_point(policy, prompts, logprobs, tmp_path, monkeypatch):
+def test_a_step_that_hears_sigterm_ends_in_a_resume_point(
+    policy, prompts, logprobs, tmp_path, monkeypatch
+):
     step = Learner.step
 
     def told(self: Learner, prepared: Any) -> Any:
@@ -98,7 +121,15 @@ def test_a_step_that_hears_sigterm_ends_in_a_resume_point(policy, prompts, logpr
 
     monkeypatch.setattr(Learner, "step", told)
     with pytest.raises(Interrupted):
-        train(preference, tmp_path / "o", policy, prompts, logprobs=logprobs.ref, algorithm="kto", max_steps=4)
+        train(
+            preference,
+            tmp_path / "o",
+            policy,
+            prompts,
+            logprobs=logprobs.ref,
+            algorithm="kto",
+            max_steps=4,
+        )
     assert Artifact(str(tmp_path / "o/resume/00000003")).manifest.facts["step"] == 3
 
 
@@ -112,7 +143,9 @@ def test_smoothed_labels_by_hand():
 def test_a_reward_model_scores_rollouts(policy, prompts, tmp_path):
     scorer = train(reward_model, tmp_path / "s", policy, prompts)
     assert scorer.manifest.results["accuracy"] > 0.8
-    assert scorer.manifest.results["loss"] < rows(scorer)[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert (
+        scorer.manifest.results["loss"] < rows(scorer)[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    )
     pair = pq.read_table(prompts.path / "preference_eval.parquet").to_pylist()[0]
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -123,9 +156,13 @@ def test_a_reward_model_scores_rollouts(policy, prompts, tmp_path):
         sample["completion_ids"] = [*words(said)["input_ids"], words.eos_token_id]
     samples[2] |= {"outcome": "timeout", "score": None, "breakdown": '{"exact": "slow"}'}
     judged = rewards_artifact(tmp_path / "r", policy, samples)
-    model_reward(out=str(tmp_path / "o"), rollouts=judged.ref, scorer=scorer.ref, weight=2.0, device="cpu")
+    model_reward(
+        out=str(tmp_path / "o"), rollouts=judged.ref, scorer=scorer.ref, weight=2.0, device="cpu"
+    )
     found = pq.read_table(Artifact(str(tmp_path / "o")).path / "rewards.parquet").to_pylist()
-    opened = AutoModelForSequenceClassification.from_pretrained(scorer.path / "model", dtype=torch.float32)
+    opened = AutoModelForSequenceClassification.from_pretrained(
+        scorer.path / "model", dtype=torch.float32
+    )
     for row, sample in zip(found[:2], samples):
         ids = torch.tensor([sample["prompt_ids"] + sample["completion_ids"]])
         with torch.no_grad():
@@ -137,7 +174,9 @@ def test_a_reward_model_scores_rollouts(policy, prompts, tmp_path):
 
 
 def test_bad_input(policy, prompts, logprobs, tmp_path):
-    def bad(match: str, stage: Any = preference, prompts: Artifact = prompts, **options: Any) -> None:
+    def bad(
+        match: str, stage: Any = preference, prompts: Artifact = prompts, **options: Any
+    ) -> None:
         about = {} if stage is reward_model else {"logprobs": logprobs.ref}
         with pytest.raises(UserError, match=match):
             train(stage, tmp_path / "o", policy, prompts, **{**about, **options})
@@ -149,19 +188,30 @@ def test_bad_input(policy, prompts, logprobs, tmp_path):
     bad("has other tokens for it", prompts=pairs_of(tmp_path / "others", 1))
     draft = Draft(str(tmp_path / "plain"), attempt="data-test")
     table = pq.read_table(logprobs.path / "preference.parquet")
-    pq.write_table(table.drop_columns(["chosen_kl", "rejected_kl"]), draft.path / "preference.parquet")
+    pq.write_table(
+        table.drop_columns(["chosen_kl", "rejected_kl"]), draft.path / "preference.parquet"
+    )
     plain = commit(tmp_path / "plain", "reference_logprobs", digest=policy.manifest.digest)
     bad("set reference_logprobs' mismatched_pairs", algorithm="kto", logprobs=plain.ref)
     bad("holds no preference.parquet; set data_prep's", reward_model, prompts=policy)
 
 
-def test_the_device_is_given_back_before_anything_is_written(policy, prompts, logprobs, tmp_path, monkeypatch):
+def test_the_device_is_given_back_before_anything_is_written(
+    policy, prompts, logprobs, tmp_path, monkeypatch
+):
     with lease_of(tmp_path, monkeypatch) as check_released:
         found = train(
-            preference, tmp_path / "out", policy, prompts, logprobs=logprobs.ref, weights=str(tmp_path / "weights")
+            preference,
+            tmp_path / "out",
+            policy,
+            prompts,
+            logprobs=logprobs.ref,
+            weights=str(tmp_path / "weights"),
         )
         check_released(found, tmp_path / "weights")
     assert (
-        train(preference, tmp_path / "alone", policy, prompts, logprobs=logprobs.ref).manifest.digest
+        train(
+            preference, tmp_path / "alone", policy, prompts, logprobs=logprobs.ref
+        ).manifest.digest
         == found.manifest.digest
     ), "the same as without a lease"

@@ -30,7 +30,12 @@ from tuneloop.training.checkpoint import RESIDENT
 from tuneloop.training.old_checkpoints import STATE_FACT
 from tuneloop.weights.versions import Chain
 
-TERMS = {"algorithm_args": {"beta": 0.1}, "updates_per_batch": 2, "warmup_steps": 3, "learning_rate": 1e-2}
+TERMS = {
+    "algorithm_args": {"beta": 0.1},
+    "updates_per_batch": 2,
+    "warmup_steps": 3,
+    "learning_rate": 1e-2,
+}
 ROUNDED = {**TERMS, "save_dtype": "bfloat16", "device": "cpu"}
 
 
@@ -39,7 +44,9 @@ def base(tmp_path: Path) -> Artifact:
     return checkpoint_artifact(tmp_path / "base")
 
 
-def update(place: Path | str, iteration: int, policy: Artifact, reference: Artifact, **options: Any) -> Artifact:
+def update(
+    place: Path | str, iteration: int, policy: Artifact, reference: Artifact, **options: Any
+) -> Artifact:
     rewards = rewards_artifact(f"{place}/rewards{iteration}", policy)
     inputs = {"policy": policy.ref, "rewards": rewards.ref, "reference": reference.ref}
     policy_update(out=f"{place}/{iteration}", iteration=iteration, **inputs, **options)
@@ -74,13 +81,17 @@ def rewrite(made: Artifact, section: str, **values: Any) -> Artifact:
     told = json.loads(path.read_text())
     told[section] |= values
     manifest = Manifest.model_validate(told)
-    told = json.loads(manifest.model_copy(update={"digest": manifest.compute_digest()}).model_dump_json())
+    told = json.loads(
+        manifest.model_copy(update={"digest": manifest.compute_digest()}).model_dump_json()
+    )
     path.write_bytes(dump_checked_json(told, path.name))
     return Artifact(made.url)
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": {"r": 2}}])
-def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path, more: dict[str, Any]) -> None:
+def test_lost_state_is_replayed_to_the_same_bytes(
+    base: Artifact, tmp_path: Path, more: dict[str, Any]
+) -> None:
     options = {**ROUNDED, **more}
     whole = loop(tmp_path / "whole", base, **options)
     kept = loop(tmp_path / "kept", base, state_every=3, **options)
@@ -104,17 +115,26 @@ def test_lost_state_is_replayed_to_the_same_bytes(base: Artifact, tmp_path: Path
     ]
 
 
-def test_each_update_is_replayed_with_the_options_that_it_had(base: Artifact, tmp_path: Path) -> None:
+def test_each_update_is_replayed_with_the_options_that_it_had(
+    base: Artifact, tmp_path: Path
+) -> None:
     rates = {2: 3e-2, 3: 1e-3, 4: 1e-3}
     whole = loop(tmp_path / "whole", base, rates=rates, **ROUNDED)
-    assert models(loop(tmp_path / "kept", base, rates=rates, state_every=9, **ROUNDED)) == models(whole)
-    assert models(loop(tmp_path / "lost", base, rates=rates, lost=True, state_every=9, **ROUNDED)) == models(whole)
+    assert models(loop(tmp_path / "kept", base, rates=rates, state_every=9, **ROUNDED)) == models(
+        whole
+    )
+    assert models(
+        loop(tmp_path / "lost", base, rates=rates, lost=True, state_every=9, **ROUNDED)
+    ) == models(whole)
 
 
 def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> None:
     def refused(name: str, match: str) -> None:
         RESIDENT.options = None
-        with pytest.raises(UserError, match=rf"^--policy: 'file://{tmp_path}/run/2': has no trainer's state, {match}"):
+        with pytest.raises(
+            UserError,
+            match=rf"^--policy: 'file://{tmp_path}/run/2': has no trainer's state, {match}",
+        ):
             update(tmp_path / name, 3, policy, base, state_every=5, **ROUNDED)
         assert not (tmp_path / name / "3/manifest.json").exists()
 
@@ -127,17 +147,28 @@ def test_what_cannot_be_replayed_is_refused(base: Artifact, tmp_path: Path) -> N
     rewrite(first, "provenance", world_size=1)
     state = policy.manifest.facts[STATE_FACT]
     policy = rewrite(policy, "facts", **{STATE_FACT: {**state, "digest": "0"}})
-    refused("state", r"and iteration 2 cannot be replayed: trainer's state: '\w+': 0 was committed .*torch .* then")
+    refused(
+        "state",
+        r"and iteration 2 cannot be replayed: trainer's state: '\w+': 0 was committed .*torch .* then",
+    )
     policy = rewrite(policy, "facts", **{STATE_FACT: state})
     scored = Artifact(str(tmp_path / "run/rewards2")).part("rewards.parquet")
     good = scored.read_bytes()
     scored.write_bytes(good[:-1] + b"\xff")
-    refused("rewards", r"and iteration 2 cannot be replayed: artifact: .*rewards.parquet': differs from its manifest")
+    refused(
+        "rewards",
+        r"and iteration 2 cannot be replayed: artifact: .*rewards.parquet': differs from its manifest",
+    )
     scored.unlink()
     refused("gone", r"and iteration 2 cannot be replayed: artifact: .*rewards.parquet': is missing")
     scored.write_bytes(good)
     RESIDENT.options = None
-    assert update(tmp_path / "good", 3, policy, base, state_every=5, **ROUNDED).manifest.facts["version"] == 3
+    assert (
+        update(tmp_path / "good", 3, policy, base, state_every=5, **ROUNDED).manifest.facts[
+            "version"
+        ]
+        == 3
+    )
 
 
 class Signalled(grpo.Algorithm):
@@ -155,7 +186,12 @@ def test_a_signal_ends_a_replay_and_leaves_nothing(
     base: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "signalled", SimpleNamespace(Signalled=Signalled))
-    about = {"algorithm": "signalled:Signalled", "per_device_train_batch_size": 2, "device": "cpu", "state_every": 9}
+    about = {
+        "algorithm": "signalled:Signalled",
+        "per_device_train_batch_size": 2,
+        "device": "cpu",
+        "state_every": 9,
+    }
     policy = update(tmp_path, 1, base, base, **about)
     monkeypatch.setattr(Signalled, "wanted", True)
     RESIDENT.options = None
@@ -165,18 +201,25 @@ def test_a_signal_ends_a_replay_and_leaves_nothing(
     assert Artifact(policy.ref).path.is_dir(), "what is replayed is not touched"
 
 
-def test_parameters_that_were_rounded_are_not_taken_for_others(base: Artifact, tmp_path: Path) -> None:
+def test_parameters_that_were_rounded_are_not_taken_for_others(
+    base: Artifact, tmp_path: Path
+) -> None:
     prompts = prompts_artifact(tmp_path / "prompts")
     found = []
     for dtype in ("bfloat16", "float32"):
         about = {**ROUNDED, "save_dtype": dtype}
-        whole, rounded = (loop(tmp_path / f"{dtype}{k}", base, 1, state_every=k, **about)[0] for k in (1, 2))
+        whole, rounded = (
+            loop(tmp_path / f"{dtype}{k}", base, 1, state_every=k, **about)[0] for k in (1, 2)
+        )
         export(out=str(tmp_path / f"{dtype}-model"), policy=rounded.ref)
         for policy in (whole, rounded):
             out = tmp_path / "tuned" / policy.url.rpartition("/tmp")[2].replace("/", "-")
             given = {"prompts": prompts.ref, "max_steps": 2, "device": "cpu"}
             if (dtype, policy) == ("bfloat16", rounded):
-                with pytest.raises(UserError, match=r"has no float32 parameters: .* model/ is bfloat16; take a check"):
+                with pytest.raises(
+                    UserError,
+                    match=r"has no float32 parameters: .* model/ is bfloat16; take a check",
+                ):
                     sft(out=str(out), policy=policy.ref, **given)
                 with pytest.raises(UserError, match="has no float32 parameters"):
                     update(tmp_path / "reset", 2, policy, base, reset_optimizer=True, **about)
@@ -196,7 +239,9 @@ class Held(CountingS3):
 
     def path(self, key: str) -> Path:
         if found := re.search(r"/(\d)/state/data-", key):
-            assert self.gates[int(found[1])].wait(LIMIT_S), "nothing followed while the state was written"
+            assert self.gates[int(found[1])].wait(LIMIT_S), (
+                "nothing followed while the state was written"
+            )
         elif found := re.search(r"/rewards(\d)/data-", key):
             self.gates[int(found[1]) - 1].set()
         return super().path(key)
@@ -220,7 +265,9 @@ def test_state_is_written_beside_what_follows_and_before_the_next_update(
     for i in (1, 2, 3):
         committed = written.index(f"{i}/state/manifest.json")
         assert written.index(f"{i}/manifest.json") < committed
-        assert not any(key.startswith(f"{i + 1}/") for key in written[:committed]), "the next update has not begun"
+        assert not any(key.startswith(f"{i + 1}/") for key in written[:committed]), (
+            "the next update has not begun"
+        )
 
 
 def test_killed_between_a_checkpoint_and_its_state_it_replays_the_update(
@@ -241,7 +288,11 @@ def test_killed_between_a_checkpoint_and_its_state_it_replays_the_update(
             server.gates[i].set()  # type: ignore[attr-defined]
         RESIDENT.options = None
         last = update("s3://bucket/run", 3, Artifact("s3://bucket/run/2"), base, **ROUNDED)
-        assert [bool(find_manifest(f"s3://bucket/run/{i}/state")) for i in (1, 2, 3)] == [True, False, True]
+        assert [bool(find_manifest(f"s3://bucket/run/{i}/state")) for i in (1, 2, 3)] == [
+            True,
+            False,
+            True,
+        ]
         assert last.manifest.notes["replayed"] == {"from_version": 1, "updates": 1}
         assert last.manifest.digest == whole[2].manifest.digest
         state, same = (Artifact(f"{each.url}/state") for each in (last, whole[2]))

@@ -84,7 +84,9 @@ def test_more_failures_than_the_budget_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(Retryable) as caught:
         reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.25)
     assert "3 of 8 rollouts have no score" in str(caught.value)
-    assert "2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck (bad.py:" in str(caught.value)
+    assert "2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck (bad.py:" in str(
+        caught.value
+    )
     assert "the budget is 25%" in str(caught.value)
     assert not (tmp_path / "w" / "manifest.json").exists()
 
@@ -92,14 +94,18 @@ def test_more_failures_than_the_budget_stop_the_run(tmp_path: Path) -> None:
 def test_a_reward_that_raises_by_itself_is_not_tried_again(tmp_path: Path) -> None:
     given = rollouts(tmp_path / "r", ["fine"] * 5 + ["raises", "raises", "hangs"], BY_NAME)
     with pytest.raises(
-        UserError, match=r"2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck \(bad.py:\d+"
+        UserError,
+        match=r"2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck \(bad.py:\d+",
     ):
         reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.2)
 
 
 def test_what_no_retry_can_mend_is_the_users(tmp_path: Path) -> None:
     given = rollouts(tmp_path / "r", ["fine"] * 4, {"format": 1.0})
-    with pytest.raises(UserError, match=r"4 of 4 rollouts have no score.*format: could not judge it; correct the data"):
+    with pytest.raises(
+        UserError,
+        match=r"4 of 4 rollouts have no score.*format: could not judge it; correct the data",
+    ):
         reward(out=str(tmp_path / "w"), rollouts=given)
     with pytest.raises(UserError, match="4 of 4"):  # nothing to learn from, whatever the budget
         reward(out=str(tmp_path / "w"), rollouts=given, error_budget=1.0)
@@ -110,7 +116,10 @@ def test_other_rewards_than_the_rows_own(tmp_path: Path) -> None:
     spec = {"exact": 2.0, "tests.unit.rewards.bad:good": 1.0}
     manifest = reward(out=str(tmp_path / "w"), rollouts=given, reward_weights=spec, workers=2)
     assert manifest.results["mean_reward"] == pytest.approx((2.2 + 0.1) / 2)
-    assert manifest.facts["reward"]["breakdown"] == {"exact": 0.5, "tests.unit.rewards.bad:good": pytest.approx(0.15)}
+    assert manifest.facts["reward"]["breakdown"] == {
+        "exact": 0.5,
+        "tests.unit.rewards.bad:good": pytest.approx(0.15),
+    }
     assert manifest.facts["reward"]["solved"] == 0.0  # full marks would be 4
 
 

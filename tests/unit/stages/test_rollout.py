@@ -35,7 +35,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return commit_prompts(tmp_path_factory.mktemp("prompts") / "p", [f"reverse {i} =" for i in (1, 22, 333, 4444)])
+    return commit_prompts(
+        tmp_path_factory.mktemp("prompts") / "p", [f"reverse {i} =" for i in (1, 22, 333, 4444)]
+    )
 
 
 def run(out: Path, policy: Artifact, prompts: Artifact, **params: Any) -> list[dict[str, Any]]:
@@ -46,11 +48,17 @@ def run(out: Path, policy: Artifact, prompts: Artifact, **params: Any) -> list[d
     return rows
 
 
-def test_rows(tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows(
+    tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tuneloop.formats.rollouts.ROWS", 4)
     rows = run(tmp_path / "r", policy, prompts, iteration=3, temperature=0.8)
-    assert [row["request_id"] for row in rows] == [f"i000003-p{p:05d}-s{s:02d}" for p in range(3) for s in range(2)]
-    assert pq.ParquetFile(Artifact(str(tmp_path / "r")).path / "rollouts.parquet").num_row_groups == 2
+    assert [row["request_id"] for row in rows] == [
+        f"i000003-p{p:05d}-s{s:02d}" for p in range(3) for s in range(2)
+    ]
+    assert (
+        pq.ParquetFile(Artifact(str(tmp_path / "r")).path / "rollouts.parquet").num_row_groups == 2
+    )
     words = load_tokenizer(policy.path / "model")
     plain = AutoModelForCausalLM.from_pretrained(policy.path / "model", dtype=torch.float32)
     asked = {row["id"]: row for row in pq.read_table(prompts.path / "train.parquet").to_pylist()}
@@ -64,11 +72,18 @@ def test_rows(tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: 
         assert row["policy_versions"] == [2] * len(row["completion_ids"])
         assert row["loss_mask"] == [True] * len(row["completion_ids"])
         ended = row["completion_ids"][-1] == words.eos_token_id
-        assert row["finish_reason"] == ("stop" if ended else "length") and len(row["completion_ids"]) <= 5
+        assert (
+            row["finish_reason"] == ("stop" if ended else "length")
+            and len(row["completion_ids"]) <= 5
+        )
         with torch.no_grad():
-            logits = plain(torch.tensor([row["prompt_ids"] + row["completion_ids"]])).logits[0] / 0.8
+            logits = (
+                plain(torch.tensor([row["prompt_ids"] + row["completion_ids"]])).logits[0] / 0.8
+            )
         start = len(row["prompt_ids"]) - 1
-        want = [float(logits[start + i].log_softmax(-1)[t]) for i, t in enumerate(row["completion_ids"])]
+        want = [
+            float(logits[start + i].log_softmax(-1)[t]) for i, t in enumerate(row["completion_ids"])
+        ]
         assert row["logprobs"] == pytest.approx(want, abs=1e-4)
 
 
@@ -78,17 +93,35 @@ def test_manifest(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     assert manifest.results["completions"] == 6
     assert manifest.results["mean_length"] == sum(len(r["completion_ids"]) for r in rows) / 6
     facts = manifest.facts
-    assert (facts["version"], facts["digest"], facts["engine"]) == (2, policy.manifest.digest, "transformers")
-    assert facts["sampling"] == {"temperature": 1.0, "max_tokens": 5, "n": 2, "top_p": 1.0, "top_k": -1}
+    assert (facts["version"], facts["digest"], facts["engine"]) == (
+        2,
+        policy.manifest.digest,
+        "transformers",
+    )
+    assert facts["sampling"] == {
+        "temperature": 1.0,
+        "max_tokens": 5,
+        "n": 2,
+        "top_p": 1.0,
+        "top_k": -1,
+    }
     assert (
-        0 < facts["canary"]["mean_abs_diff"] <= facts["canary"]["max_abs_diff"] < facts["canary"]["tolerance"] == 0.05
+        0
+        < facts["canary"]["mean_abs_diff"]
+        <= facts["canary"]["max_abs_diff"]
+        < facts["canary"]["tolerance"]
+        == 0.05
     )
 
 
-def test_more_prompts_than_the_update_needs(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
+def test_more_prompts_than_the_update_needs(
+    tmp_path: Path, policy: Artifact, prompts: Artifact
+) -> None:
     """Its batch is that of a larger one, and the manifest says how many of its groups the update is to keep."""
     whole = run(tmp_path / "w", policy, prompts, prompts_per_iteration=3, iteration=1)
-    more = run(tmp_path / "m", policy, prompts, prompts_per_iteration=2, oversampled_prompts=3, iteration=1)
+    more = run(
+        tmp_path / "m", policy, prompts, prompts_per_iteration=2, oversampled_prompts=3, iteration=1
+    )
     assert more == whole
     facts = [Artifact(str(tmp_path / name)).manifest.facts for name in "wm"]
     assert facts[1] == {**facts[0], "groups": {"asked": 3, "wanted": 2}}
@@ -99,15 +132,25 @@ def test_more_prompts_than_the_update_needs(tmp_path: Path, policy: Artifact, pr
 def test_is_a_function_of_its_inputs(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     first, again = run(tmp_path / "a", policy, prompts), run(tmp_path / "b", policy, prompts)
     assert first == again
-    assert Artifact(str(tmp_path / "a")).manifest.digest == Artifact(str(tmp_path / "b")).manifest.digest
+    assert (
+        Artifact(str(tmp_path / "a")).manifest.digest
+        == Artifact(str(tmp_path / "b")).manifest.digest
+    )
     assert run(tmp_path / "c", policy, prompts, seed=1) != first
-    later = run(tmp_path / "d", policy, prompts, iteration=4)  # the same prompts in the first place, other noise
+    later = run(
+        tmp_path / "d", policy, prompts, iteration=4
+    )  # the same prompts in the first place, other noise
     assert {r["completion"] for r in later} != {r["completion"] for r in first}
 
 
 def test_chat(tmp_path: Path, policy: Artifact) -> None:
     chat = json.dumps([{"role": "user", "content": "reverse 12 ="}])
-    rows = run(tmp_path / "r", policy, commit_prompts(tmp_path / "p", [chat], chat=True), prompts_per_iteration=1)
+    rows = run(
+        tmp_path / "r",
+        policy,
+        commit_prompts(tmp_path / "p", [chat], chat=True),
+        prompts_per_iteration=1,
+    )
     words = load_tokenizer(policy.path / "model")
     text = words.decode(rows[0]["prompt_ids"])
     assert text == "<|im_start|>user\nreverse 12 =<|im_end|>\n<|im_start|>assistant\n"
@@ -123,13 +166,23 @@ def test_batches_go_through_every_epoch(total: int, size: int, seed: int, iterat
 
 
 def test_epochs_differ() -> None:
-    assert len({tuple(draw_indices(20, 20 * epoch, 20, partial(derive_seed, 0, "prompts"))) for epoch in range(5)}) == 5
+    assert (
+        len(
+            {
+                tuple(draw_indices(20, 20 * epoch, 20, partial(derive_seed, 0, "prompts")))
+                for epoch in range(5)
+            }
+        )
+        == 5
+    )
 
 
 def test_wrong_weights_are_caught(tmp_path: Path, prompts: Artifact) -> None:
     """The checkpoint's digest is right and its weights are not those that the trainer computed the canary from."""
     wrong = commit_policy(tmp_path / "c", version=1, canary_of=model(5))
-    with pytest.raises(StaleWeights, match=r"log-probabilities of the canary differ .* restart the engine"):
+    with pytest.raises(
+        StaleWeights, match=r"log-probabilities of the canary differ .* restart the engine"
+    ):
         run(tmp_path / "r", wrong, prompts)
     assert not list((tmp_path / "r").iterdir())
 
@@ -186,15 +239,25 @@ def swapped(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> 
     return Swapped()
 
 
-def test_stale_weights_are_loaded_once_more(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
-    assert run(tmp_path / "a", policy, prompts, engine=f"{__name__}:forgetful") == run(tmp_path / "b", policy, prompts)
+def test_stale_weights_are_loaded_once_more(
+    tmp_path: Path, policy: Artifact, prompts: Artifact
+) -> None:
+    assert run(tmp_path / "a", policy, prompts, engine=f"{__name__}:forgetful") == run(
+        tmp_path / "b", policy, prompts
+    )
 
 
 @pytest.mark.parametrize(
     ("engine", "said"),
-    [("stubborn", "stale or wrong"), ("late", "serves version 1"), ("swapped", r"versions \[3\] instead of 2")],
+    [
+        ("stubborn", "stale or wrong"),
+        ("late", "serves version 1"),
+        ("swapped", r"versions \[3\] instead of 2"),
+    ],
 )
-def test_no_proof_no_batch(tmp_path: Path, policy: Artifact, prompts: Artifact, engine: str, said: str) -> None:
+def test_no_proof_no_batch(
+    tmp_path: Path, policy: Artifact, prompts: Artifact, engine: str, said: str
+) -> None:
     with pytest.raises(StaleWeights, match=said):
         run(tmp_path / "r", policy, prompts, engine=f"{__name__}:{engine}")
 
@@ -204,14 +267,25 @@ def test_no_proof_no_batch(tmp_path: Path, policy: Artifact, prompts: Artifact, 
     [
         ({"temperature": 0.0}, r"rollout\.temperature"),
         ({"n": 0}, r"rollout\.n"),
-        ({"max_tokens": 2000}, r"prompts row p\d: \d+: tokens of prompt and 2000 .* context of 1024; .*max_tokens"),
+        (
+            {"max_tokens": 2000},
+            r"prompts row p\d: \d+: tokens of prompt and 2000 .* context of 1024; .*max_tokens",
+        ),
         ({"engine": "sglang"}, "engines: 'sglang': unknown; known: endpoint, transformers, vllm"),
-        ({"engine": "vllm", "endpoint": "localhost"}, "--endpoint: 'localhost': must be an absolute URL"),
-        ({"engine": "vllm", "engine_args": {"tokenizer": "x"}}, "--engine-args tokenizer: 'x': is set by tuneloop"),
+        (
+            {"engine": "vllm", "endpoint": "localhost"},
+            "--endpoint: 'localhost': must be an absolute URL",
+        ),
+        (
+            {"engine": "vllm", "engine_args": {"tokenizer": "x"}},
+            "--engine-args tokenizer: 'x': is set by tuneloop",
+        ),
         ({"engine_args": {"max_model_len": 8}}, "context of 8"),
     ],
 )
-def test_bad_parameters(tmp_path: Path, policy: Artifact, prompts: Artifact, params: dict[str, Any], said: str) -> None:
+def test_bad_parameters(
+    tmp_path: Path, policy: Artifact, prompts: Artifact, params: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said) as raised:
         run(tmp_path / "r", policy, prompts, **params)
     assert "\n" not in str(raised.value)
@@ -224,12 +298,19 @@ def test_bad_data(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     with pytest.raises(UserError, match=r"holds no train\.parquet"):
         run(tmp_path / "r", policy, policy)
     draft = Draft(str(tmp_path / "lacking"))
-    pq.write_table(pq.read_table(prompts.path / "train.parquet").drop(["answer"]), draft.path / "train.parquet")
+    pq.write_table(
+        pq.read_table(prompts.path / "train.parquet").drop(["answer"]), draft.path / "train.parquet"
+    )
     draft.commit(stage="data_prep")
     with pytest.raises(UserError, match="'answer': is not a column"):
         run(tmp_path / "r", policy, Artifact(str(tmp_path / "lacking")))
     with pytest.raises(UserError, match=r"prompts row p0: .*not a JSON list"):
-        run(tmp_path / "r", policy, commit_prompts(tmp_path / "chat", ["hello"], chat=True), prompts_per_iteration=1)
+        run(
+            tmp_path / "r",
+            policy,
+            commit_prompts(tmp_path / "chat", ["hello"], chat=True),
+            prompts_per_iteration=1,
+        )
 
 
 def test_policy_without_tokenizer(tmp_path: Path, prompts: Artifact) -> None:
@@ -244,9 +325,14 @@ def anywhere(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) ->
     return Transformers()
 
 
-def test_where_the_fleet_is_does_not_matter(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
+def test_where_the_fleet_is_does_not_matter(
+    tmp_path: Path, policy: Artifact, prompts: Artifact
+) -> None:
     """A run that is resumed with its fleet at another address keeps what it has; with other options it does not."""
-    asked = {"engine": f"{__name__}:anywhere", "engine_args": {"fleet": "http://a:1", "max_staleness": 1}}
+    asked = {
+        "engine": f"{__name__}:anywhere",
+        "engine_args": {"fleet": "http://a:1", "max_staleness": 1},
+    }
     rows = run(tmp_path / "r", policy, prompts, **asked)
     made = Artifact(str(tmp_path / "r")).manifest
     assert made.params["engine_args"] == {"max_staleness": 1}
@@ -262,17 +348,25 @@ def test_server_away(tmp_path: Path, policy: Artifact, prompts: Artifact) -> Non
         run(tmp_path / "r", policy, prompts, engine="vllm", endpoint="http://127.0.0.1:9")
 
 
-def test_vllm_absent(tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_absent(
+    tmp_path: Path, policy: Artifact, prompts: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
     monkeypatch.setitem(__import__("sys").modules, "vllm.engine", None)
-    with pytest.raises(UserError, match=r"engine: 'vllm': vLLM is not installed; pip install 'tuneloop\[rollout\]'"):
+    with pytest.raises(
+        UserError, match=r"engine: 'vllm': vLLM is not installed; pip install 'tuneloop\[rollout\]'"
+    ):
         run(tmp_path / "r", policy, prompts, engine="vllm")
 
 
 def test_prompts_come_from_any_row_group_in_any_order(tmp_path: Path) -> None:
     small = {"source_args": {"digits": 4}, "train": 2500, "eval": 1, "sft": 1}
     data_prep(out=str(tmp_path / "p"), **small)
-    train = open_rows(Artifact(str(tmp_path / "p")), "train.parquet", COLUMNS, "--prompts", "data_prep")
+    train = open_rows(
+        Artifact(str(tmp_path / "p")), "train.parquet", COLUMNS, "--prompts", "data_prep"
+    )
     assert train.num_row_groups == 3 and train.metadata.num_rows == 2500
     places = [2499, 0, 1023, 1024, 0, 2048]
-    assert [row["id"] for row in read_rows(train, places, COLUMNS)] == [f"train-{place:06d}" for place in places]
+    assert [row["id"] for row in read_rows(train, places, COLUMNS)] == [
+        f"train-{place:06d}" for place in places
+    ]

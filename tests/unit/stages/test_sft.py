@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.making import checkpoint_artifact, commit, demonstrations, lease_of, prompts_artifact, sigterm_while_training
+from tests.making import (
+    checkpoint_artifact,
+    commit,
+    demonstrations,
+    lease_of,
+    prompts_artifact,
+    sigterm_while_training,
+)
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.stages.sft import sft
@@ -25,7 +32,13 @@ def prompts(tmp_path_factory) -> Artifact:
 
 
 def run(out: Path, policy: Artifact, prompts: Artifact, **options) -> Artifact:
-    options = {"max_steps": 6, "per_device_train_batch_size": 8, "warmup_steps": 2, "device": "cpu", **options}
+    options = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 8,
+        "warmup_steps": 2,
+        "device": "cpu",
+        **options,
+    }
     sft(out=str(out), policy=policy.ref, prompts=prompts.ref, **options)
     return Artifact(str(out))
 
@@ -70,15 +83,23 @@ def test_it_learns_and_says_so(policy, prompts, tmp_path):
     ],
 )
 def test_layouts_give_the_same_training(policy, prompts, tmp_path, options):
-    whole, cut = (rows(run(tmp_path / name, policy, prompts, **o)) for name, o in (("whole", {}), ("cut", options)))
+    whole, cut = (
+        rows(run(tmp_path / name, policy, prompts, **o))
+        for name, o in (("whole", {}), ("cut", options))
+    )
     for key in ("loss", "grad_norm", "learning_rate", "targets"):
-        assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=2e-3), key
+        assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=2e-3), (
+            key
+        )
 
 
 def test_every_demonstration_is_seen_once_an_epoch(policy, prompts, tmp_path):
     """An epoch of 24 in steps of 6: the targets of four steps are those of the data, in another order each epoch."""
     found = [
-        row["targets"] for row in rows(run(tmp_path / "o", policy, prompts, max_steps=8, per_device_train_batch_size=6))
+        row["targets"]
+        for row in rows(
+            run(tmp_path / "o", policy, prompts, max_steps=8, per_device_train_batch_size=6)
+        )
     ]
     documents = read_corpus(prompts, policy, "sft")
     assert sum(found[:4]) == sum(found[4:]) == sum(d.target_count for d in documents)
@@ -86,24 +107,38 @@ def test_every_demonstration_is_seen_once_an_epoch(policy, prompts, tmp_path):
 
 
 def test_same_inputs_same_bytes_other_seed_other_bytes(policy, prompts, tmp_path):
-    one, two, other = (run(tmp_path / n, policy, prompts, seed=s).manifest for n, s in (("a", 1), ("b", 1), ("c", 2)))
+    one, two, other = (
+        run(tmp_path / n, policy, prompts, seed=s).manifest
+        for n, s in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert one.digest == two.digest != other.digest
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed"])
-def test_batches_that_are_prepared_ahead_are_those_prepared_in_turn(policy, prompts, tmp_path, monkeypatch, packing):
+def test_batches_that_are_prepared_ahead_are_those_prepared_in_turn(
+    policy, prompts, tmp_path, monkeypatch, packing
+):
     ahead = run(tmp_path / "ahead", policy, prompts, packing=packing)
     monkeypatch.setattr(epochs, "map_ahead", map)
-    assert run(tmp_path / "turn", policy, prompts, packing=packing).manifest.digest == ahead.manifest.digest
+    assert (
+        run(tmp_path / "turn", policy, prompts, packing=packing).manifest.digest
+        == ahead.manifest.digest
+    )
 
 
-@pytest.mark.parametrize("options", [{"save-steps": 0}, {"save-steps": 4, "lora": '{"r": 2, "lora_dropout": 0.1}'}])
-def test_stopped_in_mid_epoch_and_resumed_ends_with_the_same_bytes(policy, prompts, tmp_path, options, capfd):
+@pytest.mark.parametrize(
+    "options", [{"save-steps": 0}, {"save-steps": 4, "lora": '{"r": 2, "lora_dropout": 0.1}'}]
+)
+def test_stopped_in_mid_epoch_and_resumed_ends_with_the_same_bytes(
+    policy, prompts, tmp_path, options, capfd
+):
     options = {"max-steps": 12, "per-device-train-batch-size": 5, "device": "cpu", **options}
 
     def program(out: Path) -> int:
         flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return sft.run(["--policy", policy.ref, "--prompts", prompts.ref, "--checkpoint", str(out), *flags])
+        return sft.run(
+            ["--policy", policy.ref, "--prompts", prompts.ref, "--checkpoint", str(out), *flags]
+        )
 
     sigterm_while_training(tmp_path / "stopped")
     assert program(tmp_path / "stopped") == 75
@@ -130,7 +165,11 @@ def test_bad_demonstrations(tmp_path):
     bad("holds no demonstrations", out, policy, prompts_artifact(tmp_path / "none", []))
     long = [*good, {"id": "sft-9999", "prompt": "x" * 70, "chat": False, "completion": " y"}]
     bad(
-        "prompt of sft-9999.*over the max_length 64", out, policy, prompts_artifact(tmp_path / "a", long), max_length=64
+        "prompt of sft-9999.*over the max_length 64",
+        out,
+        policy,
+        prompts_artifact(tmp_path / "a", long),
+        max_length=64,
     )
     bad("prompt of sft-9999.*context of 64", out, policy, prompts_artifact(tmp_path / "b", long))
     wordy = [*good, {"id": "sft-9998", "prompt": "x", "chat": False, "completion": "y" * 50}]
@@ -150,7 +189,12 @@ def test_missing_column_or_file(tmp_path):
     draft = Draft(str(tmp_path / "cut"), attempt="data-test")
     table = pq.read_table(whole.path / "sft.parquet")
     pq.write_table(table.drop_columns("completion"), draft.path / "sft.parquet")
-    bad("'completion': is not a column", tmp_path / "out", policy, commit(tmp_path / "cut", "data_prep"))
+    bad(
+        "'completion': is not a column",
+        tmp_path / "out",
+        policy,
+        commit(tmp_path / "cut", "data_prep"),
+    )
     Draft(str(tmp_path / "empty"))
     bad("holds no sft.parquet", tmp_path / "out", policy, commit(tmp_path / "empty", "data_prep"))
 
@@ -158,7 +202,13 @@ def test_missing_column_or_file(tmp_path):
 def test_bad_surroundings(policy, prompts, tmp_path):
     bad("give it a checkpoint", tmp_path / "o", prompts, prompts)
     bad("1 processes are training", tmp_path / "o", policy, prompts, expected_world_size=2)
-    bad("cannot be loaded with nonsense", tmp_path / "o", policy, prompts, attn_implementation="nonsense")
+    bad(
+        "cannot be loaded with nonsense",
+        tmp_path / "o",
+        policy,
+        prompts,
+        attn_implementation="nonsense",
+    )
     bad("sft.max_steps", tmp_path / "o", policy, prompts, max_steps=0)
     bad("sft.dtype", tmp_path / "o", policy, prompts, dtype="float8")
     if not torch.cuda.is_available():
@@ -186,7 +236,9 @@ def test_model_without_tokenizer(tmp_path, prompts):
     bad("tokenizer", tmp_path / "out", commit(tmp_path / "wrong", "base_model", version=0), prompts)
 
 
-def test_the_device_is_given_back_before_anything_is_written(policy, prompts, tmp_path, monkeypatch):
+def test_the_device_is_given_back_before_anything_is_written(
+    policy, prompts, tmp_path, monkeypatch
+):
     with lease_of(tmp_path, monkeypatch) as check_released:
         found = run(tmp_path / "out", policy, prompts, weights=str(tmp_path / "weights"))
         check_released(found, tmp_path / "weights")

@@ -20,7 +20,13 @@ from tuneloop.stages.reward_model import reward_model
 from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 
-TRAIN = {"max_steps": 5, "per_device_train_batch_size": 7, "warmup_steps": 0, "device": "cpu", "max_length": 64}
+TRAIN = {
+    "max_steps": 5,
+    "per_device_train_batch_size": 7,
+    "warmup_steps": 0,
+    "device": "cpu",
+    "max_length": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def tokens(policy: Artifact, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def tokens(
+    policy: Artifact, prompts: Artifact, tmp_path_factory: pytest.TempPathFactory
+) -> Artifact:
     return run(tokenize_data, tmp_path_factory.mktemp("tokens") / "t", policy, prompts)
 
 
@@ -45,7 +53,9 @@ def run(stage: Any, out: Path, policy: Artifact, prompts: Artifact, **given: Any
     return Artifact(str(out))
 
 
-def test_documents_are_the_rows_in_their_order(policy: Artifact, prompts: Artifact, tokens: Artifact) -> None:
+def test_documents_are_the_rows_in_their_order(
+    policy: Artifact, prompts: Artifact, tokens: Artifact
+) -> None:
     words = load_tokenizer(policy.path / "model")
     for split, sides in (("sft", ["completion"]), ("preference", ["chosen", "rejected"])):
         rows = pq.read_table(prompts.path / f"{split}.parquet").to_pylist()
@@ -58,8 +68,14 @@ def test_documents_are_the_rows_in_their_order(policy: Artifact, prompts: Artifa
                 wanted.append({"id": row["id"], "input_ids": prompt + said, "loss_mask": mask})
         found = pa.ipc.open_file(tokens.path / f"{split}.arrow").read_all().to_pylist()
         assert found == wanted
-        assert tokens.manifest.facts["tokens"][split] == sum(len(each["input_ids"]) for each in found)
-    assert tokens.manifest.files.keys() == {"sft.arrow", "preference.arrow", "preference_eval.arrow"}
+        assert tokens.manifest.facts["tokens"][split] == sum(
+            len(each["input_ids"]) for each in found
+        )
+    assert tokens.manifest.files.keys() == {
+        "sft.arrow",
+        "preference.arrow",
+        "preference_eval.arrow",
+    }
     assert tokens.manifest.results["documents"] == 100 + 2 * 12 + 2 * 6
 
 
@@ -80,7 +96,14 @@ def test_training_on_tokens_is_training_on_their_rows(
     for name, data in (("rows", prompts), ("tokens", tokens)):
         given: dict[str, Any] = dict(TRAIN)
         if stage is preference:
-            scored = run(reference_logprobs, tmp_path / f"{name}-l", policy, data, device="cpu", max_length=64)
+            scored = run(
+                reference_logprobs,
+                tmp_path / f"{name}-l",
+                policy,
+                data,
+                device="cpu",
+                max_length=64,
+            )
             given["logprobs"] = scored.ref
         made.append(run(stage, tmp_path / name, policy, data, **given).manifest)
     assert made[0].files == made[1].files and made[0].results == made[1].results
@@ -92,7 +115,9 @@ def test_stopped_and_resumed_on_tokens_ends_with_the_same_bytes(
     sigterm_while_training(tmp_path / "stopped")
     with pytest.raises(Interrupted):
         run(sft, tmp_path / "stopped", policy, tokens, **TRAIN)
-    stopped, whole = (run(sft, tmp_path / name, policy, tokens, **TRAIN).manifest for name in ("stopped", "whole"))
+    stopped, whole = (
+        run(sft, tmp_path / name, policy, tokens, **TRAIN).manifest for name in ("stopped", "whole")
+    )
     assert 0 < stopped.notes["resumed_from"] < 5
     assert stopped.digest == whole.digest
 
@@ -101,7 +126,10 @@ def test_another_tokenizer_is_refused(policy: Artifact, tokens: Artifact, tmp_pa
     draft = Draft(str(tmp_path / "other"), attempt="data-test")
     (checkpoint_artifact(tmp_path / "copy").path / "model").rename(draft.path / "model")
     about = json.loads((file := draft.path / "model" / "tokenizer.json").read_text())
-    about["model"]["vocab"] |= {"8": about["model"]["vocab"]["9"], "9": about["model"]["vocab"]["8"]}
+    about["model"]["vocab"] |= {
+        "8": about["model"]["vocab"]["9"],
+        "9": about["model"]["vocab"]["8"],
+    }
     file.write_text(json.dumps(about))
     other = commit(tmp_path / "other", "base_model", version=0)
     with pytest.raises(UserError, match=r"--prompts.*tokenized by another tokenizer"):

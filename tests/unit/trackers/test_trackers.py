@@ -47,7 +47,10 @@ def read_mlflow(place: Path) -> Told:
     if not (experiment := client.get_experiment_by_name("toy")):
         return {}
     return {
-        name: [(point.step, point.value) for point in client.get_metric_history(found.info.run_id, name)]
+        name: [
+            (point.step, point.value)
+            for point in client.get_metric_history(found.info.run_id, name)
+        ]
         for found in client.search_runs([experiment.experiment_id])
         for name in found.data.metrics
     }
@@ -59,7 +62,9 @@ def read_tensorboard(place: Path) -> Told:
 
     told: Told = {}
     for directory in place.glob("*/"):
-        read = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+        read = EventAccumulator(
+            str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False
+        ).Reload()
         for tag in read.Tags()["scalars"]:
             told.setdefault(tag, []).extend((each.step, each.value) for each in read.Scalars(tag))
     return told
@@ -93,7 +98,10 @@ def read_rows(place: Path) -> Iterator[dict[str, Any]]:
             if kind in (1, 4):  # whole, or the last part
                 record, message = Record.FromString(message), b""
                 if record.WhichOneof("record_type") == "history":
-                    yield {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                    yield {
+                        i.key or ".".join(i.nested_key): json.loads(i.value_json)
+                        for i in record.history.item
+                    }
 
 
 def read_wandb(place: Path) -> Told:
@@ -136,12 +144,16 @@ def check(told: Told, iterations: int) -> None:
     skills = [min(step, 3) for step in steps]  # of the policy that each batch is sampled with
     expected: dict[str, list[tuple[int, float]]] = {
         "sft/loss": [(step, 3.0 / step) for step in (1, 2, 3)],
-        "policy_update/kl": [(step, (0.02, 0.01)[step % 2]) for step in range(1, 2 * iterations + 1)],
+        "policy_update/kl": [
+            (step, (0.02, 0.01)[step % 2]) for step in range(1, 2 * iterations + 1)
+        ],
         "reward/mean_reward": [(step, toy.SHARES[skill]) for step, skill in zip(steps, skills)],
         "rollout/mean_length": [(step, 8.0 - skill) for step, skill in zip(steps, skills)],
     }
     for name, points in expected.items():
-        assert sorted(told[name]) == [(step, pytest.approx(value, rel=1e-6)) for step, value in points], name
+        assert sorted(told[name]) == [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in points
+        ], name
     assert [step for step, _ in sorted(told["seconds/reward"])] == [*steps]
     every = Counter((name, step) for name, points in told.items() for step, _ in points)
     assert set(every.values()) == {1}, "once each"
@@ -152,7 +164,9 @@ def test_all_that_ship_are_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_and_values_are_those_of_the_run_however_often_it_is_mirrored(name: str, tmp_path: Path) -> None:
+def test_steps_and_values_are_those_of_the_run_however_often_it_is_mirrored(
+    name: str, tmp_path: Path
+) -> None:
     pytest.importorskip(name)
     run, chosen = started(tmp_path, "mine", 2), choose(name, tmp_path / "there")
     assert tracking.mirror_run(run, chosen).endswith(", 2 iterations")
@@ -204,13 +218,20 @@ def test_samples_are_tables(tmp_path: Path) -> None:
     (found,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     files = {each.path for each in client.list_artifacts(found.info.run_id, "samples")}
     assert files == {
-        f"samples/{name}.json" for name in ("evaluate-before-000000", "evaluate-after-000000", "reward-000001")
+        f"samples/{name}.json"
+        for name in ("evaluate-before-000000", "evaluate-after-000000", "reward-000001")
     }
     kept = load_dict(f"{found.info.artifact_uri}/samples/reward-000001.json")
     assert kept["columns"] == columns and len(kept["data"]) == 4
 
 
-FAULTS = ("log_inputs", "create_logged_model", "finalize_logged_model", "log_outputs", "create_registered_model")
+FAULTS = (
+    "log_inputs",
+    "create_logged_model",
+    "finalize_logged_model",
+    "log_outputs",
+    "create_registered_model",
+)
 FAULTS += ("create_model_version", "log_text", "set_terminated")
 
 
@@ -234,12 +255,16 @@ def test_data_and_model_are_there_once_wherever_a_mirror_was_killed(
         with pytest.raises(KeyboardInterrupt):
             tracking.mirror_run(run, choose("mlflow", place), render=lambda _: "<p>Ours.")
     for _ in range(2):
-        tracking.mirror_run(Run.open("mine", str(tmp_path)), choose("mlflow", place), render=lambda _: "<p>Ours.")
+        tracking.mirror_run(
+            Run.open("mine", str(tmp_path)), choose("mlflow", place), render=lambda _: "<p>Ours."
+        )
 
     client = MlflowClient(f"sqlite:///{place}/mlflow.db")
     (found,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
     (given,) = found.inputs.dataset_inputs
-    assert made.digest.startswith(f"sha256:{given.dataset.digest}") and len(given.dataset.digest) == 36
+    assert (
+        made.digest.startswith(f"sha256:{given.dataset.digest}") and len(given.dataset.digest) == 36
+    )
     assert json.loads(given.dataset.profile)["source"] == "digits"
     assert {tag.key: tag.value for tag in given.tags} == {
         "mlflow.data.context": "training",
@@ -251,16 +276,27 @@ def test_data_and_model_are_there_once_wherever_a_mirror_was_killed(
 
     (export,) = (entry for entry in run.entries if entry.stage == "export")
     (version,) = client.search_model_versions("name = 'toy'")
-    about = {"artifact": f"{run.url}/export@{export.manifest.digest}", "run": "mine", "version": "2"}
+    about = {
+        "artifact": f"{run.url}/export@{export.manifest.digest}",
+        "run": "mine",
+        "version": "2",
+    }
     about |= {"policy": export.manifest.inputs["policy"]}
     assert version.tags == {f"tuneloop.{name}": value for name, value in about.items()}
-    assert (version.run_id, version.source) == (found.info.run_id, f"{run.url}/export/{export.manifest.root}")
+    assert (version.run_id, version.source) == (
+        found.info.run_id,
+        f"{run.url}/export/{export.manifest.root}",
+    )
     mlflow.set_tracking_uri(f"sqlite:///{place}/mlflow.db")
     model = Path(mlflow.artifacts.download_artifacts("models:/toy/1"))
     assert json.loads((model / "weights.json").read_text()) == {"skill": 2}
     (output,) = found.outputs.model_outputs
     (logged,) = client.search_logged_models([found.info.experiment_id])
-    assert (output.model_id, logged.source_run_id, logged.status) == (logged.model_id, found.info.run_id, "READY")
+    assert (output.model_id, logged.source_run_id, logged.status) == (
+        logged.model_id,
+        found.info.run_id,
+        "READY",
+    )
     assert version.tags.items() <= logged.tags.items()
     report = client.download_artifacts(found.info.run_id, "report.html", str(tmp_path))
     assert Path(report).read_text() == "<p>Ours."
@@ -284,12 +320,16 @@ def test_a_fork_has_the_data_of_the_run_that_it_left(tmp_path: Path) -> None:
     assert {tag.key: tag.value for tag in given.tags}["tuneloop.artifact"] == f"file://{ref}"
 
 
-def test_where_mlflow_keeps_no_files_the_curves_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_mlflow_keeps_no_files_the_curves_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 
     place = tmp_path / "there"
-    MlflowClient(f"sqlite:///{place}/mlflow.db").create_experiment("toy", artifact_location="/proc/nowhere")
+    MlflowClient(f"sqlite:///{place}/mlflow.db").create_experiment(
+        "toy", artifact_location="/proc/nowhere"
+    )
     tracking.mirror_run(started(tmp_path, "mine", 2), choose("mlflow", place))
     check(read_mlflow(place), 2)
     assert "mlflow: samples/reward-000001.json: " in capsys.readouterr().err
@@ -303,7 +343,11 @@ def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
         pytest.importorskip(name)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
-    away, broken, well = f"mlflow+http://127.0.0.1:{free_port()}", f"wandb+{tmp_path}/file", "tensorboard"
+    away, broken, well = (
+        f"mlflow+http://127.0.0.1:{free_port()}",
+        f"wandb+{tmp_path}/file",
+        "tensorboard",
+    )
     monkeypatch.setenv("TUNELOOP_TRACKERS", f"{away} {broken} {well}")
     monkeypatch.setenv("no_proxy", "*")
     run = started(tmp_path, "mine", 1)
@@ -312,7 +356,8 @@ def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
         (line,) = capsys.readouterr().err.splitlines()
         toy.make(f"{tmp_path}/mine", 2, whole=False)
     assert re.fullmatch(
-        r"mlflow: http://\S+ does not answer \(.*Connection refused\): the run goes on without it", line
+        r"mlflow: http://\S+ does not answer \(.*Connection refused\): the run goes on without it",
+        line,
     )
     assert told["mlflow"].startswith("not mirrored: http://127.0.0.1:")
     assert told["wandb"].startswith("not mirrored whole: see ")
@@ -324,7 +369,9 @@ def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=rf"^tensorboard: '{tmp_path}/file': .*(Not a directory|File exists)"):
+    with pytest.raises(
+        UserError, match=rf"^tensorboard: '{tmp_path}/file': .*(Not a directory|File exists)"
+    ):
         tracking.mirror_run(started(tmp_path, "mine", 1), f"tensorboard+{tmp_path}/file")
 
 
@@ -342,9 +389,12 @@ def test_a_later_mirror_of_the_same_run_ends_the_earlier_one(tmp_path: Path) -> 
     check(read_tensorboard(tmp_path / "there"), 1)
 
 
-def test_what_is_no_tracker_or_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_tracker_or_not_installed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(
-        UserError, match=r"^trackers: 'nonsense': unknown; known: mlflow, tensorboard, trackio, wandb, or a dotted"
+        UserError,
+        match=r"^trackers: 'nonsense': unknown; known: mlflow, tensorboard, trackio, wandb, or a dotted",
     ):
         find_tracker("nonsense+/tmp")
     # What W&B writes is a folder of its name, as one of Trackio's may be: of that alone Python would make a package.
@@ -353,7 +403,9 @@ def test_what_is_no_tracker_or_not_installed_is_one_line(tmp_path: Path, monkeyp
     for name in ("trackio", "wandb"):
         (tmp_path / "there" / name).mkdir()
         monkeypatch.delitem(sys.modules, name, raising=False)
-        with pytest.raises(UserError, match=rf"^tracker: '{name}': is not installed; install tuneloop\[{name}\]$"):
+        with pytest.raises(
+            UserError, match=rf"^tracker: '{name}': is not installed; install tuneloop\[{name}\]$"
+        ):
             find_tracker(name)
 
 

@@ -42,13 +42,32 @@ def test_rows_have_the_times_of_the_artifacts_and_samples_are_tables(tmp_path: P
     (scored,) = (entry for entry in run.entries if entry.key == "iterations/2/reward")
     (row,) = (row for row in rows if row["step"] == 2 and "reward/mean_reward" in row)
     assert row["timestamp"] == datetime.fromtimestamp(scored.finished, UTC).isoformat()
-    tables = {(name, row["step"]): row[name] for row in rows for name in row if name.startswith("samples/")}
-    assert tables.keys() == {("samples/evaluate-before", 0), ("samples/evaluate-after", 0), ("samples/reward", 1)}
+    tables = {
+        (name, row["step"]): row[name]
+        for row in rows
+        for name in row
+        if name.startswith("samples/")
+    }
+    assert tables.keys() == {
+        ("samples/evaluate-before", 0),
+        ("samples/evaluate-after", 0),
+        ("samples/reward", 1),
+    }
     assert {table["_type"] for table in tables.values()} == {Table.TYPE}
     shown = tables["samples/evaluate-after", 0]["_value"]
-    assert [*shown[0].items()][:3] == [("id", "p0"), ("prompt", "reverse 0<b>"), ("completion", "right")]
-    assert [*shown[0]][3:] == ["answer", "score", "outcome"] and len(tables["samples/reward", 1]["_value"]) == 4
-    assert SQLiteStorage.get_run_config("toy", "mine") == {"seed": 0, "loop.iterations": 2, "loop.none": None}
+    assert [*shown[0].items()][:3] == [
+        ("id", "p0"),
+        ("prompt", "reverse 0<b>"),
+        ("completion", "right"),
+    ]
+    assert [*shown[0]][3:] == ["answer", "score", "outcome"] and len(
+        tables["samples/reward", 1]["_value"]
+    ) == 4
+    assert SQLiteStorage.get_run_config("toy", "mine") == {
+        "seed": 0,
+        "loop.iterations": 2,
+        "loop.none": None,
+    }
 
 
 @pytest.mark.parametrize("call", ["init_db", "delete_run", "bulk_log"])
@@ -121,7 +140,9 @@ def test_what_a_run_committed_again_takes_the_place_of_what_it_had(tmp_path: Pat
     check(read_trackio(place), 2)
 
 
-def test_a_mirror_talks_to_nobody_though_the_environment_names_a_space_a_bucket_and_a_token(tmp_path: Path) -> None:
+def test_a_mirror_talks_to_nobody_though_the_environment_names_a_space_a_bucket_and_a_token(
+    tmp_path: Path,
+) -> None:
     """Any address that is looked up or connected to ends the process; ``TRACKIO_DIR`` says where the mirror is."""
     code = """
 import os, runpy, sys
@@ -133,12 +154,20 @@ sys.addaudithook(refuse)
 runpy.run_module("tuneloop.runs.tracking", run_name="__main__", alter_sys=True)
 """
     run, place = started(tmp_path, "mine", 1), tmp_path / "elsewhere"
-    named = {"TRACKIO_SPACE_ID": "someone/space", "TRACKIO_SERVER_URL": "http://127.0.0.1:1/?write_token=x"}
+    named = {
+        "TRACKIO_SPACE_ID": "someone/space",
+        "TRACKIO_SERVER_URL": "http://127.0.0.1:1/?write_token=x",
+    }
     named |= {"TRACKIO_BUCKET_ID": "someone/bucket", "HF_TOKEN": "hf_x", "TRACKIO_DIR": str(place)}
     command = [sys.executable, "-c", code, "mine", run.store_url, "trackio"]
-    done = subprocess.run(command, env=os.environ | named, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | named, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{place}, project toy; `TRACKIO_DIR={place} trackio show` shows it, 1 iterations\n"
+    assert (
+        done.stdout
+        == f"{place}, project toy; `TRACKIO_DIR={place} trackio show` shows it, 1 iterations\n"
+    )
     check(read_trackio(place), 1)
 
 
@@ -148,7 +177,9 @@ def test_a_file_that_is_none_of_trackio_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^trackio: '{place}': file is not a database$"):
         tracking.mirror_run(run, f"trackio+{place}")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=rf"^trackio: '{tmp_path}/file': .*(Not a directory|File exists)"):
+    with pytest.raises(
+        UserError, match=rf"^trackio: '{tmp_path}/file': .*(Not a directory|File exists)"
+    ):
         tracking.mirror_run(run, f"trackio+{tmp_path}/file")
 
 
@@ -156,10 +187,14 @@ def test_a_file_of_an_earlier_release_keeps_its_runs(tmp_path: Path) -> None:
     """One without ids of runs, in which a run has the name of ours."""
     run, place = started(tmp_path, "mine", 1), tmp_path / "there"
     with sqlite3.connect(place / "toy.db") as old:
-        columns = "id INTEGER PRIMARY KEY, timestamp TEXT, run_name TEXT, step INTEGER, metrics TEXT"
+        columns = (
+            "id INTEGER PRIMARY KEY, timestamp TEXT, run_name TEXT, step INTEGER, metrics TEXT"
+        )
         old.execute(f"CREATE TABLE metrics ({columns})")
         row = ("2025-09-01T00:00:00", "mine", 3, json.dumps({"old": 2.0}))
-        old.execute("INSERT INTO metrics (timestamp, run_name, step, metrics) VALUES (?, ?, ?, ?)", row)
+        old.execute(
+            "INSERT INTO metrics (timestamp, run_name, step, metrics) VALUES (?, ?, ?, ?)", row
+        )
     for _ in range(2):
         tracking.mirror_run(run, f"trackio+{place}")
     told = read_trackio(place)

@@ -34,7 +34,9 @@ def test_every_document_is_dealt_once(lengths, limit, world, packed):
 
 
 @given(LENGTHS, st.integers(1, 8), st.integers(2, 4), st.booleans())
-def test_ranks_wait_for_one_another_no_longer_than_the_largest_micro_batch(lengths, limit, world, packed):
+def test_ranks_wait_for_one_another_no_longer_than_the_largest_micro_batch(
+    lengths, limit, world, packed
+):
     side_by_side = [
         [count_batch_tokens(batch, lengths, packed) for batch in batches]
         for batches in zip(*plan_micro_batches(lengths, limit, world, packed))
@@ -78,7 +80,9 @@ def test_each_index_stands_before_its_label(lengths, packed):
     assert flat[batch.index].tolist() == [label - 1 for label in wanted]
     assert flat[batch.index + 1].tolist() == wanted
     if packed:
-        assert batch.position_ids.flatten()[batch.index].tolist() == [(label - 1) % 100 - 1 for label in wanted]
+        assert batch.position_ids.flatten()[batch.index].tolist() == [
+            (label - 1) % 100 - 1 for label in wanted
+        ]
     else:
         assert batch.position_ids is None
         assert batch.input_ids.shape == (len(lengths), max(lengths))

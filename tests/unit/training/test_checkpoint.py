@@ -22,7 +22,14 @@ def trained(tmp_path_factory) -> tuple[Artifact, Artifact]:
     work = tmp_path_factory.mktemp("work")
     base = checkpoint_artifact(work / "base", dtype=torch.float32, version=4)
     prompts = prompts_artifact(work / "prompts")
-    sft(out=str(work / "sft"), policy=base.ref, prompts=prompts.ref, max_steps=2, device="cpu", save_dtype="bfloat16")
+    sft(
+        out=str(work / "sft"),
+        policy=base.ref,
+        prompts=prompts.ref,
+        max_steps=2,
+        device="cpu",
+        save_dtype="bfloat16",
+    )
     return base, Artifact(str(work / "sft"))
 
 
@@ -34,7 +41,9 @@ def test_model_is_whole_and_in_save_dtype(trained):
     names = {path.name for path in (after.path / "model").iterdir()}
     assert names == {path.name for path in (base.path / "model").iterdir()}
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (after.path / "model" / name).read_bytes() == (base.path / "model" / name).read_bytes()
+        assert (after.path / "model" / name).read_bytes() == (
+            base.path / "model" / name
+        ).read_bytes()
 
 
 def test_canary_is_of_the_weights_as_saved(trained):
@@ -50,7 +59,13 @@ def test_every_version_that_is_served_as_its_neighbour_is_caught(tmp_path):
     versions = [checkpoint_artifact(tmp_path / "0", dtype=torch.float32)]
     prompts = prompts_artifact(tmp_path / "prompts")
     for number in range(1, 4):
-        given = {"max_steps": 1, "learning_rate": 1e-6, "warmup_steps": 0, "device": "cpu", "seed": number}
+        given = {
+            "max_steps": 1,
+            "learning_rate": 1e-6,
+            "warmup_steps": 0,
+            "device": "cpu",
+            "seed": number,
+        }
         sft(out=str(tmp_path / str(number)), policy=versions[-1].ref, prompts=prompts.ref, **given)
         versions.append(Artifact(str(tmp_path / str(number))))
     for old, new in itertools.pairwise(versions):
@@ -69,14 +84,25 @@ def test_version_and_trainer_state(trained):
     base, after = trained
     assert after.manifest.facts["version"] == after.manifest.results["version"] == 5
     assert checkpoint.trainer_state(base) is None
-    assert checkpoint.trainer_state(after) == {"format": 1, "stage": "sft", "step": 2, "betas": [0.9, 0.95]}
+    assert checkpoint.trainer_state(after) == {
+        "format": 1,
+        "stage": "sft",
+        "step": 2,
+        "betas": [0.9, 0.95],
+    }
 
 
 def test_training_goes_on_from_float32_masters(trained, tmp_path):
     """Not from bfloat16 copies: a learning rate too small for these still moves the masters."""
     _, after = trained
     prompts = prompts_artifact(tmp_path / "prompts")
-    options = {"max_steps": 1, "learning_rate": 1e-9, "warmup_steps": 0, "save_dtype": "float32", "device": "cpu"}
+    options = {
+        "max_steps": 1,
+        "learning_rate": 1e-9,
+        "warmup_steps": 0,
+        "save_dtype": "float32",
+        "device": "cpu",
+    }
     sft(out=str(tmp_path / "next"), policy=after.ref, prompts=prompts.ref, **options)
     path = Artifact(str(tmp_path / "next")).path / "model"
     saved = AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()

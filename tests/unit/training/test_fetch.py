@@ -16,15 +16,22 @@ def commit(url: str, text: str) -> str:
     return Artifact(url).ref
 
 
-def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_somebody_else_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ref, mine = commit(f"{tmp_path}/a", "1"), tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("mine")
     for into in (mine, mine / "thesis.tex"):
         assert main(["--into", str(into), ref]) == 2
         said = capsys.readouterr().err
-        assert said == f"error: --into: '{into}': holds files that no fetch has written; choose another directory\n"
-    assert [p.name for p in mine.iterdir()] == ["thesis.tex"] and (mine / "thesis.tex").read_text() == "mine"
+        assert (
+            said
+            == f"error: --into: '{into}': holds files that no fetch has written; choose another directory\n"
+        )
+    assert [p.name for p in mine.iterdir()] == ["thesis.tex"] and (
+        mine / "thesis.tex"
+    ).read_text() == "mine"
 
 
 def test_an_empty_directory_and_ones_own_are_filled(tmp_path: Path) -> None:
@@ -38,7 +45,9 @@ def test_an_empty_directory_and_ones_own_are_filled(tmp_path: Path) -> None:
     assert (into / "x").read_text() == "not looked at again"
 
 
-def test_an_attempt_that_ended_at_its_worst_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_ended_at_its_worst_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither is the directory taken for somebody else's, nor for what it held before."""
     one, two, into = commit(f"{tmp_path}/a", "1"), commit(f"{tmp_path}/b", "2"), tmp_path / "into"
     fetch_artifact(one, into)

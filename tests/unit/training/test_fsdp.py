@@ -26,12 +26,17 @@ def documents() -> list[Document]:
     rng = random.Random(0)
     lengths = [2, 30, 5, 17, 9, 9, 3]
     return [
-        Document([rng.randrange(41) for _ in range(n)], [False, *(rng.random() < 0.6 for _ in range(n - 1))])
+        Document(
+            [rng.randrange(41) for _ in range(n)],
+            [False, *(rng.random() < 0.6 for _ in range(n - 1))],
+        )
         for n in lengths
     ]
 
 
-def dense(model: Path, documents: list[Document], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(
+    model: Path, documents: list[Document], temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies from all logits, one document at a time."""
     opened = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     values, entropies = [], []
@@ -56,10 +61,15 @@ def test_logprobs_equal_those_of_each_document_alone(model, documents, packing, 
 
 
 def test_without_a_gpu_attention_is_sdpa_and_eager_says_the_same(model, documents):
-    one, other = (Policy(model, Ranks("cpu"), max_length=40, attn_implementation=how) for how in ("auto", "eager"))
+    one, other = (
+        Policy(model, Ranks("cpu"), max_length=40, attn_implementation=how)
+        for how in ("auto", "eager")
+    )
     assert (one.chosen()["attention"], other.chosen()["attention"]) == ("sdpa", "eager")
     with torch.no_grad():
-        torch.testing.assert_close(one.logprobs(documents), other.logprobs(documents), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            one.logprobs(documents), other.logprobs(documents), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_flash_attention_is_chosen_where_it_is_and_can_be(tmp_path, monkeypatch):
@@ -67,21 +77,31 @@ def test_flash_attention_is_chosen_where_it_is_and_can_be(tmp_path, monkeypatch)
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert [choose_attention("auto", *each) for each in given] == ["flash_attention_2"] * 2 + ["sdpa"] * 2
+    assert [choose_attention("auto", *each) for each in given] == ["flash_attention_2"] * 2 + [
+        "sdpa"
+    ] * 2
     assert choose_attention("eager", "cuda", "bfloat16") == "eager"
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     assert [choose_attention("auto", *each) for each in given] == ["sdpa"] * 4
 
 
-@pytest.mark.parametrize("attention, form", [("flash_attention_2", "packed"), ("sdpa", "padded"), ("eager", "padded")])
-def test_rows_are_packed_where_the_attention_has_a_kernel_for_them(model, monkeypatch, attention, form):
+@pytest.mark.parametrize(
+    "attention, form", [("flash_attention_2", "packed"), ("sdpa", "padded"), ("eager", "padded")]
+)
+def test_rows_are_packed_where_the_attention_has_a_kernel_for_them(
+    model, monkeypatch, attention, form
+):
     """The choice alone: FlashAttention computes on a GPU only, so the model is opened with what a CPU has."""
-    monkeypatch.setattr(Policy, "_open", lambda self, at: self._adapt(open_model(at, torch.float32, "sdpa")))
+    monkeypatch.setattr(
+        Policy, "_open", lambda self, at: self._adapt(open_model(at, torch.float32, "sdpa"))
+    )
     policy = Policy(model, Ranks("cpu"), attn_implementation=attention)
     assert policy.chosen()["packing"] == form
 
 
-def gradients(model: Path, documents: list[Document], packing: str, limit: int) -> dict[str, torch.Tensor]:
+def gradients(
+    model: Path, documents: list[Document], packing: str, limit: int
+) -> dict[str, torch.Tensor]:
     policy = Policy(model, Ranks("cpu"), packing=packing, max_length=40)
     count = sum(d.target_count for d in documents)
     for micro in policy.plan([len(d.ids) for d in documents], limit):
@@ -95,7 +115,9 @@ def test_the_gradient_knows_no_layout(model, documents, packing, limit):
     """Packed as padded, micro-batches as the whole batch."""
     wanted = gradients(model, documents, "padded", 7)
     assert any(g.abs().max() > 1e-3 for g in wanted.values())
-    torch.testing.assert_close(gradients(model, documents, packing, limit), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(model, documents, packing, limit), wanted, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_bfloat16_computes_low_and_keeps_float32(model, documents):
@@ -193,7 +215,10 @@ def test_bad_models_and_devices(tmp_path, monkeypatch):
 def test_logits_in_chunks_and_activations_made_again_change_nothing(arch, tmp_path, monkeypatch):
     """Values, entropies and gradients; three tokens' logits at once."""
     model = tiny_model(tmp_path / "model", arch, dtype=torch.float32, tie=arch == "qwen3")
-    documents = [Document([5, 6, 7, 8], [False, True, True, True]), Document([9, 8, 7], [False, False, True])] * 3
+    documents = [
+        Document([5, 6, 7, 8], [False, True, True, True]),
+        Document([9, 8, 7], [False, False, True]),
+    ] * 3
     found = []
     for size, again in ((options.LOGITS, False), (3 * 41, True)):
         monkeypatch.setattr(policy_module, "LOGITS", size)

@@ -10,7 +10,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.unit.training.test_fsdp import ADAM
-from tuneloop.argo.memory_estimate import count_adapter_parameters, is_memory_estimate_complete, shape_of
+from tuneloop.argo.memory_estimate import (
+    count_adapter_parameters,
+    is_memory_estimate_complete,
+    shape_of,
+)
 from tuneloop.core.artifacts import hash_files
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
@@ -27,7 +31,10 @@ LORA = Lora(r=2, lora_alpha=8)
 @pytest.fixture(scope="module")
 def documents() -> list[Document]:
     rng = random.Random(0)
-    return [Document([rng.randrange(41) for _ in range(n)], [False] + [True] * (n - 1)) for n in (2, 30, 5, 17)]
+    return [
+        Document([rng.randrange(41) for _ in range(n)], [False] + [True] * (n - 1))
+        for n in (2, 30, 5, 17)
+    ]
 
 
 def trained(model: Path, documents: list[Document], steps: int = 3, **about) -> Trainer:
@@ -61,9 +68,13 @@ def test_the_export_says_what_the_adapters_say(model, documents, tmp_path, about
     trainer = trained(model, documents, **about)
     trainer.export(model, tmp_path / "out", "float32")
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert opened.state_dict().keys() == AutoModelForCausalLM.from_pretrained(model).state_dict().keys()
+    assert (
+        opened.state_dict().keys()
+        == AutoModelForCausalLM.from_pretrained(model).state_dict().keys()
+    )
     found, merged, before = (
-        logprobs(p, documents) for p in (trainer, Policy(tmp_path / "out", Ranks("cpu")), Policy(model, Ranks("cpu")))
+        logprobs(p, documents)
+        for p in (trainer, Policy(tmp_path / "out", Ranks("cpu")), Policy(model, Ranks("cpu")))
     )
     torch.testing.assert_close(merged, found, rtol=near, atol=near)
     assert (before - found).abs().max() > 0.2
@@ -77,7 +88,11 @@ def test_only_adapters_are_trained_and_saved(model, documents, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(model).state_dict()
     for name, value in trainer.masters().items():
         assert value.equal(base[name.removeprefix("model.")]), name
-    layers = [m for n, m in AutoModelForCausalLM.from_pretrained(model).named_modules() if n.endswith("_proj")]
+    layers = [
+        m
+        for n, m in AutoModelForCausalLM.from_pretrained(model).named_modules()
+        if n.endswith("_proj")
+    ]
     assert trainer.count() == sum(2 * (layer.in_features + layer.out_features) for layer in layers)
     assert trainer.chosen()["trainable_parameters"] == trainer.count()
     trainer.save(tmp_path / "state")
@@ -88,13 +103,21 @@ def test_only_adapters_are_trained_and_saved(model, documents, tmp_path):
 
 def test_adapters_are_as_many_as_the_plan_counts(model, documents):
     shape = shape_of("m", json.loads((model / "config.json").read_text()), model)
-    for options, targets in (({"r": 3}, "all-linear"), ({"r": 4, "target_modules": ["q_proj", "down_proj"]}, "two")):
+    for options, targets in (
+        ({"r": 3}, "all-linear"),
+        ({"r": 4, "target_modules": ["q_proj", "down_proj"]}, "two"),
+    ):
         stage = Stage("sft", "tuneloop.stages.sft", {"lora": json.dumps(options)}, "", 0, 1)
-        assert count_adapter_parameters(stage, shape) == trained(model, documents, 0, lora=Lora(**options)).count(), (
-            targets
-        )
-    unknown = Stage("sft", "tuneloop.stages.sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1)
-    assert count_adapter_parameters(unknown, shape) is None and not is_memory_estimate_complete(unknown, shape, 64)
+        assert (
+            count_adapter_parameters(stage, shape)
+            == trained(model, documents, 0, lora=Lora(**options)).count()
+        ), targets
+    unknown = Stage(
+        "sft", "tuneloop.stages.sft", {"lora": '{"target_modules": ".*_proj"}'}, "", 0, 1
+    )
+    assert count_adapter_parameters(unknown, shape) is None and not is_memory_estimate_complete(
+        unknown, shape, 64
+    )
 
 
 def test_saved_and_loaded_goes_on_the_same(model, documents, tmp_path):
@@ -118,14 +141,20 @@ def test_a_reward_model_trains_its_head_and_adapters(model, documents, tmp_path)
     with trainer.frozen():
         found = trainer.scores(documents)
     trainer.export(model, tmp_path / "out", "float32")
-    opened = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    opened = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    )
     for ids, score in zip([d.ids for d in documents], found):
-        theirs = opened.score(opened.model(input_ids=torch.tensor([list(ids)])).last_hidden_state)[0, -1, 0]
+        theirs = opened.score(opened.model(input_ids=torch.tensor([list(ids)])).last_hidden_state)[
+            0, -1, 0
+        ]
         torch.testing.assert_close(theirs, score, rtol=1e-4, atol=1e-4)
     assert found.abs().max() > 0.05
 
 
-@pytest.mark.parametrize("targets", ["nonsense", ("q_proj", "embed_tokens"), ("lm_head",), ("layers",)])
+@pytest.mark.parametrize(
+    "targets", ["nonsense", ("q_proj", "embed_tokens"), ("lm_head",), ("layers",)]
+)
 def test_target_modules_that_can_not_be(model, targets):
     with pytest.raises(UserError, match=r"lora\.target_modules") as caught:
         Trainer(model, Ranks("cpu"), ADAM, lora=Lora(target_modules=targets))

@@ -31,9 +31,13 @@ def test_chats_become_lists(tmp_path: Path) -> None:
     assert rewritten(path, WHOLE) == [{"id": "c", "messages": [*ASKED, SAID]}]
     pair = {"id": "d", "prompt": CHAT["prompt"], "chat": True, "chosen": "4", "rejected": "5"}
     wrong = [{**SAID, "content": "5"}]
-    assert rewritten(path, pair) == [{"id": "d", "prompt": ASKED, "chosen": [SAID], "rejected": wrong}]
+    assert rewritten(path, pair) == [
+        {"id": "d", "prompt": ASKED, "chosen": [SAID], "rejected": wrong}
+    ]
     question = {"id": "e", "prompt": CHAT["prompt"], "chat": True, "answer": "4", "reward": "{}"}
-    assert rewritten(path, question) == [{"id": "e", "answer": "4", "reward": "{}", "prompt": ASKED}]
+    assert rewritten(path, question) == [
+        {"id": "e", "answer": "4", "reward": "{}", "prompt": ASKED}
+    ]
     assert rewritten(path, PLAIN) == [PLAIN]
     assert rewritten(path, {"id": "f", "text": "no chat"}) == [{"id": "f", "text": "no chat"}]
 
@@ -43,10 +47,15 @@ def test_chats_become_lists(tmp_path: Path) -> None:
     [
         ((PLAIN, CHAT), "holds chats and plain text: keep one kind a file"),
         ((CHAT, WHOLE), "holds chats and conversations"),
-        (({**CHAT, "prompt": json.dumps([{**ASKED[1], "tool_calls": []}])},), "must have only a role and a text"),
+        (
+            ({**CHAT, "prompt": json.dumps([{**ASKED[1], "tool_calls": []}])},),
+            "must have only a role and a text",
+        ),
     ],
 )
-def test_what_has_no_one_form_is_refused_and_left_alone(tmp_path: Path, rows: tuple[Any, ...], told: str) -> None:
+def test_what_has_no_one_form_is_refused_and_left_alone(
+    tmp_path: Path, rows: tuple[Any, ...], told: str
+) -> None:
     with pytest.raises(UserError, match=told):
         rewritten(tmp_path / "rows.parquet", *rows)
     assert pq.read_table(tmp_path / "rows.parquet").to_pylist() == list(rows)

@@ -17,13 +17,18 @@ DOCUMENTS = [Document(list(range(start, start + 9)), [False, *[True] * 8]) for s
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every tensor that the next step depends on, gradients included."""
-    gradients = {f"grad.{n}": p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+    gradients = {
+        f"grad.{n}": p.grad for n, p in trainer.model.named_parameters() if p.grad is not None
+    }
     steps = {f"step.{n}": trainer.optimizer.state[p]["step"] for n, p in trainer.trainable.items()}
     return {**trainer._state(), **gradients, **steps}
 
 
 def digest(trainer: Trainer) -> dict[str, str]:
-    return {name: xxhash.xxh3_128_hexdigest(t.detach().numpy().tobytes()) for name, t in state(trainer).items()}
+    return {
+        name: xxhash.xxh3_128_hexdigest(t.detach().numpy().tobytes())
+        for name, t in state(trainer).items()
+    }
 
 
 def learn(trainer: Trainer) -> None:
@@ -42,7 +47,9 @@ def test_the_next_step_is_the_same(model: Path) -> None:
     before, places = digest(slept), {name: t.data_ptr() for name, t in state(slept).items()}
     slept.sleep()
     assert digest(slept) == before
-    assert all(t.data_ptr() != places[name] for name, t in state(slept).items())  # all of it has moved
+    assert all(
+        t.data_ptr() != places[name] for name, t in state(slept).items()
+    )  # all of it has moved
     for use in (lambda: learn(slept), slept.update, slept.sleep):
         with pytest.raises(RuntimeError, match="sleeps"):
             use()

@@ -26,5 +26,11 @@ def test_exit_code(codes: list[int], expected: int) -> None:
 def test_a_node_that_does_not_come_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
-    nodes = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--master-port=1", "--rdzv-conf=timeout=1"]
+    nodes = [
+        "--nnodes=2",
+        "--node-rank=1",
+        "--master-addr=127.0.0.1",
+        "--master-port=1",
+        "--rdzv-conf=timeout=1",
+    ]
     assert main([*nodes, "-m", "tuneloop.stages.sft"]) == 75

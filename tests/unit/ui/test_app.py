@@ -41,7 +41,9 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
         yield opened
 
 
-def make_run(store: Path, name: str, iterations: int = 2, *, whole: bool = True, **config: Any) -> None:
+def make_run(
+    store: Path, name: str, iterations: int = 2, *, whole: bool = True, **config: Any
+) -> None:
     tasks = "[{name: sft, template: sft}, {name: export, template: export, depends: sft}]"
     workflow = f"spec: {{templates: [{{name: main, dag: {{tasks: {tasks}}}}}, {{name: sft}}]}}"
     record = Record(run=name, pipeline="toy", path="toy.py", config=config, store=f"file://{store}")
@@ -53,9 +55,18 @@ def commit_rollouts(run: Path, count: int, group: int = 64, iteration: int = 1) 
     """Commit rollouts of a policy whose tokenizer can be read; each completion's text is its number."""
     place = run / "base-model"
     policy = Artifact(str(place)) if place.exists() else commit_policy(place)
-    words, texts = load_tokenizer(policy.path / "model"), [f"{number:05d}" for number in range(count)]
+    words, texts = (
+        load_tokenizer(policy.path / "model"),
+        [f"{number:05d}" for number in range(count)],
+    )
     commit_scored_rollouts(
-        run, iteration, texts, [words.encode(text) for text in texts], policy, prompt=EVIL, group=group
+        run,
+        iteration,
+        texts,
+        [words.encode(text) for text in texts],
+        policy,
+        prompt=EVIL,
+        group=group,
     )
     return policy
 
@@ -65,9 +76,16 @@ def test_the_list_of_runs(client: TestClient, tmp_path: Path) -> None:
     make_run(tmp_path, "other", 1)
     assert client.get("/api/runs").json() == {"store": str(tmp_path), "runs": ["good", "other"]}
     now = client.get("/api/runs/good/now").json()
-    assert (now["record"]["pipeline"], now["phase"], now["iteration"], now["committed"]) == ("toy", "created", 2, 10)
+    assert (now["record"]["pipeline"], now["phase"], now["iteration"], now["committed"]) == (
+        "toy",
+        "created",
+        2,
+        10,
+    )
     assert now["rewards"] == [0.5, 0.75] and "0.500 → 1.000" in now["reward"]
-    assert {stage["stage"]: stage["phase"] for stage in now["stages"]}["policy-update"] == "Committed"
+    assert {stage["stage"]: stage["phase"] for stage in now["stages"]}[
+        "policy-update"
+    ] == "Committed"
 
 
 def test_all_that_a_run_has_committed(client: TestClient, tmp_path: Path) -> None:
@@ -80,7 +98,13 @@ def test_all_that_a_run_has_committed(client: TestClient, tmp_path: Path) -> Non
     assert artifacts["export"]["inputs"] == {"policy": "iterations/2/policy-update"}
     assert artifacts["iterations/2/reward"]["inputs"] == {"rollouts": "iterations/2/rollout"}
     assert artifacts["iterations/2/policy-update"]["version"] == 3
-    assert {curve["name"] for curve in run["curves"]} >= {"mean_reward", "kl", "entropy", "loss", "mean_length"}
+    assert {curve["name"] for curve in run["curves"]} >= {
+        "mean_reward",
+        "kl",
+        "entropy",
+        "loss",
+        "mean_length",
+    }
 
 
 def test_a_number_that_is_not_finite_is_null(client: TestClient, tmp_path: Path) -> None:
@@ -89,7 +113,9 @@ def test_a_number_that_is_not_finite_is_null(client: TestClient, tmp_path: Path)
     assert [row["score"] for row in rows] == [1.0, 0.0, None, 1.0] and rows[2]["advantage"] is None
 
 
-def test_a_running_and_a_failed_run_say_how_their_stages_stand(client: TestClient, tmp_path: Path) -> None:
+def test_a_running_and_a_failed_run_say_how_their_stages_stand(
+    client: TestClient, tmp_path: Path
+) -> None:
     make_run(tmp_path, "live", 1, whole=False)
     journal = Journal(tmp_path / "live")
     journal.write(Workflow("toy", started=1.0, parameters={"iterations": "9"}))
@@ -107,28 +133,63 @@ def test_a_running_and_a_failed_run_say_how_their_stages_stand(client: TestClien
             finished=3.0,
         )
     )
-    journal.write(Node("b", "toy.rollout(1)", "rollout(1)", "rollout", "Pod", "Running", progress="3/9", started=4.0))
+    journal.write(
+        Node(
+            "b",
+            "toy.rollout(1)",
+            "rollout(1)",
+            "rollout",
+            "Pod",
+            "Running",
+            progress="3/9",
+            started=4.0,
+        )
+    )
     with lock_workdir(tmp_path / "live"):  # as its executor would
         now = client.get("/api/runs/live/now").json()
     assert (now["phase"], now["iterations"]) == ("running", "1 of at most 9")
     (stage,) = [stage for stage in now["stages"] if stage["stage"] == "rollout"]
-    assert (stage["phase"], stage["progress"], stage["retries"], stage["lost_seconds"]) == ("Running", "3/9", 1, 2.0)
+    assert (stage["phase"], stage["progress"], stage["retries"], stage["lost_seconds"]) == (
+        "Running",
+        "3/9",
+        1,
+        2.0,
+    )
     assert "attempt 1 ended after 2 s" in stage["cause"]
-    assert client.get("/api/runs/live/now").json()["phase"] == "interrupted", "whose executor is gone"
+    assert client.get("/api/runs/live/now").json()["phase"] == "interrupted", (
+        "whose executor is gone"
+    )
     journal.write(Workflow("toy", phase="Failed", started=1.0, finished=9.0))
     assert client.get("/api/runs/live/now").json()["phase"] == "failed"
     toy.make(f"{tmp_path}/live", 2, whole=False)
-    assert client.get("/api/runs/live/now").json()["committed"] == 8, "what was committed since is seen"
+    assert client.get("/api/runs/live/now").json()["committed"] == 8, (
+        "what was committed since is seen"
+    )
 
 
 def test_a_run_on_a_cluster_says_what_its_pods_wait_for(tmp_path: Path) -> None:
     toy.make(f"{tmp_path}/far", 1)
     labels, at = {RUN_LABEL: "far", QUEUE_LABEL: "tuneloop"}, "2026-01-01T00:00:00Z"
-    waits = {"id": "n", "name": "far.rollout(0)", "displayName": "rollout(0)", "templateName": "rollout", "type": "Pod"}
+    waits = {
+        "id": "n",
+        "name": "far.rollout(0)",
+        "displayName": "rollout(0)",
+        "templateName": "rollout",
+        "type": "Pod",
+    }
     workflow = {"phase": "Running", "nodes": {"n": {**waits, "phase": "Pending", "startedAt": at}}}
-    about = {"name": "pod", "uid": "1", "labels": labels, "annotations": {NODE_NAME: "far.rollout(0)"}}
+    about = {
+        "name": "pod",
+        "uid": "1",
+        "labels": labels,
+        "annotations": {NODE_NAME: "far.rollout(0)"},
+    }
     kept = {"containers": [], "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
-    quota = {"type": "QuotaReserved", "status": "False", "message": "insufficient unused quota for cpu, 2 more needed"}
+    quota = {
+        "type": "QuotaReserved",
+        "status": "False",
+        "message": "insufficient unused quota for cpu, 2 more needed",
+    }
     with serving() as (server, cluster), TestClient(build_app(str(tmp_path), cluster)) as client:
         assert "has the label" in client.get("/api/runs/far/now").json()["message"]
         metadata = {"name": "far", "labels": labels, "creationTimestamp": at}
@@ -149,14 +210,29 @@ def test_a_run_on_a_cluster_says_what_its_pods_wait_for(tmp_path: Path) -> None:
 def test_a_run_on_a_cluster_is_listed_before_its_first_commit(tmp_path: Path) -> None:
     with serving() as (server, cluster), TestClient(build_app(str(tmp_path), cluster)) as client:
         for run, store in (("new", normalize_url(str(tmp_path))), ("elsewhere", "s3://other")):
-            metadata = {"name": run, "labels": {RUN_LABEL: run}, "creationTimestamp": "2026-01-01T00:00:00Z"}
-            spec = {"arguments": {"parameters": [{"name": "run", "value": run}, {"name": "store", "value": store}]}}
+            metadata = {
+                "name": run,
+                "labels": {RUN_LABEL: run},
+                "creationTimestamp": "2026-01-01T00:00:00Z",
+            }
+            spec = {
+                "arguments": {
+                    "parameters": [{"name": "run", "value": run}, {"name": "store", "value": store}]
+                }
+            }
             server.objects["workflows", run] = {"metadata": metadata, "spec": spec}
         assert client.get("/api/runs").json()["runs"] == ["new"]
         labels = server.objects["workflows", "new"]["metadata"]["labels"]
-        for phase, listed in (("Running", ["new"]), ("Failed", ["new"]), ("Error", ["new"]), ("Succeeded", [])):
+        for phase, listed in (
+            ("Running", ["new"]),
+            ("Failed", ["new"]),
+            ("Error", ["new"]),
+            ("Succeeded", []),
+        ):
             labels["workflows.argoproj.io/phase"] = phase
-            assert client.get("/api/runs").json()["runs"] == listed, "who failed may have committed nothing"
+            assert client.get("/api/runs").json()["runs"] == listed, (
+                "who failed may have committed nothing"
+            )
         assert client.get("/api/runs/new/now").json()["phase"] == "pending"
         assert client.get("/api/runs/new").json()["artifacts"] == []
         assert client.get("/api/runs/elsewhere/now").status_code == 404
@@ -167,7 +243,9 @@ def test_a_store_in_s3_is_shown_alike(tmp_path: Path, monkeypatch: pytest.Monkey
     commit_rollouts(tmp_path / "store/tokens", 8)
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     objects = {str(path.relative_to(tmp_path / "store")): path.read_bytes() for path in files}
-    objects["sessions/default/a/checkpoint/manifest.json"] = b"{}"  # of a gateway, which may have the same store
+    objects["sessions/default/a/checkpoint/manifest.json"] = (
+        b"{}"  # of a gateway, which may have the same store
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
     with serve_bucket(objects, monkeypatch), TestClient(build_app("s3://bucket")) as client:
@@ -182,7 +260,12 @@ def test_a_store_in_s3_is_shown_alike(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_pages_of_completions(client: TestClient, tmp_path: Path) -> None:
     commit_rollouts(tmp_path / "r", 2 * SIZE + 4)
-    for page, rows in ((1, range(SIZE)), (2, range(SIZE, 2 * SIZE)), (3, range(2 * SIZE, 2 * SIZE + 4)), (9, range(0))):
+    for page, rows in (
+        (1, range(SIZE)),
+        (2, range(SIZE, 2 * SIZE)),
+        (3, range(2 * SIZE, 2 * SIZE + 4)),
+        (9, range(0)),
+    ):
         shown = client.get(f"/api/runs/r/samples/1?page={page}").json()
         assert [row["completion"] for row in shown["rows"]] == [f"{row:05d}" for row in rows]
         assert (shown["total"], shown["found"], shown["version"]) == (2 * SIZE + 4, 2 * SIZE + 4, 1)
@@ -204,9 +287,13 @@ def test_pages_of_completions(client: TestClient, tmp_path: Path) -> None:
         ("search=nowhere", []),
     ],
 )
-def test_completions_are_found_and_ordered(tmp_path: Path, client: TestClient, query: str, places: list[int]) -> None:
+def test_completions_are_found_and_ordered(
+    tmp_path: Path, client: TestClient, query: str, places: list[int]
+) -> None:
     commit_rollouts(tmp_path / "r", 20, group=8)
-    assert [row["place"] for row in client.get(f"/api/runs/r/samples/1?{query}").json()["rows"]] == places
+    assert [
+        row["place"] for row in client.get(f"/api/runs/r/samples/1?{query}").json()["rows"]
+    ] == places
 
 
 def test_an_evaluation_has_completions_too(client: TestClient, tmp_path: Path) -> None:
@@ -215,14 +302,21 @@ def test_an_evaluation_has_completions_too(client: TestClient, tmp_path: Path) -
     assert [row["completion"] for row in shown["rows"]] == ["right"] and shown["version"] == 3
 
 
-def test_tokens_have_their_text_where_the_tokenizer_is_there(client: TestClient, tmp_path: Path) -> None:
+def test_tokens_have_their_text_where_the_tokenizer_is_there(
+    client: TestClient, tmp_path: Path
+) -> None:
     policy = commit_rollouts(tmp_path / "r", 4)
     shown = client.get("/api/runs/r/samples/1").json()
     ids = shown["rows"][1]["completion_ids"]
-    assert "".join(shown["pieces"][str(number)] for number in ids) == "00001" and shown["decoder"] == "bytes"
+    assert (
+        "".join(shown["pieces"][str(number)] for number in ids) == "00001"
+        and shown["decoder"] == "bytes"
+    )
     commit_rollouts(tmp_path / "gone", 4)
     (tmp_path / "gone/base-model" / MANIFEST).unlink()
-    assert policy and set(client.get("/api/runs/gone/samples/1").json()["pieces"].values()) <= {None}
+    assert policy and set(client.get("/api/runs/gone/samples/1").json()["pieces"].values()) <= {
+        None
+    }
 
 
 def test_a_long_completion_is_cut_but_by_itself(client: TestClient, tmp_path: Path) -> None:
@@ -234,28 +328,47 @@ def test_a_long_completion_is_cut_but_by_itself(client: TestClient, tmp_path: Pa
     assert len(row["completion_ids"]) == len(row["logprobs"]) == MOST + 9
 
 
-def test_weights_say_how_they_are_stored_and_who_serves_them(client: TestClient, tmp_path: Path) -> None:
+def test_weights_say_how_they_are_stored_and_who_serves_them(
+    client: TestClient, tmp_path: Path
+) -> None:
     policy = commit_rollouts(tmp_path / "r", 4)
     empty = {"published": [], "deliveries": [], "served": {}}
     assert client.get("/api/runs/r/weights").json() == empty
     publish_version(f"{tmp_path}/r/weights", 0, policy.part("model"), source=policy.manifest.digest)
     found = client.get("/api/runs/r/weights").json()
-    assert [(each["version"], each["encoding"], each["latest"]) for each in found["published"]] == [(0, None, True)]
+    assert [(each["version"], each["encoding"], each["latest"]) for each in found["published"]] == [
+        (0, None, True)
+    ]
 
 
 def test_only_our_scripts_run(client: TestClient) -> None:
     """The page makes no markup of text, and the browser refuses to: what is written in data stays data."""
-    for path in ("/", "/runs/x", "/runs/x/weights", "/runs/x/samples/evaluate-after", "/compare?run=a"):
+    for path in (
+        "/",
+        "/runs/x",
+        "/runs/x/weights",
+        "/runs/x/samples/evaluate-after",
+        "/compare?run=a",
+    ):
         answer = client.get(path)
-        assert re.findall(r"<script[^>]*>", answer.text) == ['<script type="module" src="/static/app.js">']
+        assert re.findall(r"<script[^>]*>", answer.text) == [
+            '<script type="module" src="/static/app.js">'
+        ]
         policy = answer.headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert (
+            "default-src 'none'" in policy
+            and "script-src 'self';" in policy
+            and "unsafe" not in policy
+        )
         assert "require-trusted-types-for 'script'" in policy
     for path in STATIC.iterdir():
         answer = client.get(f"/static/{path.name}")
-        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-cache"), "the next version is seen"
+        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-cache"), (
+            "the next version is seen"
+        )
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", path.read_text()
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(",
+            path.read_text(),
         )
 
 
@@ -299,13 +412,21 @@ def test_what_has_changed_since_a_run_was_read_is_seen(client: TestClient, tmp_p
     manifest = tmp_path / "r/iterations/1/reward" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"mean_reward": ', '"mean_reward": 1'))
     answer = client.get("/api/runs/r/now")
-    assert (answer.status_code, "was changed since it was written" in answer.json()["error"]) == (404, True)
+    assert (answer.status_code, "was changed since it was written" in answer.json()["error"]) == (
+        404,
+        True,
+    )
 
 
 def test_a_page_of_this_machine_answers_for_no_other_host(tmp_path: Path) -> None:
     """Else a site whose name is made to lead here could have a browser read it (DNS rebinding)."""
     app = build_app(str(tmp_path), hosts=LOOPBACK)
-    for host, status in (("localhost", 200), ("127.0.0.1:8090", 200), ("[::1]:8090", 200), ("evil.example", 400)):
+    for host, status in (
+        ("localhost", 200),
+        ("127.0.0.1:8090", 200),
+        ("[::1]:8090", 200),
+        ("evil.example", 400),
+    ):
         assert TestClient(app).get("/api/runs", headers={"Host": host}).status_code == status
 
 
@@ -313,7 +434,10 @@ def test_a_workflow_that_was_changed_is_not_drawn(client: TestClient, tmp_path: 
     make_run(tmp_path, "r")
     (tmp_path / "r/workflow.yaml").write_text("spec: {templates: [{dag: {tasks: []}}]}")
     answer = client.get("/api/runs/r")
-    assert (answer.status_code, "is missing or was changed" in answer.json()["error"]) == (404, True)
+    assert (answer.status_code, "is missing or was changed" in answer.json()["error"]) == (
+        404,
+        True,
+    )
 
 
 def test_ctrl_c_ends_it_without_a_word(tmp_path: Path) -> None:

@@ -77,7 +77,10 @@ def test_nothing_is_fetched_and_our_script_alone_may_run(text: str) -> None:
     (data, _), (module, script) = scripts
     assert (data, module) == ({"type": "application/json", "id": "frozen"}, {"type": "module"})
     (style,) = (said for tag, _, said in page.parts if tag == "style")
-    assert f"script-src 'sha256-{hash_text(script)}'; style-src 'sha256-{hash_text(style)}';" in page.policy
+    assert (
+        f"script-src 'sha256-{hash_text(script)}'; style-src 'sha256-{hash_text(style)}';"
+        in page.policy
+    )
     assert page.policy.startswith("default-src 'none';") and "unsafe" not in page.policy
     assert "require-trusted-types-for 'script'" in page.policy
     assert text.index("Content-Security-Policy") < text.index("<script") and len(text) < 120_000
@@ -87,7 +90,11 @@ def test_the_script_is_that_of_the_live_page(text: str) -> None:
     """All modules in one: nothing is imported any more, and no two have a name in common."""
     (script,) = (said for tag, about, said in Page(text).parts if about == {"type": "module"})
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE) and "<!--" not in script
-    lines = {line.removeprefix("export ") for path in STATIC.glob("*.js") for line in path.read_text().splitlines()}
+    lines = {
+        line.removeprefix("export ")
+        for path in STATIC.glob("*.js")
+        for line in path.read_text().splitlines()
+    }
     assert {line for line in lines if not line.startswith("import ")} == {*script.splitlines()}
     names = re.findall(r"^(?:async )?(?:const|let|function\*?|class) (\w+)", script, re.MULTILINE)
     assert len(names) > 100 and sorted(names) == sorted({*names})
@@ -102,7 +109,10 @@ def test_it_holds_what_the_live_page_asks_for(text: str, run: Run) -> None:
     assert about["record"]["config"] == {"seed": 3} and about["left_out"] == 0
     assert [task["name"] for task in about["templates"][0]["dag"]["tasks"]] == ["sft", "export"]
     curves = {(curve["name"], curve["stage"]): curve["y"] for curve in about["curves"]}
-    assert curves["mean_reward", "reward"] == [0.5, 0.75] and curves["mean_reward", "evaluate"] == [0.5, 1.0]
+    assert curves["mean_reward", "reward"] == [0.5, 0.75] and curves["mean_reward", "evaluate"] == [
+        0.5,
+        1.0,
+    ]
     assert {name for name, _ in curves} == {"mean_reward", "kl", "entropy", "loss", "mean_length"}
     phases = {each["stage"]: each["times"] for each in about["phases"]}
     assert phases == {"sft": 1, "evaluate-before": 1, "rollout": 2, "reward": 2, "policy-update": 2,
@@ -111,16 +121,25 @@ def test_it_holds_what_the_live_page_asks_for(text: str, run: Run) -> None:
 
 
 def test_samples_of_before_and_after(text: str) -> None:
-    pages = {at: read_answers(text)[f"/runs/demo/samples/evaluate-{at}"]["rows"][2] for at in ("before", "after")}
+    pages = {
+        at: read_answers(text)[f"/runs/demo/samples/evaluate-{at}"]["rows"][2]
+        for at in ("before", "after")
+    }
     assert {row["prompt"] for row in pages.values()} == {"reverse 2<b>"}
-    assert [(row["completion"], row["score"]) for row in pages.values()] == [("wrong", 0.0), ("right", 1.0)]
+    assert [(row["completion"], row["score"]) for row in pages.values()] == [
+        ("wrong", 0.0),
+        ("right", 1.0),
+    ]
 
 
 def test_which_artifacts_made_which_version(text: str) -> None:
     made = {each["key"]: each for each in read_answers(text)["/runs/demo"]["artifacts"]}
     update = made["iterations/2/policy-update"]
     assert update["version"] == 3 and update["device"].startswith("cpu (")
-    assert update["inputs"] == {"policy": "iterations/1/policy-update", "rewards": "iterations/2/reward"}
+    assert update["inputs"] == {
+        "policy": "iterations/1/policy-update",
+        "rewards": "iterations/2/reward",
+    }
 
 
 def find_verdict(page: str) -> str:
@@ -131,10 +150,13 @@ def find_verdict(page: str) -> str:
     return html.unescape(said)
 
 
-def commit_evaluation(run: Path, name: str, scores: list[float], completion: str = "x", started: float = 0.0) -> None:
+def commit_evaluation(
+    run: Path, name: str, scores: list[float], completion: str = "x", started: float = 0.0
+) -> None:
     """Commit an evaluation of as many prompts as there are scores."""
     rows = [
-        {"id": f"p{i}", "prompt": "?", "completion": completion, "answer": "", "score": s} for i, s in enumerate(scores)
+        {"id": f"p{i}", "prompt": "?", "completion": completion, "answer": "", "score": s}
+        for i, s in enumerate(scores)
     ]
     draft = Draft(f"{run}/{name}")
     table = pyarrow.Table.from_pylist(rows)
@@ -147,7 +169,10 @@ def commit_evaluation(run: Path, name: str, scores: list[float], completion: str
 
 def test_the_first_sentence_says_how_the_run_went(text: str) -> None:
     said = "The run went without a change that is more than chance: mean reward 0.500 → 1.000 "
-    assert find_verdict(text) == f"{said}(greedy, held-out prompts, 4 completions; policy version 1 → 3).", "of 4 each"
+    assert (
+        find_verdict(text)
+        == f"{said}(greedy, held-out prompts, 4 completions; policy version 1 → 3)."
+    ), "of 4 each"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +180,12 @@ def test_the_first_sentence_says_how_the_run_went(text: str) -> None:
     [
         ([0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], 16, "well"),
         ([1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], 16, "badly"),
-        ([0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], 2, "without a change that is more than chance"),
+        (
+            [0.0, 0.0, 0.0, 1.0],
+            [1.0, 1.0, 0.0, 0.0],
+            2,
+            "without a change that is more than chance",
+        ),
     ],
 )
 def test_a_run_went_well_if_its_reward_rose_by_more_than_chance(
@@ -164,23 +194,32 @@ def test_a_run_went_well_if_its_reward_rose_by_more_than_chance(
     commit_evaluation(tmp_path / "r", "before", times * before, started=1.0)
     commit_evaluation(tmp_path / "r", "after", times * after, started=2.0)
     told = f"mean reward {sum(before) / 4:.3f} → {sum(after) / 4:.3f} "
-    assert find_verdict(report.render_page(Run.open("r", str(tmp_path)))).startswith(f"The run went {well}: {told}")
+    assert find_verdict(report.render_page(Run.open("r", str(tmp_path)))).startswith(
+        f"The run went {well}: {told}"
+    )
 
 
 def test_without_rewards_a_run_is_judged_by_its_loss(tmp_path: Path) -> None:
     toy.sft(out=f"{tmp_path}/s/sft")
-    assert find_verdict(report.render_page(Run.open("s", str(tmp_path)))) == "The run went well: loss 3 → 1."
+    assert (
+        find_verdict(report.render_page(Run.open("s", str(tmp_path))))
+        == "The run went well: loss 3 → 1."
+    )
 
 
 def test_a_run_that_failed_says_so_first_and_how_far_it_had_come(tmp_path: Path) -> None:
     record = Record(run="r", pipeline="toy", path="toy.py", config={}, store=f"file://{tmp_path}")
     run = Run.create(record, "spec: {templates: []}")
     Journal(tmp_path / "r").write(Workflow("toy", phase="Failed", started=1.0, finished=9.0))
-    assert find_verdict(report.render_page(run)).endswith("whether the run goes well: nothing was measured twice.")
+    assert find_verdict(report.render_page(run)).endswith(
+        "whether the run goes well: nothing was measured twice."
+    )
     commit_evaluation(tmp_path / "r", "before", [0.0] * 8, started=1.0)
     commit_evaluation(tmp_path / "r", "after", [1.0] * 8, started=2.0)
     text = report.render_page(Run.open("r", str(tmp_path)))
-    assert find_verdict(text).startswith("The run failed, having gone well: mean reward 0.000 → 1.000")
+    assert find_verdict(text).startswith(
+        "The run failed, having gone well: mean reward 0.000 → 1.000"
+    )
 
 
 def test_long_completions_are_cut(tmp_path: Path) -> None:
@@ -196,32 +235,52 @@ def test_long_completions_are_cut(tmp_path: Path) -> None:
 
 def test_of_tokens_there_are_the_first_with_their_pieces(tmp_path: Path) -> None:
     policy = commit_policy(tmp_path / "r/base-model")
-    commit_scored_rollouts(tmp_path / "r", 1, ["long"] * 20, [[5] * 9 + [6] * 900] * 20, policy, prompt=EVIL)
+    commit_scored_rollouts(
+        tmp_path / "r", 1, ["long"] * 20, [[5] * 9 + [6] * 900] * 20, policy, prompt=EVIL
+    )
     text = report.render_page(Run.open("r", str(tmp_path)))
     shown = read_answers(text)["/runs/r/samples/1"]
     row = shown["rows"][0]
     assert len(shown["rows"]) == ROWS and len(row["completion_ids"]) == len(row["logprobs"]) == IDS
-    assert row["length"] == 909 and {*shown["pieces"]} == {"5", "6"} and all(shown["pieces"].values())
+    assert (
+        row["length"] == 909 and {*shown["pieces"]} == {"5", "6"} and all(shown["pieces"].values())
+    )
 
 
 def test_a_long_run_has_its_last_artifacts_and_thinned_curves(tmp_path: Path) -> None:
-    metrics = "".join(f'{{"step": {i}, "loss": {1.0 if i == 70_001 else 0.5}}}\n' for i in range(100_000))
+    metrics = "".join(
+        f'{{"step": {i}, "loss": {1.0 if i == 70_001 else 0.5}}}\n' for i in range(100_000)
+    )
     draft = Draft(f"{tmp_path}/r/sft")
     (draft.path / "metrics.jsonl").write_text(metrics)
     draft.commit(stage="sft", role="trainer")
     for i in range(report.ARTIFACTS + 5):
-        Draft(f"{tmp_path}/r/iterations/{i + 1}/reward").commit(stage="reward", provenance={"started": i + 1.0})
+        Draft(f"{tmp_path}/r/iterations/{i + 1}/reward").commit(
+            stage="reward", provenance={"started": i + 1.0}
+        )
     about = read_answers(report.render_page(Run.open("r", str(tmp_path))))["/runs/r"]
     kept = [each["key"] for each in about["artifacts"]]
     assert about["left_out"] == 5 and len(kept) == report.ARTIFACTS + 1
-    assert (kept[:2], kept[-1]) == (["sft", "iterations/6/reward"], f"iterations/{report.ARTIFACTS + 5}/reward")
-    assert {each["stage"]: each["times"] for each in about["phases"]} == {"sft": 1, "reward": report.ARTIFACTS + 5}
+    assert (kept[:2], kept[-1]) == (
+        ["sft", "iterations/6/reward"],
+        f"iterations/{report.ARTIFACTS + 5}/reward",
+    )
+    assert {each["stage"]: each["times"] for each in about["phases"]} == {
+        "sft": 1,
+        "reward": report.ARTIFACTS + 5,
+    }
     (curve,) = about["curves"]
-    assert len(curve["x"]) < 500 and max(curve["y"]) == 1.0 and (curve["x"][0], curve["x"][-1]) == (0, 99_999)
+    assert (
+        len(curve["x"]) < 500
+        and max(curve["y"]) == 1.0
+        and (curve["x"][0], curve["x"][-1]) == (0, 99_999)
+    )
 
 
 @given(st.lists(st.floats(width=32), max_size=300), st.integers(20, 60))
-def test_of_many_points_the_ends_the_least_and_the_greatest_stay(heights: list[float], most: int) -> None:
+def test_of_many_points_the_ends_the_least_and_the_greatest_stay(
+    heights: list[float], most: int
+) -> None:
     finite = [(float(x), y) for x, y in enumerate(heights) if math.isfinite(y)]
     kept = report._thin([*enumerate(heights)], most)
     assert len(kept) <= most + 4 and [x for x, _ in kept] == sorted({x for x, _ in kept})
@@ -237,7 +296,10 @@ def test_of_many_points_the_ends_the_least_and_the_greatest_stay(heights: list[f
 def test_however_many_curves_there_are_they_have_a_bound() -> None:
     rows = [{"step": step, **{f"q{i}": step / (i + 1) for i in range(400)}} for step in range(500)]
     (shown,) = read_answers(report.render_metrics("sft", rows, "step")).values()
-    assert len(shown["curves"]) == 400 and sum(len(each["x"]) for each in shown["curves"]) < 1.25 * POINTS
+    assert (
+        len(shown["curves"]) == 400
+        and sum(len(each["x"]) for each in shown["curves"]) < 1.25 * POINTS
+    )
 
 
 def test_the_same_run_gives_the_same_page(run: Run, text: str) -> None:

@@ -77,7 +77,9 @@ def model(rng: np.random.Generator, *, tied: bool = True) -> Model:
     made: Model = {}
     for name, (dtype, shape) in shapes.items():
         count = int(np.prod(shape, dtype=int))
-        data = bytearray(rng.integers(0, 2 if dtype == "BOOL" else 256, count * SIZES[dtype], np.uint8).tobytes())
+        data = bytearray(
+            rng.integers(0, 2 if dtype == "BOOL" else 256, count * SIZES[dtype], np.uint8).tobytes()
+        )
         special = {
             "BF16": ("<H", (0x8000, 0x0000, 0x7FC1, 0x7F80)),
             "F32": ("<I", (1 << 31, 0, 0x7FC00001, 0x7F800000)),
@@ -110,18 +112,28 @@ def save(directory: Path, what: Model, *, shards: int = 1, config: str = "{}") -
     names = sorted(what)
     weight_map = {}
     for shard in range(shards):
-        file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if shards == 1
+            else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        )
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         body = b""
         for name in names[shard::shards]:
             dtype, shape, data = what[name]
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(body), len(body) + len(data)]}
+            header[name] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [len(body), len(body) + len(data)],
+            }
             body += data
             weight_map[name] = file
         raw = json.dumps(header).encode()
         (directory / file).write_bytes(struct.pack("<Q", len(raw)) + raw + body)
     if shards > 1:
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     (directory / "config.json").write_text(config)
     (directory / "tokenizer.json").write_text('{"model": {}}')
     return directory

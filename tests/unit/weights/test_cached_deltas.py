@@ -16,7 +16,9 @@ from tuneloop.weights.publish import publish_version
 ROOT, DELTA = "s3://bucket/weights", r"000001.*\.safetensors$"
 
 
-def test_replicas_of_a_node_fetch_a_delta_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_of_a_node_fetch_a_delta_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
     first = model(rng)
@@ -39,11 +41,15 @@ def test_replicas_of_a_node_fetch_a_delta_once(tmp_path: Path, monkeypatch: pyte
         publish_version(ROOT, 0, exports[0])
         pull()
         publish_version(ROOT, 1, exports[1], base=exports[0])
-        (stored,) = (size for method, key, size in store.log if method == "PUT" and re.search(DELTA, key))
+        (stored,) = (
+            size for method, key, size in store.log if method == "PUT" and re.search(DELTA, key)
+        )
         store.log.clear()
         read.clear()
         pull()
-        assert sorted(read) == [0, 0, 0, stored], "those that found it in the cache read nothing of the store"
+        assert sorted(read) == [0, 0, 0, stored], (
+            "those that found it in the cache read nothing of the store"
+        )
         assert [content(each) for each in replicas] == [content(exports[1])] * 4
         assert store.read(DELTA) == stored
         # What is damaged on this machine alone goes, and is fetched anew.
@@ -55,7 +61,9 @@ def test_replicas_of_a_node_fetch_a_delta_once(tmp_path: Path, monkeypatch: pyte
         assert content(tmp_path / "late") == content(exports[1])
         assert not [*(tmp_path / "cache").rglob("*.safetensors")]
         # What is damaged in the store is refused, as without a cache.
-        (published,) = (each for each in (tmp_path / "objects").iterdir() if re.search(DELTA, each.name))
+        (published,) = (
+            each for each in (tmp_path / "objects").iterdir() if re.search(DELTA, each.name)
+        )
         published.write_bytes(bytes(data))
         with pytest.raises(Corrupt):
             materialize_version(ROOT, None, tmp_path / "later", shared=True)

@@ -50,7 +50,9 @@ def test_round_trip(encoding: codec.Encoding) -> None:
         delta = codec.encode_delta(old, new, width, encoding)
         assert (delta.payload is None) == np.array_equal(old, new)
         if encoding != "overwrite":
-            assert delta.changed == np.count_nonzero(old.view(f"<u{width}") != new.view(f"<u{width}"))
+            assert delta.changed == np.count_nonzero(
+                old.view(f"<u{width}") != new.view(f"<u{width}")
+            )
         assert (delta.old, delta.new) == (digest(old), digest(new))
         if delta.payload is None:
             return
@@ -112,15 +114,21 @@ def test_damage_is_refused_or_changes_the_result(encoding: codec.Encoding) -> No
         old, new = pair(data.draw(st.integers(0, 99)), 400, 2, 0.05)
         payload = bytearray(codec.encode_delta(old, new, 2, encoding).payload or b"")
         if data.draw(st.booleans()):
-            payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+            payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(
+                st.integers(0, 7)
+            )
         else:
             del payload[data.draw(st.integers(0, len(payload) - 1)) :]
         guard = np.concatenate([old, old])
         made = guard[: len(old)]
         with contextlib.suppress(Corrupt):
-            found = codec.apply_delta(old, made, np.frombuffer(bytes(payload), np.uint8), 2, encoding)
+            found = codec.apply_delta(
+                old, made, np.frombuffer(bytes(payload), np.uint8), 2, encoding
+            )
             assert found == digest(made) and (found == digest(new)) == np.array_equal(made, new)
-        np.testing.assert_array_equal(guard[len(old) :], old, "nothing beyond the tensor is written")
+        np.testing.assert_array_equal(
+            guard[len(old) :], old, "nothing beyond the tensor is written"
+        )
 
     check()
 
@@ -131,6 +139,9 @@ def test_sizes_match_the_bound_of_the_issue() -> None:
     old = (rng.standard_normal(1 << 20).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     new = old.copy()
     new[rng.random(len(new)) < 0.02] += 1
-    sizes = {e: len(codec.encode_delta(old.view(np.uint8), new.view(np.uint8), 2, e).payload or b"") for e in ENCODINGS}
+    sizes = {
+        e: len(codec.encode_delta(old.view(np.uint8), new.view(np.uint8), 2, e).payload or b"")
+        for e in ENCODINGS
+    }
     assert sizes["gap8-xor"] < 0.6 * sizes["xor"]
     assert sizes["gap8-xor"] < old.nbytes / 50

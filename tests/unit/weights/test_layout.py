@@ -31,7 +31,9 @@ from tuneloop.weights.publish import publish_version
 
 def foreign_read(root: Path, version: int) -> dict[str, bytes]:
     """Tensors of a version, by the document's section "Reading" alone."""
-    index = json.loads((root / f"weight_v{version:06d}" / "model.safetensors.index.json").read_bytes())
+    index = json.loads(
+        (root / f"weight_v{version:06d}" / "model.safetensors.index.json").read_bytes()
+    )
     about, where = index["metadata"], root / f"weight_v{version:06d}"
     assert about["version"] == f"{version:06d}"
 
@@ -102,8 +104,12 @@ def test_a_foreign_reader_reads_every_encoding(tmp_path: Path, encoding: str, ti
     rng, root = np.random.default_rng(0), tmp_path / "weights"
     state = model(rng, tied=tied)
     for version in range(4):
-        publish_version(str(root), version, save(tmp_path / f"export{version}", state), encoding=encoding)  # type: ignore[arg-type]
-        assert foreign_read(root, version) == {name: bytes(data) for name, (_, _, data) in state.items()}
+        publish_version(
+            str(root), version, save(tmp_path / f"export{version}", state), encoding=encoding
+        )  # type: ignore[arg-type]
+        assert foreign_read(root, version) == {
+            name: bytes(data) for name, (_, _, data) in state.items()
+        }
         state = update(rng, state, 0.03)
     assert [entry.encoding for entry in list_versions(str(root))] == [None, *[encoding] * 3]
 
@@ -113,33 +119,54 @@ def slime_reader() -> ModuleType:
     """The module by which slime has SGLang read weights: in slime's repository it is a file that a patch adds."""
     clone = os.environ.get("TUNELOOP_SLIME")
     if not clone:
-        pytest.skip("set TUNELOOP_SLIME to a clone of https://github.com/THUDM/slime: its own reader is not kept here")
+        pytest.skip(
+            "set TUNELOOP_SLIME to a clone of https://github.com/THUDM/slime: its own reader is not kept here"
+        )
     patch = "docker/patch/latest/sglang-pull_weights.patch"
-    text = subprocess.run(["git", "-C", clone, "show", f"HEAD:{patch}"], check=True, capture_output=True, text=True)
-    (added,) = (part for part in text.stdout.split("\ndiff --git ") if "weight_sync/local_checkpoint.py b/" in part)
+    text = subprocess.run(
+        ["git", "-C", clone, "show", f"HEAD:{patch}"], check=True, capture_output=True, text=True
+    )
+    (added,) = (
+        part
+        for part in text.stdout.split("\ndiff --git ")
+        if "weight_sync/local_checkpoint.py b/" in part
+    )
     made = ModuleType("local_checkpoint")
-    lines = [line[1:] for line in added.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    lines = [
+        line[1:]
+        for line in added.splitlines()
+        if line.startswith("+") and not line.startswith("+++")
+    ]
     exec("\n".join(lines), vars(made))
     return made
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 @pytest.mark.parametrize("held", [False, True])
-def test_slimes_own_reader_reads_them(tmp_path: Path, slime_reader: Any, encoding: Any, held: bool) -> None:
+def test_slimes_own_reader_reads_them(
+    tmp_path: Path, slime_reader: Any, encoding: Any, held: bool
+) -> None:
     """Each version after the one before, and the last one from nothing; across an anchor, and on the model it has."""
     rng, root, base = np.random.default_rng(0), tmp_path / "weights", tmp_path / "export0"
-    state = {name: tensor for name, tensor in model(rng).items() if tensor[2]}  # NumPy has no bytes of an empty one
+    state = {
+        name: tensor for name, tensor in model(rng).items() if tensor[2]
+    }  # NumPy has no bytes of an empty one
     before, about = base, dict[str, Any](encoding=encoding, held=held)
     for version in range(6):
         export = save(tmp_path / f"export{version}", state, shards=2)
         publish_version(str(root), version, export, restore_bound=0.45, **about)
         for place in (tmp_path / "local", tmp_path / f"fresh{version}"):
             slime_reader.pull(str(place), str(base), str(root), version)
-            read = {name: layout.Checkpoint(place).view(name).tobytes() for name in layout.Checkpoint(place).tensors}
+            read = {
+                name: layout.Checkpoint(place).view(name).tobytes()
+                for name in layout.Checkpoint(place).tensors
+            }
             assert read == {name: bytes(data) for name, (_, _, data) in state.items()}
         state, before = update(rng, state, 0.03), export
         about = {"base": before}
-    assert {v.encoding for v in list_versions(str(root))[1:]} == {None, encoding}, "deltas, and an anchor"
+    assert {v.encoding for v in list_versions(str(root))[1:]} == {None, encoding}, (
+        "deltas, and an anchor"
+    )
     publish_version(str(root), 6, save(tmp_path / "export6", state, shards=2), base=before)
     index = json.loads((root / "weight_v000006" / "model.safetensors.index.json").read_bytes())
     damaged = layout.Checkpoint(tmp_path / "local", writable=True).view(min(index["weight_map"]))
@@ -156,7 +183,13 @@ def test_a_chain_keeps_the_encoding_that_it_began_with(tmp_path: Path) -> None:
         about |= {"encoding": "overwrite"} if version == 0 else {}
         publish_version(root, version, save(tmp_path / f"{version}", state), **about)
         state = update(rng, state, 0.01)
-    assert [each.encoding for each in list_versions(root)] == [None, "overwrite", None, "overwrite", "overwrite"]
+    assert [each.encoding for each in list_versions(root)] == [
+        None,
+        "overwrite",
+        None,
+        "overwrite",
+        "overwrite",
+    ]
 
 
 def test_a_full_version_is_loadable_where_it_lies(tmp_path: Path) -> None:
@@ -165,19 +198,25 @@ def test_a_full_version_is_loadable_where_it_lies(tmp_path: Path) -> None:
     state = model(rng)
     publish_version(str(root), 0, save(tmp_path / "a", state, shards=3))
     publish_version(str(root), 1, save(tmp_path / "b", update(rng, state, 0.1), shards=3))
-    weight_map = json.loads((root / "weight_v000000/model.safetensors.index.json").read_bytes())["weight_map"]
+    weight_map = json.loads((root / "weight_v000000/model.safetensors.index.json").read_bytes())[
+        "weight_map"
+    ]
     assert set(weight_map) == set(state) and len(set(weight_map.values())) == 3
     with safe_open(root / "weight_v000000" / weight_map["step"], "numpy") as file:
         assert file.get_tensor("step").tobytes() == bytes(state["step"][2])
     (delta,) = (root / "weight_v000001").glob("*.safetensors")
     with safe_open(delta, "numpy") as file:
-        assert set(file.metadata()) == set(file.keys()) and all(len(c) == 32 for c in file.metadata().values())
+        assert set(file.metadata()) == set(file.keys()) and all(
+            len(c) == 32 for c in file.metadata().values()
+        )
 
 
 def _fill(directory: Path, rank: int, ranks: int, tensors: dict[str, np.ndarray]) -> None:
     shared = layout.Checkpoint(directory, writable=True)
     for name, whole in tensors.items():
-        rows = -(-len(whole) // ranks)  # FSDP shards dimension 0 in equal parts, the last one shorter
+        rows = -(
+            -len(whole) // ranks
+        )  # FSDP shards dimension 0 in equal parts, the last one shorter
         shard = whole[rank * rows : (rank + 1) * rows]
         at = rank * rows * whole[:1].nbytes
         shared.view(name)[at : at + shard.nbytes] = shard.reshape(-1).view(np.uint8)
@@ -217,7 +256,10 @@ def test_an_object_store_takes_the_same_protocol(tmp_path: Path) -> None:
         state = update(rng, state, 0.02)
     assert delete_unused_versions(store, keep=1) == []
     assert verify_version(store) == len(state)
-    store.delete("weight_v000002/" + next(k for k in store.keys("weight_v000002") if "model-" in k).split("/")[1])
+    store.delete(
+        "weight_v000002/"
+        + next(k for k in store.keys("weight_v000002") if "model-" in k).split("/")[1]
+    )
     with pytest.raises(Corrupt, match="is missing"):
         materialize_version(store, 3, tmp_path / "late")
 
@@ -229,7 +271,9 @@ def test_no_model_no_service(tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="cut short"):
         publish_version(str(tmp_path / "weights"), 0, tmp_path)
     for version, said in ((None, "'latest'"), (7, "7")):
-        with pytest.raises(UserError, match=rf"^weights version: {said}: is not in file://.*/weights; publish it"):
+        with pytest.raises(
+            UserError, match=rf"^weights version: {said}: is not in file://.*/weights; publish it"
+        ):
             materialize_version(str(tmp_path / "weights"), version, tmp_path / "replica")
     assert not (tmp_path / "replica").exists()
 

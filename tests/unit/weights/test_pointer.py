@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from tuneloop.core.store import Store
-from tuneloop.weights.pointer import Latest, PointerConflict, PointerRewind, advance_pointer, read_pointer
+from tuneloop.weights.pointer import (
+    Latest,
+    PointerConflict,
+    PointerRewind,
+    advance_pointer,
+    read_pointer,
+)
 
 
 def at(version: int, ref: str = "file:///c") -> Latest:
@@ -48,4 +54,6 @@ def test_two_racing_processes_agree(tmp_path: Path) -> None:
         assert racer.exitcode == 0
     assert read_pointer(url) == at(199)
     assert moved.get() + moved.get() <= 200, "no version is published twice"
-    assert not [p for p in tmp_path.iterdir() if ".latest." in p.name and not p.name.endswith("lock")], "no leftovers"
+    assert not [
+        p for p in tmp_path.iterdir() if ".latest." in p.name and not p.name.endswith("lock")
+    ], "no leftovers"

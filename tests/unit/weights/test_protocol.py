@@ -26,7 +26,12 @@ from tuneloop.core.artifacts import file_digest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import Store
 from tuneloop.weights import layout, live, pointer
-from tuneloop.weights.inspect import delete_unused_versions, diff_versions, list_versions, verify_version
+from tuneloop.weights.inspect import (
+    delete_unused_versions,
+    diff_versions,
+    list_versions,
+    verify_version,
+)
 from tuneloop.weights.materialize import materialize_version, read_tensors
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publish import publish_version
@@ -35,7 +40,19 @@ from tuneloop.weights.versions import Chain
 Case = tuple[str, int, int]
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["publish", "publish", "crash", "again", "pull", "pull", "flip store", "flip replica", "gc"]),
+        st.sampled_from(
+            [
+                "publish",
+                "publish",
+                "crash",
+                "again",
+                "pull",
+                "pull",
+                "flip store",
+                "flip replica",
+                "gc",
+            ]
+        ),
         st.integers(0, 1 << 30),
         st.integers(0, 11),
     ),
@@ -55,12 +72,21 @@ class World:
 
     def export(self, seed: int, choice: int) -> int:
         rng, version = np.random.default_rng(seed), len(self.exports)
-        new_shape = not self.state or choice == 11  # as after a change of architecture: no delta can say that
+        new_shape = (
+            not self.state or choice == 11
+        )  # as after a change of architecture: no delta can say that
         density = (0.0, 0.002, 0.05, 1.0)[choice % 4]
-        self.state = model(rng, tied=choice % 2 == 0) if new_shape else update(rng, self.state, density)
+        self.state = (
+            model(rng, tied=choice % 2 == 0) if new_shape else update(rng, self.state, density)
+        )
         config = f'{{"changed_at": {version - version % 2}}}'
         self.exports.append(
-            save(self.place / f"export{version}", self.state, shards=1 + (seed % 7 == 0), config=config)
+            save(
+                self.place / f"export{version}",
+                self.state,
+                shards=1 + (seed % 7 == 0),
+                config=config,
+            )
         )
         return version
 
@@ -70,14 +96,23 @@ class World:
         if crash_at is not None:
             before = pointer.read_pointer(self.root)
             try:
-                publish_version(Crashing(self.root, crash_at), version, self.exports[version], encoding=encoding)  # type: ignore[arg-type]
+                publish_version(
+                    Crashing(self.root, crash_at), version, self.exports[version], encoding=encoding
+                )  # type: ignore[arg-type]
             except Crash:
                 assert pointer.read_pointer(self.root) == before, "the old version is served"
                 if before is not None and not self.damaged:
                     verify_version(self.root)
         at_hand = self.exports[version - 1] if version and seed % 2 else None
         bound = (3.0, 0.5, 0.0)[seed % 3]
-        publish_version(self.root, version, self.exports[version], base=at_hand, encoding=encoding, restore_bound=bound)  # type: ignore[arg-type]
+        publish_version(
+            self.root,
+            version,
+            self.exports[version],
+            base=at_hand,
+            encoding=encoding,
+            restore_bound=bound,
+        )  # type: ignore[arg-type]
 
     def pull(self, seed: int, choice: int) -> None:
         replica = self.place / f"replica{choice % 2}"
@@ -88,7 +123,9 @@ class World:
         assert content(replica) == content(self.exports[version])
 
     def flip(self, files: list[Path], seed: int) -> None:
-        files = sorted(p for p in files if p.is_file() and p.stat().st_size and not p.name.endswith(".lock"))
+        files = sorted(
+            p for p in files if p.is_file() and p.stat().st_size and not p.name.endswith(".lock")
+        )
         if files:
             path = files[seed % len(files)]
             data = bytearray(path.read_bytes())
@@ -128,7 +165,9 @@ def test_identical_or_refused(actions: list[Case]) -> None:
             try:
                 world.act(kind, seed, choice)
             except UserError as refusal:
-                local = "replica" in str(refusal)  # found in a replica, which the next pull restores
+                local = "replica" in str(
+                    refusal
+                )  # found in a replica, which the next pull restores
                 assert before or local, f"{kind} refused without cause: {refusal}"
                 if before:
                     return
@@ -181,7 +220,9 @@ def test_a_restarted_trainer_continues_the_chain(tmp_path: Path) -> None:
         publish_version(root, 2, tmp_path / "a", base=tmp_path / "a")
 
 
-def test_a_chain_starts_on_a_model_that_its_readers_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chain_starts_on_a_model_that_its_readers_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Version 0 stores no weights but says which they are; who has others, or none, is refused in one line."""
     rng, root = np.random.default_rng(5), f"{tmp_path}/weights"
     states = [model(rng)]
@@ -189,14 +230,21 @@ def test_a_chain_starts_on_a_model_that_its_readers_hold(tmp_path: Path, capsys:
     states += [update(rng, states[1], 0.02)]
     exports = [save(tmp_path / f"export{i}", state, shards=2) for i, state in enumerate(states)]
     first = publish_version(root, 0, exports[0], held=True)
-    assert not list((tmp_path / "weights").rglob("*.safetensors")) and first.sent_bytes < 0.5 * first.full_bytes
+    assert (
+        not list((tmp_path / "weights").rglob("*.safetensors"))
+        and first.sent_bytes < 0.5 * first.full_bytes
+    )
     for version in (1, 2):
-        done = publish_version(root, version, exports[version], base=exports[version - 1], base_version=version - 1)
+        done = publish_version(
+            root, version, exports[version], base=exports[version - 1], base_version=version - 1
+        )
         assert (done.base_version, done.full) == (version - 1, False)
         materialize_version(root, version, tmp_path / "replica", base=exports[0])
         assert content(tmp_path / "replica") == content(exports[version])
     late = materialize_version(root, 2, tmp_path / "late", base=exports[0])
-    assert (late.full, late.deltas) == (0, [1, 2]) and content(tmp_path / "late") == content(exports[2])
+    assert (late.full, late.deltas) == (0, [1, 2]) and content(tmp_path / "late") == content(
+        exports[2]
+    )
     assert publish_version(root, 2, exports[2]).sent_bytes == 0, "what stands needs no base"
 
     digest = Chain(root).entry(0).index.tuneloop.held
@@ -204,7 +252,8 @@ def test_a_chain_starts_on_a_model_that_its_readers_hold(tmp_path: Path, capsys:
         assert run_cli(["weights", "materialize", root, str(tmp_path / "refused"), *flags]) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert re.search(
-            rf"--base.* its weights are {found}, but version 0, which stores no weights, needs {digest}; give", said
+            rf"--base.* its weights are {found}, but version 0, which stores no weights, needs {digest}; give",
+            said,
         )
         assert not content(tmp_path / "refused")
     with pytest.raises(UserError, match="--base"):
@@ -217,19 +266,25 @@ def test_a_chain_starts_on_a_model_that_its_readers_hold(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("encoding", ["gap8-xor", "xor", "overwrite"])
 @pytest.mark.parametrize("held", [False, True])
-def test_some_tensors_are_read_without_the_others(tmp_path: Path, encoding: Any, held: bool) -> None:
+def test_some_tensors_are_read_without_the_others(
+    tmp_path: Path, encoding: Any, held: bool
+) -> None:
     """Through deltas from the full version below, which may lie with the reader; what is damaged is refused."""
     rng, root = np.random.default_rng(11), f"{tmp_path}/weights"
     states = [model(rng)]
     for version in range(3):
         export = save(tmp_path / f"export{version}", states[-1], shards=2)
         before = tmp_path / f"export{version - 1}" if version else None
-        publish_version(root, version, export, base=before, encoding=encoding, held=held and not version)
+        publish_version(
+            root, version, export, base=before, encoding=encoding, held=held and not version
+        )
         states.append(update(rng, states[-1], 0.05))
     names, base = ["layer.0.weight", "step", "empty"], tmp_path / "export0"
     for version in (0, 2):
         read = list(read_tensors(Chain(root), version, names, base=base))
-        assert [bytes(data) for _, data in read] == [bytes(states[version][name][2]) for name in names]
+        assert [bytes(data) for _, data in read] == [
+            bytes(states[version][name][2]) for name in names
+        ]
         assert [tensor.shape for tensor, _ in read] == [states[version][name][1] for name in names]
     (path,) = (tmp_path / "weights" / "weight_v000002").glob("*.safetensors")
     whole = path.read_bytes()
@@ -275,9 +330,14 @@ def test_two_rival_publishers_leave_one_whole_version(tmp_path: Path) -> None:
         root = f"file://{tmp_path}/weights{attempt}"
         base = save(tmp_path / f"base{attempt}", first)
         publish_version(root, 0, base)
-        exports = [save(tmp_path / f"rival{attempt}{i}", update(rng, first, 0.05)) for i in range(2)]
+        exports = [
+            save(tmp_path / f"rival{attempt}{i}", update(rng, first, 0.05)) for i in range(2)
+        ]
         outcome: multiprocessing.Queue[str] = multiprocessing.Queue()
-        rivals = [multiprocessing.Process(target=_publish, args=(root, export, outcome)) for export in exports]
+        rivals = [
+            multiprocessing.Process(target=_publish, args=(root, export, outcome))
+            for export in exports
+        ]
         for rival in rivals:
             rival.start()
         assert sorted(outcome.get(timeout=LIMIT_S) for _ in rivals) == ["published", "refused"]
@@ -301,13 +361,22 @@ def test_anchors_bound_the_chain_and_replicas_pass_them_by_delta(tmp_path: Path)
         assert fresh.read_bytes < 4.5 * published.full_bytes
         state = update(rng, state, 0.02)
     anchors = [entry.version for entry in list_versions(root) if entry.encoding is None]
-    assert len(anchors) > 1 and all(Chain(root).entry(a).index.tuneloop.delta_index for a in anchors[1:])
+    assert len(anchors) > 1 and all(
+        Chain(root).entry(a).index.tuneloop.delta_index for a in anchors[1:]
+    )
 
 
-@pytest.mark.parametrize(("bound", "anchors"), [(0.0, [0, 1, 2, 3, 4, 5]), (0.25, [0, 3]), (9.0, [0])])
-def test_how_soon_the_next_anchor_comes_is_a_setting(tmp_path: Path, bound: float, anchors: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("bound", "anchors"), [(0.0, [0, 1, 2, 3, 4, 5]), (0.25, [0, 3]), (9.0, [0])]
+)
+def test_how_soon_the_next_anchor_comes_is_a_setting(
+    tmp_path: Path, bound: float, anchors: list[int]
+) -> None:
     """The export stays as it is, so that a delta has no bytes and costs the 0.1 of applying it."""
-    export, root = save(tmp_path / "export", model(np.random.default_rng(9))), f"file://{tmp_path}/weights"
+    export, root = (
+        save(tmp_path / "export", model(np.random.default_rng(9))),
+        f"file://{tmp_path}/weights",
+    )
     for version in range(6):
         publish_version(root, version, export, restore_bound=bound)
     assert [entry.version for entry in list_versions(root) if entry.encoding is None] == anchors
@@ -319,7 +388,9 @@ def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
     exports = []
     for version in range(14):
         exports.append(save(tmp_path / f"export{version}", state))
-        publish_version(root, version, exports[-1], encoding=None if version in (4, 9) else "gap8-xor")
+        publish_version(
+            root, version, exports[-1], encoding=None if version in (4, 9) else "gap8-xor"
+        )
         state = update(rng, state, 0.001)
     Store(root).put("weight_v000002/leftover", b"")
     Store(root).put("weight_v000099/being-written", b"")
@@ -343,11 +414,16 @@ def test_gc_keeps_what_is_needed_and_drops_the_rest(tmp_path: Path) -> None:
         delete_unused_versions(root, keep=0)
 
 
-def test_the_command_drops_only_when_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_drops_only_when_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, export = f"{tmp_path}/weights", save(tmp_path / "export", model(np.random.default_rng(5)))
     for version in range(3):
         publish_version(root, version, export, encoding=None)
-    for options, said, left in (([], "to drop: 1, and", [0, 1, 2]), (["--delete"], "dropped: 1\n", [0, 2])):
+    for options, said, left in (
+        ([], "to drop: 1, and", [0, 1, 2]),
+        (["--delete"], "dropped: 1\n", [0, 2]),
+    ):
         assert run_cli(["weights", "gc", root, "--pin", "0", *options]) == 0
         assert capsys.readouterr().out.startswith(said)
         assert [entry.version for entry in list_versions(root)] == left
@@ -391,7 +467,9 @@ def test_damage_in_place_poisons_until_restored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("at", [-40, 4, 200], ids=["payload", "size of the header", "header"])
 @pytest.mark.parametrize("version", [1, 0], ids=["delta", "full"])
-def test_damage_is_said_of_the_stored_file(tmp_path: Path, version: int, at: int, remote: bool) -> None:
+def test_damage_is_said_of_the_stored_file(
+    tmp_path: Path, version: int, at: int, remote: bool
+) -> None:
     """Not of a copy that is gone by then; and not of a delta, where the full version below it is damaged."""
     rng, root = np.random.default_rng(7), f"file://{tmp_path}/weights"
     store = Store("memory:///weights" if remote else root)
@@ -413,12 +491,17 @@ def test_damage_is_said_of_the_stored_file(tmp_path: Path, version: int, at: int
     assert verify_version(store, 2) == 3
 
 
-def test_versions_above_a_damaged_one_only_say_which_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_above_a_damaged_one_only_say_which_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng, root = np.random.default_rng(7), f"{tmp_path}/weights"
     state = model(rng)
     for version in range(5):
         publish_version(
-            root, version, save(tmp_path / f"export{version}", state), encoding=None if version == 4 else "xor"
+            root,
+            version,
+            save(tmp_path / f"export{version}", state),
+            encoding=None if version == 4 else "xor",
         )
         state = update(rng, state, 0.05)
     (path,) = (tmp_path / "weights/weight_v000001").glob("model-*.safetensors")
@@ -428,14 +511,23 @@ def test_versions_above_a_damaged_one_only_say_which_it_is(tmp_path: Path, capsy
         assert "has no versions; publish some, or correct the URL" in capsys.readouterr().err
     assert run_cli(["weights", "verify", root]) == 2
     said = capsys.readouterr()
-    assert [line.split(":")[0] for line in said.out.splitlines()] == [f"published version {n}" for n in (0, 4)]
+    assert [line.split(":")[0] for line in said.out.splitlines()] == [
+        f"published version {n}" for n in (0, 4)
+    ]
     first, *above = said.err.splitlines()
-    assert f"published version 1: weights: 'file://{path}': is " in first and "; restore it from a copy" in first
+    assert (
+        f"published version 1: weights: 'file://{path}': is " in first
+        and "; restore it from a copy" in first
+    )
     assert above == [f"error: published version {n}: builds on version 1" for n in (2, 3)]
 
 
 def test_a_replica_that_is_damaged_is_blamed_itself(tmp_path: Path) -> None:
-    rng, root, replica = np.random.default_rng(7), f"file://{tmp_path}/weights", tmp_path / "replica"
+    rng, root, replica = (
+        np.random.default_rng(7),
+        f"file://{tmp_path}/weights",
+        tmp_path / "replica",
+    )
     first = model(rng)
     second = update(rng, first, 0.5)
     for version, state in enumerate((first, second)):
@@ -450,7 +542,11 @@ def test_a_replica_that_is_damaged_is_blamed_itself(tmp_path: Path) -> None:
 
 
 def test_lineage_is_checked_before_a_byte_changes(tmp_path: Path) -> None:
-    rng, root, other = np.random.default_rng(8), f"file://{tmp_path}/weights", f"file://{tmp_path}/other"
+    rng, root, other = (
+        np.random.default_rng(8),
+        f"file://{tmp_path}/weights",
+        f"file://{tmp_path}/other",
+    )
     first = model(rng)
     for where in (root, other):
         publish_version(where, 0, save(tmp_path / f"{where[-5:]}0", first))
@@ -483,7 +579,9 @@ def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path, place: str) -> N
     root = f"file://{tmp_path}/weights"
     publish_version(root, 0, save(tmp_path / "export", model(np.random.default_rng(9))))
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=rf"^directory: '.*{place}': .*; choose one that can be written$"):
+    with pytest.raises(
+        UserError, match=rf"^directory: '.*{place}': .*; choose one that can be written$"
+    ):
         materialize_version(root, 0, tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -491,7 +589,9 @@ def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path, place: str) -> N
 def test_files_that_may_not_be_read_are_one_line() -> None:
     """Of a delta, which is read where it lies, and of a full version, which is copied."""
     rng = np.random.default_rng(9)
-    with tempfile.TemporaryDirectory() as place:  # pytest's own are below a directory of root's alone
+    with (
+        tempfile.TemporaryDirectory() as place
+    ):  # pytest's own are below a directory of root's alone
         first, root = model(rng), f"file://{place}/weights"
         publish_version(root, 0, save(Path(place, "a"), first))
         publish_version(root, 1, save(Path(place, "b"), update(rng, first, 0.05)))
@@ -527,7 +627,11 @@ def _pull_for_ever(root: str, replica: Path) -> None:
 
 def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
     """SIGKILL at any moment of copying or patching; two processes share the directory."""
-    rng, root, replica = np.random.default_rng(10), f"file://{tmp_path}/weights", tmp_path / "replica"
+    rng, root, replica = (
+        np.random.default_rng(10),
+        f"file://{tmp_path}/weights",
+        tmp_path / "replica",
+    )
     state: Model = {f"w{i}": ("BF16", (256, 256), bytearray(rng.bytes(1 << 17))) for i in range(8)}
     exports = []
     for version in range(3):
@@ -535,7 +639,9 @@ def test_killed_readers_leave_nothing_wrong(tmp_path: Path) -> None:
         publish_version(root, version, exports[-1])
         state = update(rng, state, 0.02)
     for attempt in range(6):
-        readers = [multiprocessing.Process(target=_pull_for_ever, args=(root, replica)) for _ in range(2)]
+        readers = [
+            multiprocessing.Process(target=_pull_for_ever, args=(root, replica)) for _ in range(2)
+        ]
         for reader in readers:
             reader.start()
         time.sleep(0.05 + 0.03 * attempt + float(rng.random()) * 0.02)
@@ -554,7 +660,11 @@ def _continue(root: str, exports: list[Path]) -> None:
 
 def test_a_replica_follows_while_the_trainer_publishes(tmp_path: Path) -> None:
     """Polling `latest` never fails and never goes back, whatever moment the listing and the pointer are read at."""
-    rng, root, replica = np.random.default_rng(11), f"file://{tmp_path}/weights", tmp_path / "replica"
+    rng, root, replica = (
+        np.random.default_rng(11),
+        f"file://{tmp_path}/weights",
+        tmp_path / "replica",
+    )
     states = [model(rng)]
     for _ in range(12):
         states.append(update(rng, states[-1], 0.01))

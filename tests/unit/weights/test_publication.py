@@ -52,7 +52,12 @@ def chain(root: Path, count: int, **params: Any) -> list[Artifact]:
 def test_every_version_is_that_of_its_checkpoint(tmp_path: Path) -> None:
     root = str(tmp_path / "w")
     policies = chain(tmp_path, 4, weights=root)
-    assert [(v.version, v.base_version) for v in list_versions(root)] == [(0, None), (1, 0), (2, 1), (3, 2)]
+    assert [(v.version, v.base_version) for v in list_versions(root)] == [
+        (0, None),
+        (1, 0),
+        (2, 1),
+        (3, 2),
+    ]
     for version, policy in enumerate(policies):
         done = materialize_version(root, version, tmp_path / f"m{version}")
         assert done.source == policy.manifest.digest
@@ -75,7 +80,9 @@ def test_without_a_root_nothing_is_published(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
-def test_a_crash_between_commit_and_publication_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_between_commit_and_publication_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = str(tmp_path / "w")
     first, second = chain(tmp_path, 2, weights=root)
 
@@ -108,7 +115,11 @@ def test_two_runs_do_not_share_a_root(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_not_published(tmp_path: Path) -> None:
     (policy,) = chain(tmp_path, 1)
     path = policy.path / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x00" if path.read_bytes()[-1] else path.read_bytes()[:-1] + b"\x01")
+    path.write_bytes(
+        path.read_bytes()[:-1] + b"\x00"
+        if path.read_bytes()[-1]
+        else path.read_bytes()[:-1] + b"\x01"
+    )
     with pytest.raises(Corrupt, match="differs from its manifest"):
         toy(out=f"{tmp_path}/0", weights=str(tmp_path / "w"))
     assert not (tmp_path / "w" / "latest").exists()
@@ -120,7 +131,10 @@ def test_the_stages_publish() -> None:
     from tuneloop.stages.sft import sft
 
     for stage in (base_model, sft, policy_update):
-        assert stage.after.__qualname__ in ("publish_checkpoint", "checkpoint_stage.<locals>.finish")
+        assert stage.after.__qualname__ in (
+            "publish_checkpoint",
+            "checkpoint_stage.<locals>.finish",
+        )
         assert "weights" in stage.Params.model_fields
 
 
@@ -135,21 +149,34 @@ def test_an_update_at_the_rate_of_rl_sends_a_tenth_of_the_model_at_most(tmp_path
     base = Artifact(f"{tmp_path}/base")
     rows = [{**row, "score": float(i % 2)} for i, row in enumerate(rollout_rows(base))]
     rewards = rewards_artifact(tmp_path / "rewards", base, rows)
-    about = {"learning_rate": 1e-6, "warmup_steps": 0, "save_dtype": "bfloat16", "device": "cpu", "weights": root}
+    about = {
+        "learning_rate": 1e-6,
+        "warmup_steps": 0,
+        "save_dtype": "bfloat16",
+        "device": "cpu",
+        "weights": root,
+    }
     policy_update(out=f"{tmp_path}/1", policy=base.ref, rewards=rewards.ref, **about)
     sent = read_publications(root)[1]
     assert sent["encoding"] == "gap8-xor" and 0 < sent["sent_bytes"] <= sent["full_bytes"] / 10
     materialize_version(root, 1, tmp_path / "held")
-    assert exports.content(tmp_path / "held") == exports.content(Artifact(f"{tmp_path}/1").path / "model")
+    assert exports.content(tmp_path / "held") == exports.content(
+        Artifact(f"{tmp_path}/1").path / "model"
+    )
 
 
 def test_a_task_of_kfp_publishes_too(tmp_path: Path) -> None:
     """The adapter runs the stage's own program, so that what follows the commit follows it there."""
     weights_url, at = str(tmp_path / "w"), tmp_path / "kfp"
     given = {
-        "inputs": {"parameterValues": {"url": f"{tmp_path}/0", "weights": weights_url}, "artifacts": {}},
+        "inputs": {
+            "parameterValues": {"url": f"{tmp_path}/0", "weights": weights_url},
+            "artifacts": {},
+        },
         "outputs": {
-            "artifacts": {"checkpoint": {"artifacts": [{"name": "checkpoint", "uri": f"{at}/checkpoint"}]}},
+            "artifacts": {
+                "checkpoint": {"artifacts": [{"name": "checkpoint", "uri": f"{at}/checkpoint"}]}
+            },
             "outputFile": f"{at}/executor_output.json",
         },
     }

@@ -118,7 +118,9 @@ def test_tags_in_nested_values() -> None:
     assert substitute_tags(value, SCOPE) == {"args": ["--n=3", 3], "next": "4"}
 
 
-@pytest.mark.parametrize("tag", ["{{tasks.other.outputs.parameters.x}}", "{{=tasks.next.outputs}}", "{{inputs}}"])
+@pytest.mark.parametrize(
+    "tag", ["{{tasks.other.outputs.parameters.x}}", "{{=tasks.next.outputs}}", "{{inputs}}"]
+)
 def test_tags_without_value_are_errors(tag: str) -> None:
     with pytest.raises(ExpressionError):
         substitute_tags(tag, SCOPE)

@@ -16,7 +16,10 @@ ONE = dict.fromkeys(("trainer", "sampler", "scorer"), "q")
         ({"queue": "q"}, ONE),
         ({"queue": ""}, {}),
         ({"queue": "q", "sampler": {"queue": "s"}}, {**ONE, "sampler": "s"}),
-        ({"sampler": {"gpus": 2}}, {"trainer": "tuneloop", "sampler": "tuneloop-samplers", "scorer": "tuneloop"}),
+        (
+            {"sampler": {"gpus": 2}},
+            {"trainer": "tuneloop", "sampler": "tuneloop-samplers", "scorer": "tuneloop"},
+        ),
         ({"sampler": {"queue": "tuneloop"}}, dict.fromkeys(ONE, "tuneloop")),
         ({"sampler": {"queue": ""}}, {"trainer": "tuneloop", "scorer": "tuneloop"}),
     ],

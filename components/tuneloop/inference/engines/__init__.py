@@ -40,7 +40,9 @@ class Engine(Protocol):
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Serve the weights of a checkpoint artifact; nothing is done if its digest is served, unless `force`."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Done
+    ) -> list[list[Completion]]:
         """Generate completions, in the order of `requests` and their seeds."""
 
     def score(self, ids: Sequence[int]) -> list[float]:

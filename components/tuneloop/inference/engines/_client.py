@@ -80,7 +80,12 @@ class Client:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
-        self.endpoint, self.timeout_s, self._parts, self.sleeps = endpoint.rstrip("/"), timeout_s, parts, sleeps
+        self.endpoint, self.timeout_s, self._parts, self.sleeps = (
+            endpoint.rstrip("/"),
+            timeout_s,
+            parts,
+            sleeps,
+        )
         self._patience_s, self._met = patience_s, False
         self.context, self.version, self.digest = 0, -1, ""
         self.pulled: dict[str, Any] = {}
@@ -96,35 +101,57 @@ class Client:
         self._persist(lambda: self._load(policy, force))
         self._policy = policy
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Done
+    ) -> list[list[Completion]]:
         results: Finished = {}
         self.generate_into(dict(enumerate(requests)), sampling, results, done)
         return [results[i] for i in range(len(requests))]
 
     def generate_into(
-        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done, **more: Any
+        self,
+        requests: Mapping[int, Request],
+        sampling: Sampling,
+        results: Finished,
+        done: Done,
+        **more: Any,
     ) -> None:
         """Add the missing completions to `results`, under the keys of `requests`. `more`: other fields of the body."""
 
-        longest = max((len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()), default=1)
+        longest = max(
+            (len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()),
+            default=1,
+        )
         size = min(PROMPTS, TOKENS // longest) or 1
 
         def attempt() -> None:
             while left := [i for i in requests if i not in results][:size]:
                 waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
-                made, before = (dict[int, list[Completion]](), len(results)) if self.deterministic else (results, 0)
-                body = {"requests": waiting, "sampling": asdict(sampling), "version": self.version} | more
+                made, before = (
+                    (dict[int, list[Completion]](), len(results))
+                    if self.deterministic
+                    else (results, 0)
+                )
+                body = {
+                    "requests": waiting,
+                    "sampling": asdict(sampling),
+                    "version": self.version,
+                } | more
                 body["digest"] = self.digest or None  # nothing was loaded: any weights will do
                 with self._open("POST", "/generate", body) as response:
                     for line in response.lines():
                         if line.strip():  # an empty one only says that the server is alive
                             answer = self._parse(line)
-                            made[left[answer["index"]]] = [Completion(**c) for c in answer["completions"]]
+                            made[left[answer["index"]]] = [
+                                Completion(**c) for c in answer["completions"]
+                            ]
                         done(before + len(made))
                         if before + len(made) == finished:
                             break
                     else:
-                        raise Lost(f"{self.endpoint}: broke off after {before + len(made)} of {len(requests)} requests")
+                        raise Lost(
+                            f"{self.endpoint}: broke off after {before + len(made)} of {len(requests)} requests"
+                        )
                 results.update(made)
 
         self._persist(attempt, self._renew, lambda: len(results), len(requests))
@@ -165,7 +192,9 @@ class Client:
                 losses, before = (1 if now > before else losses + 1), now
                 if losses == LOSSES:
                     self._given_up = True
-                    raise Retryable(f"{lost}; lost {losses} times in a row without a request finished") from lost
+                    raise Retryable(
+                        f"{lost}; lost {losses} times in a row without a request finished"
+                    ) from lost
                 self._await_return(lost, now, total)
 
     def _renew(self) -> None:
@@ -182,7 +211,9 @@ class Client:
     def _await_return(self, lost: Lost, finished: int, total: int) -> None:
         """Wait until the server answers again, whatever it serves."""
         kept = f"; {finished} of {total} requests are finished, and kept" if total else ""
-        _say(f"lost the server ({lost}){kept}; {'looks for it once more' if self.fail_fast else 'waits for it'}")
+        _say(
+            f"lost the server ({lost}){kept}; {'looks for it once more' if self.fail_fast else 'waits for it'}"
+        )
         begun = time.monotonic()
         while True:
             self.check()
@@ -217,7 +248,11 @@ class Client:
             request = {"ref": policy.ref, "version": wanted[0], "force": force}
             request |= {"keep_s": self.keep_s} if self.keep_s else {}
             served = self._json("POST", "/load", request)
-        self.context, self.version, self.digest = served["context"], served["version"], served["digest"]
+        self.context, self.version, self.digest = (
+            served["context"],
+            served["version"],
+            served["digest"],
+        )
         self.pulled = served.get("pulled") or {}
         self.determinism = served.get("determinism") or {}
         if self.deterministic and not self.determinism:
@@ -238,7 +273,9 @@ class Client:
         return answer
 
     def _lost(self, reason: object) -> Lost:
-        return Lost(f"{self.endpoint}: {reason}; is `python -m tuneloop.inference.server` running there?")
+        return Lost(
+            f"{self.endpoint}: {reason}; is `python -m tuneloop.inference.server` running there?"
+        )
 
     @contextmanager
     def _open(self, method: str, path: str, body: Any = None) -> Iterator[Response]:
@@ -266,7 +303,9 @@ class Client:
             text = json.loads(text)["error"]
         except (ValueError, KeyError, TypeError):
             text = text[:300]
-        if status == 401 and build_token_headers():  # the token is being rotated, and not everybody has the new one
+        if (
+            status == 401 and build_token_headers()
+        ):  # the token is being rotated, and not everybody has the new one
             raise Lost(f"{self.endpoint}: answers {status}: {text}")
         if status != 409 and not is_transient(status):
             raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")

@@ -38,7 +38,13 @@ class Follower(threading.Thread):
     the engine changes to, until its weights are verified; else -1."""
 
     def __init__(
-        self, loop: EngineLoop, root: str, directory: Path, poll_s: float, mode: Mode, base: Path | None
+        self,
+        loop: EngineLoop,
+        root: str,
+        directory: Path,
+        poll_s: float,
+        mode: Mode,
+        base: Path | None,
     ) -> None:
         super().__init__(name="follower", daemon=True)
         self.loop, self.store, self.directory, self.base = loop, Store(root), directory, base
@@ -56,7 +62,9 @@ class Follower(threading.Thread):
             try:
                 self._look()
                 self.trouble = ""
-            except Exception as error:  # any error: if the follower died, old weights would be served for ever
+            except (
+                Exception
+            ) as error:  # any error: if the follower died, old weights would be served for ever
                 expected = isinstance(error, (UserError, Retryable, Refused))
                 trouble = str(error) if expected else f"{type(error).__name__}: {error}"
                 if trouble != self.trouble:
@@ -94,7 +102,9 @@ class Follower(threading.Thread):
         """Compare all tensors of the engine with its files; return the version that is served, and the result."""
         engine = self.loop.engine
         with self._one:
-            comparison = self.loop.call(lambda: (engine.version, read_back(engine.engine, self.directory)))
+            comparison = self.loop.call(
+                lambda: (engine.version, read_back(engine.engine, self.directory))
+            )
             return comparison.result()
 
     def _look(self) -> None:
@@ -108,22 +118,35 @@ class Follower(threading.Thread):
     def _announce(self) -> None:
         """Announce the served version, if it is new or the last announcement is old."""
         version, now = self.loop.engine.version, time.monotonic()
-        if version < 0 or self._stopping or (version == self._said[0] and now - self._said[1] < live.RENEW_S):
+        if (
+            version < 0
+            or self._stopping
+            or (version == self._said[0] and now - self._said[1] < live.RENEW_S)
+        ):
             return
         self._said = version, now
         try:
             live.announce_version(self.store, self._name, version)
         except (UserError, Retryable) as error:
             remedy = f"pin version {version} where versions are dropped (tuneloop weights gc --pin)"
-            print(f"serve: cannot announce the served version ({error}); {remedy}", file=sys.stderr, flush=True)
+            print(
+                f"serve: cannot announce the served version ({error}); {remedy}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _pull(self, version: int, *, force: bool = False) -> None:
         with self._one:
             if force:
                 (self.directory / MARKER).unlink(missing_ok=True)  # rebuild from a full version
-            done = materialize_version(self.store, version, self.directory, base=self.base, shared=True)
+            done = materialize_version(
+                self.store, version, self.directory, base=self.base, shared=True
+            )
             digest = done.source or done.ref
-            if (self.loop.engine.version, self.loop.engine.digest) == (version, digest) and not force:
+            if (self.loop.engine.version, self.loop.engine.digest) == (
+                version,
+                digest,
+            ) and not force:
                 return  # a step that changed nothing gives another version the same digest
             self.pulled, self.changing = {}, version
             comparisons: list[Readback] = []
@@ -132,14 +155,18 @@ class Follower(threading.Thread):
                 comparisons.append(prove_tensors(engine, self.directory))
 
             try:
-                took = self.loop.call(self.loop.change, self.directory, version, digest, self.mode, prove).result()
+                took = self.loop.call(
+                    self.loop.change, self.directory, version, digest, self.mode, prove
+                ).result()
                 self.trouble, self.pulled = "", _about(done, took, comparisons[0])
             except Refused:
                 (self.directory / MARKER).unlink(missing_ok=True)
                 raise
             finally:
                 self.changing = -1
-            with suppress(UserError, Retryable):  # it is for people and reports (`tuneloop.runs.delivery`)
+            with suppress(
+                UserError, Retryable
+            ):  # it is for people and reports (`tuneloop.runs.delivery`)
                 live.record_pull(self.store, self._name, self.pulled)
 
     def converged_s(self) -> float | None:
@@ -151,9 +178,14 @@ class Follower(threading.Thread):
 def prove_tensors(engine: Vllm, model: Path) -> Readback:
     """Verify that the engine holds every tensor in `model`. Raises RuntimeError if some differ, or cannot be read."""
     comparison = read_back(engine.engine, model, PROBE)
-    for names, what in ((comparison.different, "differ"), (comparison.unread, "cannot be read back from this engine")):
+    for names, what in (
+        (comparison.different, "differ"),
+        (comparison.unread, "cannot be read back from this engine"),
+    ):
         if names:
-            raise RuntimeError(f"{len(names)} of {comparison.tensors} tensors {what}, {names[0]} among them")
+            raise RuntimeError(
+                f"{len(names)} of {comparison.tensors} tensors {what}, {names[0]} among them"
+            )
     return comparison
 
 

@@ -40,7 +40,9 @@ class Ticket:
 
     @property
     def keys(self) -> list[str]:
-        return [f"{self.number}-{i}-{j}" for i, group in self.waiting.items() for j in range(len(group))]
+        return [
+            f"{self.number}-{i}-{j}" for i, group in self.waiting.items() for j in range(len(group))
+        ]
 
 
 class EngineLoop(threading.Thread):
@@ -73,7 +75,12 @@ class EngineLoop(threading.Thread):
         return "" if self.engine.digest else "no version is loaded whole; load one"
 
     def change(
-        self, model: Path, version: int, digest: str, mode: Mode = "wait", check: Callable[[Vllm], None] | None = None
+        self,
+        model: Path,
+        version: int,
+        digest: str,
+        mode: Mode = "wait",
+        check: Callable[[Vllm], None] | None = None,
     ) -> dict[str, float]:
         """Change to the weights of a model directory. `check` runs after the change, before a request sees the new
         weights; an error that it raises poisons the engine until a later change succeeds. Return seconds: ``drain``,
@@ -98,8 +105,14 @@ class EngineLoop(threading.Thread):
         self.waking = self.asleep
         self._release()  # after a failure requests are refused until a version is loaded
         if failure:
-            raise Refused(503, f"loading version {version} failed ({failure}); load a version again") from failure
-        return {"drain": drained - begun, "change": changed - drained, "check": time.perf_counter() - changed}
+            raise Refused(
+                503, f"loading version {version} failed ({failure}); load a version again"
+            ) from failure
+        return {
+            "drain": drained - begun,
+            "change": changed - drained,
+            "check": time.perf_counter() - changed,
+        }
 
     def generate(
         self,
@@ -122,7 +135,9 @@ class EngineLoop(threading.Thread):
             for i, request in enumerate(requests):
                 ticket.waiting[i] = [None] * len(request.seeds)
                 for j, seed in enumerate(request.seeds):
-                    self.engine.submit(f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how)
+                    self.engine.submit(
+                        f"{ticket.number}-{i}-{j}", request.prompt_ids, seed, sampling, **how
+                    )
         except ValueError as error:
             self.engine.abort(ticket.keys)
             raise Refused(400, f"request {i}: {error}") from error
@@ -207,11 +222,14 @@ class EngineLoop(threading.Thread):
         if self.trouble:
             raise Refused(503, self.trouble)
         if version not in (None, served) or (min_version is not None and served < min_version):
-            demand = f"version {version}" if version is not None else f"version {min_version} or later"
+            demand = (
+                f"version {version}" if version is not None else f"version {min_version} or later"
+            )
             raise Refused(409, f"serves version {served}, {demand} was asked for; load it first")
         if digest not in (None, self.engine.digest):
             raise Refused(
-                409, f"serves version {served} of {self.engine.digest}, {digest} was asked for; load it first"
+                409,
+                f"serves version {served} of {self.engine.digest}, {digest} was asked for; load it first",
             )
 
     def _step(self) -> None:
@@ -225,7 +243,9 @@ class EngineLoop(threading.Thread):
         try:
             for key, answer in self.engine.step():
                 self._finish(key, answer)
-        except Exception as error:  # the engine is not trusted any more: tell all waiting and later callers
+        except (
+            Exception
+        ) as error:  # the engine is not trusted any more: tell all waiting and later callers
             self.broken = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             for ticket in self._tickets.values():
                 ticket.emit(-1, self.trouble)

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|up|down)_proj\.weight$")
+EXPERT = re.compile(
+    r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|up|down)_proj\.weight$"
+)
 
 
 def reload_weights(engine: Any, model: Path) -> None:
@@ -71,7 +73,9 @@ def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
     """Compare `engine`'s tensors with those below `model` in its dtype; of packed layers, one column in `every`."""
     ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
     different = sorted(name for name in ranks[0] if any(rank[name] is False for rank in ranks))
-    unread = sorted({name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different})
+    unread = sorted(
+        {name for name in ranks[0] if any(rank[name] is None for rank in ranks)} - {*different}
+    )
     return Readback(len(ranks[0]), len(ranks[0]) - len(different) - len(unread), different, unread)
 
 
@@ -85,9 +89,13 @@ def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | Non
     for path in sorted(Path(model).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if (place := EXPERT.match(name)) and (layer := _module(module, f"{place['layer']}.routed_experts")):
+                if (place := EXPERT.match(name)) and (
+                    layer := _module(module, f"{place['layer']}.routed_experts")
+                ):
                     identical[name] = None
-                    experts.setdefault(place["layer"], _Experts(layer)).add(name, place, file.get_tensor(name))
+                    experts.setdefault(place["layer"], _Experts(layer)).add(
+                        name, place, file.get_tensor(name)
+                    )
                 else:
                     identical[name] = _holds(module, name, file.get_tensor(name), every)
     for those in experts.values():
@@ -116,26 +124,36 @@ def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
     if (own := _own(layer, want, sizes[part])) is None:
         return None
     first = sum(sizes[:part]) if part else 0
-    answers = list(_views(layer, leaf, tensor, own, slice(first, first + own.shape[0]) if own.ndim else ..., every))
+    answers = list(
+        _views(
+            layer, leaf, tensor, own, slice(first, first + own.shape[0]) if own.ndim else ..., every
+        )
+    )
     return all(answers) if answers else None
 
 
 def _own(layer: Any, want: Tensor, rows: int | None) -> Tensor | None:
     """Cut out this worker's part of a tensor; None if the sizes of the layer do not determine it."""
-    if shard := getattr(layer, "shard_indices", None):  # of a vocabulary, the last worker's part is shorter
+    if shard := getattr(
+        layer, "shard_indices", None
+    ):  # of a vocabulary, the last worker's part is shorter
         return want[shard.org_vocab_start_index : shard.org_vocab_end_index]
     width = getattr(layer, "input_size_per_partition", None) if want.ndim == 2 else None
     for dim, size in ((0, rows), (1, width)):
         if size is not None and want.shape[dim] != size:
             blocks, rest = divmod(want.shape[dim], size)
-            copies, odd = divmod(layer.tp_size, max(blocks, 1))  # heads of keys and values may be fewer than workers
+            copies, odd = divmod(
+                layer.tp_size, max(blocks, 1)
+            )  # heads of keys and values may be fewer than workers
             if rest or odd or not blocks:
                 return None
             want = want.narrow(dim, layer.tp_rank // copies * size, size)
     return want
 
 
-def _views(layer: Any, leaf: str, tensor: Tensor, want: Tensor, rows: Any, every: int) -> Iterator[bool]:
+def _views(
+    layer: Any, leaf: str, tensor: Tensor, want: Tensor, rows: Any, every: int
+) -> Iterator[bool]:
     """Yield for each way in which the layer holds the tensor whether it agrees."""
     import torch
 
@@ -177,12 +195,19 @@ class _Experts:
         """Return name → whether the layer holds it; all None if experts are distributed, or packed with padding."""
         identical: dict[str, bool | None] = {}
         size, whole = self.layer.intermediate_size_per_partition, self.layer.local_num_experts
-        for attribute, rows in (("w13_weight", {"gate": 0, "up": size}), ("w2_weight", {"down": 0})):
+        for attribute, rows in (
+            ("w13_weight", {"gate": 0, "up": size}),
+            ("w2_weight", {"down": 0}),
+        ):
             packed = getattr(self.layer, attribute)
             mine = {name: part for name, part in self.parts.items() if part[1] in rows}
             shape = (whole, len(rows) * size, self.layer.hidden_size)
             shape = shape if attribute == "w13_weight" else (whole, self.layer.hidden_size, size)
-            if packed.shape != shape or len(mine) != whole * len(rows) or self.layer.global_num_experts != whole:
+            if (
+                packed.shape != shape
+                or len(mine) != whole * len(rows)
+                or self.layer.global_num_experts != whole
+            ):
                 continue
             want = packed.new_empty(shape)
             for expert, which, part in mine.values():

@@ -28,7 +28,9 @@ class Replicas:
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients, self.live = clients, list(clients)
         self.context, self.version, self.digest = 0, -1, ""
-        self.replicas: dict[str, dict[str, Any]] = {client.endpoint: {"requests": 0} for client in clients}
+        self.replicas: dict[str, dict[str, Any]] = {
+            client.endpoint: {"requests": 0} for client in clients
+        }
         self.pulled: dict[str, Any] = {}
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
@@ -40,9 +42,14 @@ class Replicas:
         self.call_each(lambda client: client.load(policy, force=force))
         self.version, self.digest = self.live[0].version, self.live[0].digest
         self.context = min(client.context for client in self.live)
-        self.pulled = max((client.pulled for client in self.live), key=lambda about: float(about.get("served_at", 0)))
+        self.pulled = max(
+            (client.pulled for client in self.live),
+            key=lambda about: float(about.get("served_at", 0)),
+        )
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Done
+    ) -> list[list[Completion]]:
         results: Finished = {}
         while left := {i: request for i, request in enumerate(requests) if i not in results}:
             self._share_out(left, sampling, results, done)
@@ -57,7 +64,9 @@ class Replicas:
     def close(self) -> None:
         """Do nothing: connections live only as long as a call."""
 
-    def call_each(self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None) -> None:
+    def call_each(
+        self, work: Callable[[Client], object], poll: Callable[[], None] = lambda: None
+    ) -> None:
         """Call `work` on all replicas at the same time; a replica that is lost meanwhile is left out from then on. An
         error of `poll` ends the wait. Raises Retryable if all are lost and the last one did not come back."""
         pending = list(self.live)
@@ -82,14 +91,18 @@ class Replicas:
                     else:
                         pending = [client]  # wait for the last replica
 
-    def _share_out(self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done) -> None:
+    def _share_out(
+        self, requests: Mapping[int, Request], sampling: Sampling, results: Finished, done: Done
+    ) -> None:
         """Generate `requests` on the replicas that are not lost, and add what they finish to `results`."""
         shares: dict[Client, dict[int, Request]] = {client: {} for client in self.live}
         made: dict[Client, Finished] = {client: {} for client in self.live}
         for i, request in requests.items():
             shares[self._find_replica(request)][i] = request
         self.call_each(
-            lambda client: client.generate_into(shares[client], sampling, made[client], lambda _: None),
+            lambda client: client.generate_into(
+                shares[client], sampling, made[client], lambda _: None
+            ),
             lambda: done(len(results) + sum(map(len, made.values()))),
         )
         for client, finished in made.items():
@@ -98,7 +111,9 @@ class Replicas:
 
     def _find_replica(self, request: Request) -> Client:
         group = request.id.rpartition("-s")[0]  # of a later turn
-        place = self._places.setdefault(group if group in self._places else request.id, len(self._places))
+        place = self._places.setdefault(
+            group if group in self._places else request.id, len(self._places)
+        )
         turn, index = divmod(place, len(self.clients))
         own = self.clients[index]
         return own if own in self.live else self.live[turn % len(self.live)]

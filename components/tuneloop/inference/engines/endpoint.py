@@ -40,14 +40,21 @@ LATER = (408, 409, 425, 429, 500, 502, 503, 504)
 class Options(BaseModel, frozen=True, extra="forbid"):
     """``engine_args`` of the engine `endpoint`."""
 
-    max_staleness: int = Field(0, ge=0, description="versions that a token may be older than the policy")
-    partial_rollout: bool = Field(False, description="stream tokens; if a replica is lost, another goes on from them")
+    max_staleness: int = Field(
+        0, ge=0, description="versions that a token may be older than the policy"
+    )
+    partial_rollout: bool = Field(
+        False, description="stream tokens; if a replica is lost, another goes on from them"
+    )
     concurrency: int = Field(64, ge=1, description="requests at the same time")
     max_retries: int = Field(60, ge=0, description="retries of one request")
     retry_sleep: float = Field(1.0, ge=0, description="maximum seconds between two retries")
-    max_model_len: int = Field(1 << 30, ge=1, description="maximum length of prompt and completion, in tokens")
+    max_model_len: int = Field(
+        1 << 30, ge=1, description="maximum length of prompt and completion, in tokens"
+    )
     fleet: str | None = Field(
-        None, description="URL of the workers to bring to each version (`tuneloop fleet --help`); none: they pull"
+        None,
+        description="URL of the workers to bring to each version (`tuneloop fleet --help`); none: they pull",
     )
     hook: str | None = Field(
         None,
@@ -80,7 +87,11 @@ def check_url(url: str) -> str:
     """Check `url`, and return it without a trailing slash. Raises UserError where it is no absolute URL of http(s)."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise UserError("rollout_endpoint_url", url, "must be an absolute URL: http://host:port or https://host/path")
+        raise UserError(
+            "rollout_endpoint_url",
+            url,
+            "must be an absolute URL: http://host:port or https://host/path",
+        )
     return url.rstrip("/")
 
 
@@ -144,7 +155,9 @@ class Endpoint:
 
     name = "endpoint"
 
-    def __init__(self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None
+    ) -> None:
         self.urls, self.options, self.timeout_s, self.fleet = urls, options, timeout_s, fleet
         self.refitted: Refitted | None = None
         self._given = urls
@@ -158,12 +171,16 @@ class Endpoint:
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Demand this version from now on; a fleet that does not pull is brought to it."""
         if self.fleet:
-            self.refitted = refit_fleet(self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force)
+            self.refitted = refit_fleet(
+                self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force
+            )
             self.urls = self._given or self.refitted.urls
         self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
         self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Done
+    ) -> list[list[Completion]]:
         self._stopping.clear()
         pool = ThreadPoolExecutor(min(self.options.concurrency, max(len(requests), 1)))
         futures: list[Future[list[Completion]]] = []
@@ -187,7 +204,9 @@ class Endpoint:
         body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
         (completion,) = self._retry(lambda url: self._whole(url, request, body, sampling))
         if completion.start_version != self.version:
-            raise self._wrong(f"answers with version {completion.start_version} where {self.version} was demanded")
+            raise self._wrong(
+                f"answers with version {completion.start_version} where {self.version} was demanded"
+            )
         if completion.prompt_logprobs is None or len(completion.prompt_logprobs) != len(ids) - 1:
             raise self._wrong("gives no prompt_logprobs, one for each id but the first")
         return completion.prompt_logprobs
@@ -198,7 +217,10 @@ class Endpoint:
     def _complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """Complete one prompt, over as many attempts as it takes."""
         oldest = self.version - self.max_staleness
-        body = {"sampling": asdict(sampling), "min_version" if self.max_staleness else "version": oldest}
+        body = {
+            "sampling": asdict(sampling),
+            "min_version" if self.max_staleness else "version": oldest,
+        }
         if not self.options.partial_rollout:
             return self._retry(lambda url: self._whole(url, request, body, sampling))
         parts = [Partial(seed) for seed in request.seeds]
@@ -216,36 +238,62 @@ class Endpoint:
                 sent = lost.about or self.options.model_dump()
                 if tries >= sent["max_retries"] or self._stopping.is_set():
                     raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
-                self._stopping.wait(min(sent["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20)))
+                self._stopping.wait(
+                    min(sent["retry_sleep"], 0.02 * 2.0 ** min(tries // len(self.urls), 20))
+                )
                 tries += 1
                 self.retries += 1
 
-    def _whole(self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling) -> list[Completion]:
+    def _whole(
+        self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling
+    ) -> list[Completion]:
         """Read all completions of one prompt from one answer."""
         with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
             for message in lines:
                 if "completions" in message:
-                    completions = [self._read(c, sampling.max_tokens) for c in self._parse(Whole, message).completions]
+                    completions = [
+                        self._read(c, sampling.max_tokens)
+                        for c in self._parse(Whole, message).completions
+                    ]
                     if (count := len(completions)) != len(request.seeds):
-                        raise self._wrong(f"gives {count} completions where {len(request.seeds)} were asked for")
+                        raise self._wrong(
+                            f"gives {count} completions where {len(request.seeds)} were asked for"
+                        )
                     if any(c.finish_reason == "abort" for c in completions):
                         raise Lost("a completion was aborted")
                     return completions
             raise Lost("broke off before the end")
 
     def _go_on(
-        self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling, parts: Sequence[Partial]
+        self,
+        url: str,
+        request: Request,
+        body: Mapping[str, Any],
+        sampling: Sampling,
+        parts: Sequence[Partial],
     ) -> None:
         """Stream what is not done yet; tokens that arrive before a loss are kept, with their versions."""
         for part in parts:
-            if part.done is None and (reason := part.find_end(sampling)):  # only the message that it ended was lost
+            if part.done is None and (
+                reason := part.find_end(sampling)
+            ):  # only the message that it ended was lost
                 part.done = self._finish(part, {"ids": [], "finish_reason": reason}, sampling)
         lengths = {len(part.ids) for part in parts if part.done is None}
-        for length in sorted(lengths):  # all 0 at first; after a loss each continues at its own length
+        for length in sorted(
+            lengths
+        ):  # all 0 at first; after a loss each continues at its own length
             some = [part for part in parts if part.done is None and len(part.ids) == length]
-            continued = [Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()]) for part in some]
+            continued = [
+                Request(request.id, request.prompt_ids + part.ids, [part.derive_next_seed()])
+                for part in some
+            ]
             left = replace(sampling, max_tokens=sampling.max_tokens - length)
-            payload = {"requests": [asdict(r) for r in continued], **body, "sampling": asdict(left), "stream": True}
+            payload = {
+                "requests": [asdict(r) for r in continued],
+                **body,
+                "sampling": asdict(left),
+                "stream": True,
+            }
             with self._ask(url, payload) as lines:
                 for message in lines:
                     if "sample" in message:
@@ -268,7 +316,9 @@ class Endpoint:
         if fields.get("finish_reason") == "abort":
             raise Lost("a completion was aborted")
         told = fields.get("ids")
-        if not (part.ids and isinstance(told, list) and part.ids[len(part.ids) - len(told) :] == told):
+        if not (
+            part.ids and isinstance(told, list) and part.ids[len(part.ids) - len(told) :] == told
+        ):
             raise self._wrong("streams other tokens than the finished completion has")
         mixed = part.versions if len(set(part.versions)) > 1 else []
         whole = {**fields, "ids": part.ids, "logprobs": part.logprobs, "versions": mixed}
@@ -282,9 +332,13 @@ class Endpoint:
             raise self._wrong("gives two versions, but no version for each token")
         ids, logprobs = completion.ids, completion.logprobs
         if not 0 < len(ids) <= max_tokens or len(logprobs) != len(ids):
-            raise self._wrong(f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}")
+            raise self._wrong(
+                f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}"
+            )
         if (most := max(ids)) >= self.vocab_size:
-            raise self._wrong(f"gives the id {most}, beyond the policy's vocabulary of {self.vocab_size}")
+            raise self._wrong(
+                f"gives the id {most}, beyond the policy's vocabulary of {self.vocab_size}"
+            )
         if not all(math.isfinite(p) and p <= 1e-3 for p in logprobs):
             raise self._wrong("gives log-probabilities that are above 0 or not finite")
         if completion.versions and len(completion.versions) != len(ids):
@@ -299,13 +353,19 @@ class Endpoint:
         except ValidationError as error:
             wrong = error.errors()[0]
             where = ".".join(map(str, wrong["loc"]))
-            raise self._wrong(f"answers in another form ({where}: {wrong['input']!r}: {wrong['msg']})") from error
+            raise self._wrong(
+                f"answers in another form ({where}: {wrong['input']!r}: {wrong['msg']})"
+            ) from error
         except TypeError as error:
             raise self._wrong(f"answers in another form ({error})") from error
 
     def _check_version(self, version: int) -> None:
         if not self.version - self.max_staleness <= version <= self.version:
-            bound = f"{self.version - self.max_staleness} to {self.version}" if self.max_staleness else self.version
+            bound = (
+                f"{self.version - self.max_staleness} to {self.version}"
+                if self.max_staleness
+                else self.version
+            )
             raise self._wrong(f"answers with version {version} where {bound} was demanded")
 
     def _wrong(self, what: str) -> UserError:
@@ -316,7 +376,11 @@ class Endpoint:
     def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
         """Yield the lines of one answer."""
         sent = self._prepare(url, payload)
-        options: Any = {"timeout_s": self.timeout_s, "body": sent["payload"], "headers": sent["headers"]}
+        options: Any = {
+            "timeout_s": self.timeout_s,
+            "body": sent["payload"],
+            "headers": sent["headers"],
+        }
         try:
             self._check_stop()
             self.requests += 1
@@ -337,12 +401,16 @@ class Endpoint:
             return fields
         changed = self._hook(fields)
         if not isinstance(changed, dict):
-            raise TypeError(f"the hook {self.options.hook} must return a dict, not {type(changed).__name__}")
+            raise TypeError(
+                f"the hook {self.options.hook} must return a dict, not {type(changed).__name__}"
+            )
         return {**fields, **changed}
 
     def _refused(self, response: Response) -> None:
         text = " ".join(response.read().decode(errors="replace").split())[:300]
-        if response.status in LATER or (response.status == 401 and build_token_headers()):  # the token is being rotated
+        if response.status in LATER or (
+            response.status == 401 and build_token_headers()
+        ):  # the token is being rotated
             raise Lost(f"answers {response.status}: {text}")
         raise UserError("--endpoint", ", ".join(self.urls), f"answers {response.status}: {text}")
 

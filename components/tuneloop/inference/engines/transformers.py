@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
     """Open the engine; `args` are those of `Transformers`. Raises UserError: another argument, or an endpoint."""
     if endpoint:
-        raise UserError("--endpoint", endpoint, "the transformers engine runs in process; leave the endpoint out")
+        raise UserError(
+            "--endpoint",
+            endpoint,
+            "the transformers engine runs in process; leave the endpoint out",
+        )
     check_engine_args(args)
     return Transformers(**args)
 
@@ -58,7 +62,11 @@ class Transformers:
         if self.device == "cpu":
             check_processor()
         self.dtype = "float32" if dtype == "auto" and self.device == "cpu" else dtype
-        self.max_model_len, self.max_num_seqs, self.attention = max_model_len, max_num_seqs, attn_implementation
+        self.max_model_len, self.max_num_seqs, self.attention = (
+            max_model_len,
+            max_num_seqs,
+            attn_implementation,
+        )
         self.context, self.version, self.digest = 0, -1, ""
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
@@ -76,12 +84,17 @@ class Transformers:
     def serve(self, model: Any, version: int, digest: str) -> None:
         """Serve a model of this process; the engine owns it from then on."""
         self.model = model.to(self.device).eval()
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        limit = (
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            or sys.maxsize
+        )
         self.context = min(limit, self.max_model_len or limit)
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         self.version, self.digest = version, digest
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Done
+    ) -> list[list[Completion]]:
         import torch
 
         results: dict[int, list[Completion]] = {}
@@ -98,7 +111,9 @@ class Transformers:
 
         tokens = torch.tensor([ids], device=self.device)
         with torch.inference_mode():
-            logprobs = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            logprobs = (
+                self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            )
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -118,14 +133,18 @@ class Transformers:
         if batch:
             yield batch
 
-    def _run(self, requests: Sequence[Request], sampling: Sampling, beat: Callable[[], None]) -> list[Completion]:
+    def _run(
+        self, requests: Sequence[Request], sampling: Sampling, beat: Callable[[], None]
+    ) -> list[Completion]:
         """Run one batch to its end; rows are (request, seed) pairs in order."""
         import torch
         from transformers import DynamicCache
 
         # Uniform in [0, 1), a row for each seed, whatever the other seeds are.
         streams = [torch.Generator().manual_seed(seed) for r in requests for seed in r.seeds]
-        rows = [torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in streams]
+        rows = [
+            torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in streams
+        ]
         noise = torch.stack(rows).to(self.device)
         stops = torch.tensor(sampling.stop_token_ids, device=self.device, dtype=torch.long)
         tokens = torch.zeros(noise.shape, dtype=torch.long, device=self.device)
@@ -152,7 +171,9 @@ class Transformers:
         version = self.version
         return [
             Completion(ids[:n], lps[:n], "stop" if stop else "length", version, version)
-            for ids, lps, n, stop in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist())
+            for ids, lps, n, stop in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist()
+            )
         ]
 
     def _prefill(self, requests: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor]:
@@ -164,14 +185,19 @@ class Transformers:
         kept = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
         mask = torch.tensor(kept, device=self.device)
         logits = self._forward(torch.tensor(padded, device=self.device), mask, cache)
-        owner = torch.tensor([i for i, r in enumerate(requests) for _ in r.seeds], device=self.device)
+        owner = torch.tensor(
+            [i for i, r in enumerate(requests) for _ in r.seeds], device=self.device
+        )
         cache.batch_select_indices(owner)
         return logits[owner], mask[owner]
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Compute logits after the last of `ids`: float32, rows by vocabulary. `mask` covers the cached tokens too."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        optional = {"position_ids": positions, "logits_to_keep": 1}  # alibi models take no positions
+        optional = {
+            "position_ids": positions,
+            "logits_to_keep": 1,
+        }  # alibi models take no positions
         out = self.model(
             input_ids=ids,
             attention_mask=mask,

@@ -54,13 +54,20 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
     """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
     vLLM's ``EngineArgs`` by name, and `OWN`: a server has its own and is not sent these, but its `Client` heeds
     ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: ours, or several servers if ``deterministic``."""
-    sleeps, deterministic = any(map(args.get, ("enable_sleep_mode", SNAPSHOT))), bool(args.get(DETERMINISTIC))
+    sleeps, deterministic = (
+        any(map(args.get, ("enable_sleep_mode", SNAPSHOT))),
+        bool(args.get(DETERMINISTIC)),
+    )
     if endpoint and "," in endpoint:
         if deterministic:
             remedy = "several servers divide a batch by which of them are up: deterministic needs a single one"
             raise UserError("--endpoint", endpoint, remedy)
         return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
-    return Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic) if endpoint else Vllm(args)
+    return (
+        Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic)
+        if endpoint
+        else Vllm(args)
+    )
 
 
 def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
@@ -78,8 +85,14 @@ def check_here(args: Mapping[str, Any], prefix: str) -> None:
     if not args or spec is None or spec.origin is None:
         return
     path = Path(spec.origin).with_name("engine") / "arg_utils.py"
-    classes = [n for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"]
-    known = [ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)]
+    classes = [
+        n
+        for n in ast.parse(path.read_bytes()).body
+        if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"
+    ]
+    known = [
+        ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)
+    ]
     for name in args.keys() - {*known, *OWN}:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
@@ -99,9 +112,14 @@ class Vllm:
         self.args = {name: value for name, value in args.items() if name not in OWN}
         self.deterministic, self.snapshot = (bool(args.get(name)) for name in OWN)
         if self.snapshot:
-            several = any(args.get(f"{way}_parallel_size", 1) != 1 for way in ("tensor", "pipeline"))
+            several = any(
+                args.get(f"{way}_parallel_size", 1) != 1 for way in ("tensor", "pipeline")
+            )
             check_snapshots(f"--engine-args {SNAPSHOT}", several)
-        self.sleeps, self.suspended = not self.snapshot or bool(args.get("enable_sleep_mode")), list[int]()
+        self.sleeps, self.suspended = (
+            not self.snapshot or bool(args.get("enable_sleep_mode")),
+            list[int](),
+        )
         self.determinism: dict[str, Any] = {}
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""
@@ -125,16 +143,26 @@ class Vllm:
             self.determinism = _describe_kernels() if self.deterministic else {}
             self.shape, self.context = shape, self.engine.model_config.max_model_len
         elif shape != self.shape:
-            raise UserError("policy", str(model), "is a model of another shape; start another engine for it")
+            raise UserError(
+                "policy", str(model), "is a model of another shape; start another engine for it"
+            )
         else:
-            before, self.version, self.digest = self.version, -1, ""  # neither version is served during the change
+            before, self.version, self.digest = (
+                self.version,
+                -1,
+                "",
+            )  # neither version is served during the change
             for state in self.engine.output_processor.request_states.values():
-                spans = self._spans.setdefault(state.external_req_id, [])  # the version that made each token
+                spans = self._spans.setdefault(
+                    state.external_req_id, []
+                )  # the version that made each token
                 spans += [before] * (state.detokenizer.num_output_tokens() - len(spans))
             reload_weights(self.engine, model)
         self.version, self.digest = version, digest
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, done: Done) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, done: Done
+    ) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
         completions: dict[str, Completion] = {}
         left = [len(names) for names in keys]
@@ -189,7 +217,11 @@ class Vllm:
                 remedy = "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; stop the server instead"
                 raise UserError("sleep", current_platform.device_type, remedy)
             if not self.engine.model_config.enable_sleep_mode:
-                raise UserError("sleep", level, "start the engine with --engine-args '{\"enable_sleep_mode\": true}'")
+                raise UserError(
+                    "sleep",
+                    level,
+                    "start the engine with --engine-args '{\"enable_sleep_mode\": true}'",
+                )
             self.engine.sleep(level)
             if level > 1:
                 self.poison()
@@ -204,7 +236,9 @@ class Vllm:
             from vllm.platforms import current_platform
 
             if not current_platform.is_sleep_mode_available():
-                raise UserError("wake_up", current_platform.device_type, "this device has no sleep mode")
+                raise UserError(
+                    "wake_up", current_platform.device_type, "this device has no sleep mode"
+                )
             self.engine.wake_up()
 
     def submit(
@@ -237,7 +271,9 @@ class Vllm:
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
         vocabulary = self.engine.model_config.get_vocab_size()
-        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:  # vLLM would crash on it
+        if (
+            not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary
+        ):  # vLLM would crash on it
             raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
         try:
             (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
@@ -257,7 +293,9 @@ class Vllm:
         """Run one forward pass over the queued requests; yield the names and answers of finished or streamed ones."""
         for out in self.engine.step():
             key, output = out.request_id, out.outputs[0]
-            new = Tokens(list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version)
+            new = Tokens(
+                list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version
+            )
             if key in self._streamed:
                 whole = self._streamed[key]
                 whole.ids.extend(new.ids)
@@ -277,11 +315,15 @@ class Vllm:
     def _completion(self, key: str, out: Any, tokens: Tokens) -> Completion:
         versions = self._spans.get(key, [])
         versions = [*versions, *[self.version] * (len(tokens.ids) - len(versions))]
-        scored = None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
+        scored = (
+            None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
+        )
         self._forget(key)
         end: Any = out.outputs[0].finish_reason or "abort"
         mixed = versions if versions[0] != versions[-1] else []
-        return Completion(tokens.ids, tokens.logprobs, end, versions[0], versions[-1], mixed, scored)
+        return Completion(
+            tokens.ids, tokens.logprobs, end, versions[0], versions[-1], mixed, scored
+        )
 
     def _forget(self, key: str) -> None:
         self._spans.pop(key, None)
@@ -300,8 +342,14 @@ def _start(model: Path, args: Mapping[str, Any], deterministic: bool) -> Any:
     try:
         from vllm.platforms import current_platform
 
-        if deterministic and current_platform.is_cuda() and current_platform.has_device_capability(90):
-            os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # some modules read it when they are imported
+        if (
+            deterministic
+            and current_platform.is_cuda()
+            and current_platform.has_device_capability(90)
+        ):
+            os.environ.setdefault(
+                "VLLM_BATCH_INVARIANT", "1"
+            )  # some modules read it when they are imported
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -320,10 +368,15 @@ def _start(model: Path, args: Mapping[str, Any], deterministic: bool) -> Any:
     try:
         # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
         engine_args = EngineArgs(model=str(model), **given)
-        config, quiet = engine_args.create_engine_config(UsageContext.LLM_CLASS), engine_args.disable_log_stats
+        config, quiet = (
+            engine_args.create_engine_config(UsageContext.LLM_CLASS),
+            engine_args.disable_log_stats,
+        )
         return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError("--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(
+            "--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _describe_kernels() -> dict[str, Any]:
@@ -334,7 +387,11 @@ def _describe_kernels() -> dict[str, Any]:
 
     cuda = current_platform.is_cuda_alike()
     device = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
-    return {"device": device, "threads": torch.get_num_threads(), "batch_invariant": envs.VLLM_BATCH_INVARIANT}
+    return {
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "batch_invariant": envs.VLLM_BATCH_INVARIANT,
+    }
 
 
 def inspect_here(model: Path) -> None:
@@ -354,7 +411,13 @@ def _cpu_defaults() -> dict[str, Any]:
     prompt cut into chunks ends vLLM 0.32 on a CPU if its request has a seed ("CPU Generator does not use offset")."""
     import torch
 
-    native = {"avx512_bf16", "amx_bf16", "bf16"} & {k for k, has in torch.cpu.get_capabilities().items() if has}
+    native = {"avx512_bf16", "amx_bf16", "bf16"} & {
+        k for k, has in torch.cpu.get_capabilities().items() if has
+    }
     space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
-    chosen = {"enforce_eager": True, "enable_chunked_prefill": False, "dtype": "auto" if native else "float32"}
+    chosen = {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "dtype": "auto" if native else "float32",
+    }
     return {**chosen, **space}

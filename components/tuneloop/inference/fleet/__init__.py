@@ -19,7 +19,13 @@ from tuneloop.core.server_token import build_token_headers
 
 NOT_VARIANTS = ("graph", "refit")
 
-ROUTES = ("get_weight_version", "pause_generation", "update_weights_from_disk", "flush_cache", "resume_generation")
+ROUTES = (
+    "get_weight_version",
+    "pause_generation",
+    "update_weights_from_disk",
+    "flush_cache",
+    "resume_generation",
+)
 URLS = {"http": "urls", "https": "urls"}
 """Scheme → backend, where the two have different names."""
 
@@ -41,14 +47,18 @@ class Worker:
         """Return the answer of a route. Raises Unreachable: there is none; Retryable: it is a refusal or failure."""
         try:
             url = f"{self.url.rstrip('/')}/engine/{route}"
-            status, content = send_request("POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s)
+            status, content = send_request(
+                "POST", url, body=body, headers=build_token_headers(), timeout_s=timeout_s
+            )
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
         text, answer = content.decode(errors="replace"), None
         with suppress(ValueError):
             answer = json.loads(text)
         if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
-            raise Retryable(f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}")
+            raise Retryable(
+                f"worker {self}: {route}: answers {status}: {' '.join(text.split())[:300]}"
+            )
         return answer
 
     def version(self, timeout_s: float = 10.0) -> str:
@@ -76,7 +86,11 @@ def open_fleet(url: str) -> Fleet:
     name, known = URLS.get(scheme, scheme), plugins.list_variants("fleet")
     if not address or name not in known:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
-        raise UserError("fleet", url, f"{remedy}; schemes: {', '.join(sorted({*URLS, *known} - {*URLS.values()}))}")
+        raise UserError(
+            "fleet",
+            url,
+            f"{remedy}; schemes: {', '.join(sorted({*URLS, *known} - {*URLS.values()}))}",
+        )
     return plugins.load_variant("fleet", name, "open_fleet")(url)
 
 
@@ -94,5 +108,7 @@ def parse_service_url(url: str) -> tuple[str, str, int | None]:
     name, _, namespace = (parts.hostname or "").partition(".")
     port = port_of(url)
     if not name or port == 0 or not namespace or "." in namespace or parts.path not in ("", "/"):
-        raise UserError("fleet", url, f"must be {parts.scheme}://name.namespace, with :port where it needs one")
+        raise UserError(
+            "fleet", url, f"must be {parts.scheme}://name.namespace, with :port where it needs one"
+        )
     return name, namespace, port

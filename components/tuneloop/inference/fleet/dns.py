@@ -21,7 +21,12 @@ class Dns:
             addresses = socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
         except OSError as error:  # a Service whose pods are all gone has no address either
             raise Retryable(f"fleet dns://{self.name}:{self.port}: {error}") from error
-        places = sorted({f"[{a[0]}]" if family == socket.AF_INET6 else str(a[0]) for family, _, _, _, a in addresses})
+        places = sorted(
+            {
+                f"[{a[0]}]" if family == socket.AF_INET6 else str(a[0])
+                for family, _, _, _, a in addresses
+            }
+        )
         return [Worker(place, f"http://{place}:{self.port}") for place in places]
 
 

@@ -57,7 +57,9 @@ def render_graph(
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
     graph: dict[str, Any] = copy.deepcopy(dict(graphs[0]))
     metadata = graph.setdefault("metadata", {})
-    metadata.update({key: value for key, value in (("name", name), ("namespace", namespace)) if value})
+    metadata.update(
+        {key: value for key, value in (("name", name), ("namespace", namespace)) if value}
+    )
     if labels:
         metadata["labels"] = {**metadata.get("labels", {}), **labels}
     for item in sets:
@@ -67,7 +69,9 @@ def render_graph(
         *above, last = path.split(".")
         place: Any = graph
         for key in above:
-            place = place.setdefault(key, {}) if isinstance(place, dict) else _item(place, key, item)
+            place = (
+                place.setdefault(key, {}) if isinstance(place, dict) else _item(place, key, item)
+            )
         if not isinstance(place, dict):
             raise UserError("--set", item, f"{last} is below no mapping")
         place[last] = yaml.safe_load(text)
@@ -90,9 +94,15 @@ def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
     """List the main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
     spec, main_containers = graph.setdefault("spec", {}), []
     for service in (spec.get("services") or {}).values():
-        main_containers.append(service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {}))
+        main_containers.append(
+            service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {})
+        )
     for component in spec.get("components") or ():
-        containers = component.setdefault("podTemplate", {}).setdefault("spec", {}).setdefault("containers", [])
+        containers = (
+            component.setdefault("podTemplate", {})
+            .setdefault("spec", {})
+            .setdefault("containers", [])
+        )
         main = next((c for c in containers if c.get("name") == "main"), None)
         if main is None:
             containers.append(main := {"name": "main"})
@@ -105,17 +115,26 @@ def find_api_version(cluster: connection.Connection) -> str:
     there. Raises UserError: the operator's definitions are not installed."""
     for version in VERSIONS:
         try:
-            if any(kind.name == PLURAL for kind in cluster.custom.get_api_resources(GROUP, version).resources):
+            if any(
+                kind.name == PLURAL
+                for kind in cluster.custom.get_api_resources(GROUP, version).resources
+            ):
                 return version
         except connection.ApiRefusal as error:
             if error.status == 403:
                 return version
             if error.status != 404:
                 raise
-    raise UserError("cluster", cluster.context, f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first")
+    raise UserError(
+        "cluster",
+        cluster.context,
+        f"has no {KIND} ({PLURAL}.{GROUP}); install Dynamo's operator first",
+    )
 
 
-def find_graph(cluster: connection.Connection, name: str, version: str | None = None) -> dict[str, Any] | None:
+def find_graph(
+    cluster: connection.Connection, name: str, version: str | None = None
+) -> dict[str, Any] | None:
     """Find the graph as it is now, in the newest or a given version of the API; None where there is none."""
     return cluster.find(GROUP, version or find_api_version(cluster), PLURAL, name)
 
@@ -150,18 +169,28 @@ def bring_up(
         raise
 
 
-def _ensure(cluster: connection.Connection, graph: Object, recreate: bool, tell: Callable[[str], object]) -> bool:
+def _ensure(
+    cluster: connection.Connection, graph: Object, recreate: bool, tell: Callable[[str], object]
+) -> bool:
     """Create the graph unless it exists; return whether it was created."""
-    name, (group, _, version) = str(graph["metadata"]["name"]), str(graph["apiVersion"]).partition("/")
+    name, (group, _, version) = (
+        str(graph["metadata"]["name"]),
+        str(graph["apiVersion"]).partition("/"),
+    )
     find_api_version(cluster)
     live = find_graph(cluster, name, version)
     if live is not None and not live["metadata"].get("deletionTimestamp"):
         changed = find_drift(graph.get("spec", {}), live.get("spec", {}), "spec")
         if not (changed and recreate):
-            tell(f"{name}: stands already" + (f", and differs: {', '.join(changed)}" if changed else ""))
+            tell(
+                f"{name}: stands already"
+                + (f", and differs: {', '.join(changed)}" if changed else "")
+            )
             return False
         delete_graph(cluster, name)
-    connection.wait_until(lambda: find_graph(cluster, name) is None, 120.0, f"{name}: is still being deleted")
+    connection.wait_until(
+        lambda: find_graph(cluster, name) is None, 120.0, f"{name}: is still being deleted"
+    )
     cluster.custom.create_namespaced_custom_object(group, version, cluster.namespace, PLURAL, graph)
     tell(f"{name}: created")
     return True
@@ -171,13 +200,23 @@ def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
     """List the paths at which `live` lacks or changes a `wanted` value; additional values come from the operator."""
     if isinstance(wanted, Mapping):
         fields = live if isinstance(live, Mapping) else {}
-        return [path for key in wanted for path in find_drift(wanted[key], fields.get(key), f"{at}.{key}")]
+        return [
+            path
+            for key in wanted
+            for path in find_drift(wanted[key], fields.get(key), f"{at}.{key}")
+        ]
     if isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
-        return [path for i, item in enumerate(wanted) for path in find_drift(item, live[i], f"{at}[{i}]")]
+        return [
+            path
+            for i, item in enumerate(wanted)
+            for path in find_drift(item, live[i], f"{at}[{i}]")
+        ]
     return [] if wanted == live else [at]
 
 
-def _wait(cluster: connection.Connection, name: str, timeout: float, tell: Callable[[str], object]) -> None:
+def _wait(
+    cluster: connection.Connection, name: str, timeout: float, tell: Callable[[str], object]
+) -> None:
     deadline, reported = time.monotonic() + timeout, ""
     while True:
         conditions = read_gates(cluster, name)
@@ -186,7 +225,9 @@ def _wait(cluster: connection.Connection, name: str, timeout: float, tell: Calla
             break
         if conditions[0].why == "failed":
             found = ((find_graph(cluster, name) or {}).get("status") or {}).get("conditions") or ()
-            told = "; ".join(c["message"] for c in found if c.get("status") == "False" and c.get("message"))
+            told = "; ".join(
+                c["message"] for c in found if c.get("status") == "False" and c.get("message")
+            )
             raise UserError("graph", name, f"its operator gave up: {told or 'failed'}")
         if time.monotonic() > deadline:
             raise Retryable(f"{name}: not ready after {timeout:g} s ({shut})")
@@ -200,9 +241,17 @@ def _wait(cluster: connection.Connection, name: str, timeout: float, tell: Calla
 def read_gates(cluster: connection.Connection, name: str, port: int = FRONTEND_PORT) -> list[Gate]:
     """Read the three gates of a graph as they are now. Raises UserError where there is no such graph."""
     if (graph := find_graph(cluster, name)) is None:
-        raise UserError("graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}")
-    pods = cluster.core.list_namespaced_pod(cluster.namespace, label_selector=f"{POD_LABEL}={name}").items
-    return [operator_gate(graph), pods_gate(pods), frontend_gate(*_probe(cluster, f"{name}-frontend", port))]
+        raise UserError(
+            "graph", name, f"is not in namespace {cluster.namespace} of {cluster.context}"
+        )
+    pods = cluster.core.list_namespaced_pod(
+        cluster.namespace, label_selector=f"{POD_LABEL}={name}"
+    ).items
+    return [
+        operator_gate(graph),
+        pods_gate(pods),
+        frontend_gate(*_probe(cluster, f"{name}-frontend", port)),
+    ]
 
 
 def operator_gate(graph: Object) -> Gate:
@@ -217,20 +266,30 @@ def operator_gate(graph: Object) -> Gate:
 def pods_gate(pods: Sequence[Any]) -> Gate:
     """Check that all pods are ready, and that there is one."""
     live = [pod for pod in pods if not pod.metadata.deletion_timestamp]
-    ready = [pod for pod in live if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())]
+    ready = [
+        pod
+        for pod in live
+        if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
+    ]
     return Gate("pods", 0 < len(live) == len(ready), f"{len(ready)} of {len(live)} ready")
 
 
 def frontend_gate(status: int, reason: str = "") -> Gate:
     """Check that the frontend answers, if only with 404. `status` is 0 if it does not."""
-    return Gate("frontend", status not in (0, *DOWN), f"answers {status}" if status else reason or "does not answer")
+    return Gate(
+        "frontend",
+        status not in (0, *DOWN),
+        f"answers {status}" if status else reason or "does not answer",
+    )
 
 
 def _probe(cluster: connection.Connection, service: str, port: int) -> tuple[int, str]:
     """Return a Service's HTTP status, and why there is none: from a pod by its name, else through the API server."""
     if cluster.context == connection.IN_CLUSTER:
         try:
-            return send_request("GET", f"http://{service}.{cluster.namespace}:{port}/health", timeout_s=10)[0], ""
+            return send_request(
+                "GET", f"http://{service}.{cluster.namespace}:{port}/health", timeout_s=10
+            )[0], ""
         except Unanswered as error:
             return 0, str(error)
     proxy = cluster.core.connect_get_namespaced_service_proxy_with_path
@@ -241,7 +300,9 @@ def _probe(cluster: connection.Connection, service: str, port: int) -> tuple[int
         answer: Any = error.__cause__
         if answer.status == 403:
             raise
-        return (0, connection.read_api_message(answer)) if _of_the_api(answer) else (answer.status, "")
+        return (
+            (0, connection.read_api_message(answer)) if _of_the_api(answer) else (answer.status, "")
+        )
 
 
 def _of_the_api(error: Any) -> bool:
@@ -253,22 +314,36 @@ def _of_the_api(error: Any) -> bool:
         return False
 
 
-def own_graph(cluster: connection.Connection, graph: Object, workflow: str, tell: Callable[[str], object]) -> None:
+def own_graph(
+    cluster: connection.Connection, graph: Object, workflow: str, tell: Callable[[str], object]
+) -> None:
     """Make the workflow the owner of the graph, if it was made for that run, so that both are deleted together."""
     name = str(graph["metadata"]["name"])
     owner = cluster.get(*connection.WORKFLOWS, workflow)
     run = owner["metadata"].get("labels", {}).get(RUN_LABEL)
-    reference = {**connection.OWNER, "name": workflow, "uid": owner["metadata"]["uid"], "controller": False}
+    reference = {
+        **connection.OWNER,
+        "name": workflow,
+        "uid": owner["metadata"]["uid"],
+        "controller": False,
+    }
     while True:
         if (live := find_graph(cluster, name)) is None:
             raise Retryable(f"{name}: was deleted while its run was started")
         if run is None or live["metadata"].get("labels", {}).get(RUN_LABEL) != run:
             tell(f"{name}: was not made for this run, and stays when it ends")
             return
-        others = [o for o in live["metadata"].get("ownerReferences", ()) if o["uid"] != reference["uid"]]
-        patch = {"resourceVersion": live["metadata"]["resourceVersion"], "ownerReferences": [*others, reference]}
+        others = [
+            o for o in live["metadata"].get("ownerReferences", ()) if o["uid"] != reference["uid"]
+        ]
+        patch = {
+            "resourceVersion": live["metadata"]["resourceVersion"],
+            "ownerReferences": [*others, reference],
+        }
         place = (GROUP, find_api_version(cluster), cluster.namespace, PLURAL, name)
-        with connection.ignore_refusals(409):  # the object was changed meanwhile, as by the operator
+        with connection.ignore_refusals(
+            409
+        ):  # the object was changed meanwhile, as by the operator
             cluster.custom.patch_namespaced_custom_object(*place, {"metadata": patch})
             return
 
@@ -283,4 +358,6 @@ def list_graphs(cluster: connection.Connection, run: str) -> list[dict[str, Any]
 
 def delete_graph(cluster: connection.Connection, name: str) -> bool:
     """Delete a graph, and with it the objects that its operator created; return whether it existed."""
-    return cluster.delete(GROUP, find_api_version(cluster), PLURAL, name, propagation_policy="Background")
+    return cluster.delete(
+        GROUP, find_api_version(cluster), PLURAL, name, propagation_policy="Background"
+    )

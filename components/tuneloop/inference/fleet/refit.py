@@ -49,7 +49,12 @@ def make_target(policy: Artifact) -> Target:
 
 
 def refit_fleet(
-    fleet: Fleet, wanted: Target, *, passes: int = PASSES, timeout_s: float = 600.0, force: bool = False
+    fleet: Fleet,
+    wanted: Target,
+    *,
+    passes: int = PASSES,
+    timeout_s: float = 600.0,
+    force: bool = False,
 ) -> Refitted:
     """Bring all workers to `wanted`, in at most `passes` looks at the fleet, of which the last has to find no new
     worker. A worker silent for `timeout_s` seconds counts as gone. `force` updates those that have the version, too.
@@ -71,7 +76,9 @@ def refit_fleet(
     if lost:
         raise next(iter(lost.values()))
     what = f"{len(done.workers)} workers, and new ones each time" if done.workers else "no worker"
-    raise Retryable(f"fleet: {passes} passes found {what}; wait until the fleet is stable, then run it again")
+    raise Retryable(
+        f"fleet: {passes} passes found {what}; wait until the fleet is stable, then run it again"
+    )
 
 
 def _pass(
@@ -80,7 +87,9 @@ def _pass(
     """Change `workers` at the same time, add those that have the version to `done`, and return those that are gone."""
     lost: dict[str, Unreachable] = {}
     with ThreadPoolExecutor(max(len(workers), 1)) as pool:
-        futures = {worker.id: pool.submit(_change, worker, wanted, timeout_s, force) for worker in workers}
+        futures = {
+            worker.id: pool.submit(_change, worker, wanted, timeout_s, force) for worker in workers
+        }
     for name, future in futures.items():
         try:
             done.workers[name], updating = future.result()
@@ -93,13 +102,20 @@ def _pass(
 def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> tuple[float, float]:
     """Bring one worker to the version; return the seconds for which it was paused, and those of its update."""
     if not force and worker.version(timeout_s) == wanted.label:
-        worker.call("resume_generation", timeout_s)  # a refit that was killed may have left it paused
+        worker.call(
+            "resume_generation", timeout_s
+        )  # a refit that was killed may have left it paused
         return 0.0, 0.0
     start = time.monotonic()
     try:
         worker.call("pause_generation", timeout_s, mode="wait", clear_cache=True)
         still = time.monotonic()
-        worker.call("update_weights_from_disk", timeout_s, model_path=wanted.model, weight_version=wanted.label)
+        worker.call(
+            "update_weights_from_disk",
+            timeout_s,
+            model_path=wanted.model,
+            weight_version=wanted.label,
+        )
         updating = time.monotonic() - still
         if "flush_cache" in worker.routes:
             worker.call("flush_cache", timeout_s)
@@ -107,5 +123,7 @@ def _change(worker: Worker, wanted: Target, timeout_s: float, force: bool) -> tu
         worker.call("resume_generation", timeout_s)
     paused = time.monotonic() - start
     if (served := worker.version(timeout_s)) != wanted.label:
-        raise Retryable(f"worker {worker}: serves {served or 'nothing'} after an update to {wanted.label}")
+        raise Retryable(
+            f"worker {worker}: serves {served or 'nothing'} after an update to {wanted.label}"
+        )
     return paused, updating

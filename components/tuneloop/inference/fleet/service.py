@@ -29,13 +29,17 @@ class Service:
         if not slices:
             remedy = f"namespace {self.namespace} of {cluster.context} has no such Service with a selector"
             raise UserError("fleet", f"service://{self.name}.{self.namespace}", remedy)
-        return list({worker.id: worker for each in slices for worker in self._workers(each)}.values())
+        return list(
+            {worker.id: worker for each in slices for worker in self._workers(each)}.values()
+        )
 
     def _workers(self, each: dict[str, Any]) -> Iterator[Worker]:
         ports = sorted({p["port"] for p in each.get("ports") or ()})
         if self.port is None and len(ports) > 1:
             where = f"service://{self.name}.{self.namespace}"
-            raise UserError("fleet", where, f"has the ports {ports}; add the one of the workers' administration")
+            raise UserError(
+                "fleet", where, f"has the ports {ports}; add the one of the workers' administration"
+            )
         for endpoint in each.get("endpoints") or ():
             if endpoint.get("conditions", {}).get("ready") is not False:  # absent means ready
                 address = endpoint["addresses"][0]

@@ -42,7 +42,9 @@ MEMORY = 3
 """The exit code of `jail` for a program that ran out of memory."""
 NOTES = 1 << 16
 """The maximum size of a call's result, in bytes."""
-HINDERED = 10  # a program that waits for a processor may take this many times its seconds by the clock
+HINDERED = (
+    10  # a program that waits for a processor may take this many times its seconds by the clock
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Limits:
     output: int
 
     def __post_init__(self) -> None:
-        if min(self.seconds, self.memory, self.output) <= 0:  # to the kernel a negative limit is none
+        if (
+            min(self.seconds, self.memory, self.output) <= 0
+        ):  # to the kernel a negative limit is none
             raise ValueError(f"limits must be positive: {self}")
 
 
@@ -87,9 +91,14 @@ class _Answer(BaseModel):
 def check_kernel(field: str, value: str) -> None:
     """Check that programs can be confined here. Raises UserError, for the `field` and `value` that require it, unless
     this is Linux on x86_64 or aarch64 with Landlock in kernel and pod. No program ever runs unconfined."""
-    known, here = [f"linux {machine}" for machine in ARCHITECTURES], f"{sys.platform} {platform.machine()}"
+    known, here = (
+        [f"linux {machine}" for machine in ARCHITECTURES],
+        f"{sys.platform} {platform.machine()}",
+    )
     if here not in known:
-        raise UserError(field, value, f"can shut programs in only on {' or '.join(known)}, not on {here}")
+        raise UserError(
+            field, value, f"can shut programs in only on {' or '.join(known)}, not on {here}"
+        )
     if ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1) < 1:
         remedy = "the kernel has no Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK), or the pod's seccomp forbids it"
         raise UserError(field, value, f"cannot shut programs in: {remedy}; use another node")
@@ -98,7 +107,11 @@ def check_kernel(field: str, value: str) -> None:
 def find_sandbox() -> str:
     """Find where programs run. Raises UserError where the environment names no such place."""
     if not re.fullmatch(SANDBOX_PLACE, where := os.environ.get(SANDBOX_VARIABLE, PROCESS)):
-        raise UserError(SANDBOX_VARIABLE, where, "must be process, or a URL as http://host:8000, perhaps with #gvisor")
+        raise UserError(
+            SANDBOX_VARIABLE,
+            where,
+            "must be process, or a URL as http://host:8000, perhaps with #gvisor",
+        )
     return where
 
 
@@ -115,16 +128,26 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
     if (where := find_sandbox()) == PROCESS:
         return run_program(program, stdin, call, limits)
     url, _, isolation = where.partition("#")
-    asked = {"program": program, "stdin": stdin, "call": call, **asdict(limits), "isolation": isolation or PROCESS}
+    asked = {
+        "program": program,
+        "stdin": stdin,
+        "call": call,
+        **asdict(limits),
+        "isolation": isolation or PROCESS,
+    }
     try:
         program.encode()
     except UnicodeEncodeError as error:  # as Python's compiler says of it
         return Ending("error", "", error=f"UnicodeEncodeError: {error}"[:300])
-    end = time.monotonic() + (most := 8 * HINDERED * limits.seconds + CONNECT_S)  # four may run before it, one by one
+    end = time.monotonic() + (
+        most := 8 * HINDERED * limits.seconds + CONNECT_S
+    )  # four may run before it, one by one
     while True:
         headers = build_token_headers(SANDBOX_TOKEN)
         try:
-            status, answer = send_request("POST", f"{url}/run", timeout_s=most, body=asked, headers=headers)
+            status, answer = send_request(
+                "POST", f"{url}/run", timeout_s=most, body=asked, headers=headers
+            )
         except Unanswered as error:
             status, answer = 503, str(error).encode()
         told = f"the sandbox answers {status}: {answer[:300].decode(errors='replace')}"
@@ -135,7 +158,9 @@ def run_in_sandbox(program: str, stdin: str, call: str | None, limits: Limits) -
                 raise OSError(f"{url}: not an ending of a program: {told}") from error
         if status == 413:
             return Ending("memory", "")
-        if not is_transient(status) and not (status == 401 and headers):  # a new token comes to two pods at two times
+        if not is_transient(status) and not (
+            status == 401 and headers
+        ):  # a new token comes to two pods at two times
             raise UserError(SANDBOX_VARIABLE, where, told)
         if time.monotonic() > end:
             raise OSError(f"{url}: {told}")
@@ -150,7 +175,16 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
         given = open_.enter_context(_in_memory(stdin))
         reader, writer = os.pipe()
         open_.callback(os.close, reader)
-        command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), _about(source, writer, home, limits)]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            "-X",
+            "utf8",
+            str(JAIL),
+            _about(source, writer, home, limits),
+        ]
         streams: Any = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, **streams, env={}, cwd=home, pass_fds=(source, writer))
         os.close(writer)
@@ -161,7 +195,9 @@ def run_program(program: str, stdin: str, call: str | None, limits: Limits) -> E
         finally:
             process.kill()
             process.wait()
-    ending = _judge(process.returncode, out.decode(errors="replace"), notes.decode(errors="replace"), over)
+    ending = _judge(
+        process.returncode, out.decode(errors="replace"), notes.decode(errors="replace"), over
+    )
     return replace(ending, seconds=seconds)
 
 
@@ -183,18 +219,28 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
     places = (home, library, str(JAIL), str(Path(sys.base_prefix, "lib")), *SYSTEM)
     readable = sorted({os.path.realpath(place) for place in places if os.path.exists(place)})
     seconds = max(math.ceil(limits.seconds), 1)
-    about = {"source": source, "notes": notes, "seconds": seconds, "memory": limits.memory, "readable": readable}
+    about = {
+        "source": source,
+        "notes": notes,
+        "seconds": seconds,
+        "memory": limits.memory,
+        "readable": readable,
+    }
     return json.dumps(about)
 
 
-def _collect(process: subprocess.Popen[bytes], reader: int, limits: Limits) -> tuple[bytes, bytes, Kind | None, float]:
+def _collect(
+    process: subprocess.Popen[bytes], reader: int, limits: Limits
+) -> tuple[bytes, bytes, Kind | None, float]:
     """Return the process's standard output and notes until it ends, the limit that it exceeded, and its seconds."""
     assert process.stdout is not None
     begun, own = time.monotonic(), _read_wait("thread-self")
 
     def took() -> float:
         clock = time.monotonic() - begun
-        return max(clock - _read_wait(str(process.pid)) - _read_wait("thread-self") + own, clock / HINDERED)
+        return max(
+            clock - _read_wait(str(process.pid)) - _read_wait("thread-self") + own, clock / HINDERED
+        )
 
     over, end = None, begun + limits.seconds
     most = {process.stdout.fileno(): limits.output, reader: NOTES}
@@ -229,13 +275,22 @@ def _judge(code: int, out: str, notes: str, over: Kind | None) -> Ending:
     if over == "timeout" and not state:  # its time was shorter than the interpreter's start
         return Ending("timeout", out)
     if state != "ready":
-        raise OSError(f"the program could not be shut in and was not run: {state or 'the interpreter did not start'}")
+        raise OSError(
+            f"the program could not be shut in and was not run: {state or 'the interpreter did not start'}"
+        )
     if code == -signal.SIGSYS:
         doors = [line.removeprefix("escape ") for line in lines if line.startswith("escape ")]
         return Ending("escape", out, door=doors[-1] if doors else "a forbidden system call")
     if over:
         return Ending(over, out)
-    result = lines[-1].removeprefix("result ") if lines and lines[-1].startswith("result ") else None
-    kinds: dict[int, Kind] = {0: "done", MEMORY: "memory", -signal.SIGKILL: "timeout", -signal.SIGXCPU: "timeout"}
+    result = (
+        lines[-1].removeprefix("result ") if lines and lines[-1].startswith("result ") else None
+    )
+    kinds: dict[int, Kind] = {
+        0: "done",
+        MEMORY: "memory",
+        -signal.SIGKILL: "timeout",
+        -signal.SIGXCPU: "timeout",
+    }
     raised = lines[-1].removeprefix("raised ") if lines and lines[-1].startswith("raised ") else ""
     return Ending(kinds.get(code, "error"), out, result, error=raised)

@@ -31,7 +31,16 @@ NEWER = 424
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Machine → AUDIT_ARCH of linux/audit.h; `calls.json` has the numbers of system calls in this order. Nothing
 ``allowed`` reaches beyond the process, but through Landlock; ``quiet`` gets EPERM; arguments decide on ``asked``."""
-WATCHED = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "os.kill", "os.putenv")
+WATCHED = (
+    "socket.",
+    "subprocess.",
+    "os.fork",
+    "os.exec",
+    "os.posix_spawn",
+    "os.system",
+    "os.kill",
+    "os.putenv",
+)
 
 MACHINE = os.uname().machine
 with open(os.path.join(os.path.dirname(__file__), "calls.json")) as _file:
@@ -81,26 +90,72 @@ def build_filter(machine: str, own: int, stack: int) -> list[tuple[int, int, int
     # offsets in struct seccomp_data; low halves of arguments
     number, architecture, first, second, third, fourth = 0, 4, 16, 24, 32, 40
     asked = list_calls("asked", machine)
-    program = [(load, 0, 0, architecture), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill)]
-    program += [(load, 0, 0, number), (greater, 0, 1, NEWER), (give, 0, 0, absent)]  # the calls of x32 among them
+    program = [
+        (load, 0, 0, architecture),
+        (equal, 1, 0, ARCHITECTURES[machine]),
+        (give, 0, 0, kill),
+    ]
+    program += [
+        (load, 0, 0, number),
+        (greater, 0, 1, NEWER),
+        (give, 0, 0, absent),
+    ]  # the calls of x32 among them
     for call in list_calls("allowed", machine).values():
         program += [(equal, 0, 1, call), (give, 0, 0, allow)]
     for call in list_calls("quiet", machine).values():
         program += [(equal, 0, 1, call), (give, 0, 0, deny)]
-    program += [(equal, 0, 8, asked["mmap"]), (load, 0, 0, fourth), (some, 0, 4, MAP_STACK), (load, 0, 0, second + 4)]
-    program += [(equal, 0, 2, 0), (load, 0, 0, second), (greater, 0, 1, stack), (give, 0, 0, allow), (give, 0, 0, full)]
-    program += [(equal, 0, 4, asked["clone"]), (load, 0, 0, first), (some, 0, 1, CLONE_THREAD), (give, 0, 0, allow)]
+    program += [
+        (equal, 0, 8, asked["mmap"]),
+        (load, 0, 0, fourth),
+        (some, 0, 4, MAP_STACK),
+        (load, 0, 0, second + 4),
+    ]
+    program += [
+        (equal, 0, 2, 0),
+        (load, 0, 0, second),
+        (greater, 0, 1, stack),
+        (give, 0, 0, allow),
+        (give, 0, 0, full),
+    ]
+    program += [
+        (equal, 0, 4, asked["clone"]),
+        (load, 0, 0, first),
+        (some, 0, 1, CLONE_THREAD),
+        (give, 0, 0, allow),
+    ]
     program += [(give, 0, 0, kill)]
     for name, place, values in (
         ("kill", first, [own]),
         ("tgkill", first, [own]),
-        ("fcntl", second, [0, 1, 2, 3, 4, 1030]),  # F_SETOWN and F_SETSIG would send any signal to anybody
-        ("ioctl", second, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]),  # asks for a terminal, and on descriptors
+        (
+            "fcntl",
+            second,
+            [0, 1, 2, 3, 4, 1030],
+        ),  # F_SETOWN and F_SETSIG would send any signal to anybody
+        (
+            "ioctl",
+            second,
+            [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451],
+        ),  # asks for a terminal, and on descriptors
     ):
         known = [step for value in values for step in ((equal, 0, 1, value), (give, 0, 0, allow))]
-        program += [(equal, 0, len(known) + 2, asked[name]), (load, 0, 0, place), *known, (give, 0, 0, kill)]
-    program += [(equal, 0, 6, asked["prlimit64"]), (load, 0, 0, third), (equal, 0, 3, 0), (load, 0, 0, third + 4)]
-    program += [(equal, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, deny)]  # to ask is allowed, to set is not
+        program += [
+            (equal, 0, len(known) + 2, asked[name]),
+            (load, 0, 0, place),
+            *known,
+            (give, 0, 0, kill),
+        ]
+    program += [
+        (equal, 0, 6, asked["prlimit64"]),
+        (load, 0, 0, third),
+        (equal, 0, 3, 0),
+        (load, 0, 0, third + 4),
+    ]
+    program += [
+        (equal, 0, 1, 0),
+        (give, 0, 0, allow),
+        (give, 0, 0, deny),
+    ]  # to ask is allowed, to set is not
     return [*program, (give, 0, 0, kill)]
 
 
@@ -128,7 +183,9 @@ def watch_audit(notes: int, readable: list[str]) -> None:
             if not any(real == root or real.startswith(root + "/") for root in readable):
                 write(notes, f"\nescape {event} {real}"[:300].encode(errors="replace"))
                 die(ptrace)
-        elif event.startswith("ctypes."):  # past the interpreter nothing would tell which file is opened
+        elif event.startswith(
+            "ctypes."
+        ):  # past the interpreter nothing would tell which file is opened
             write(notes, f"\nescape {event}".encode())
             die(ptrace)
         elif event.startswith(WATCHED):
@@ -155,11 +212,15 @@ def confine_process(options: dict[str, Any]) -> None:
         limit_resources(options["seconds"], options["memory"])
         restrict_paths(readable)
         restrict_calls(options["memory"])
-        watch_audit(notes, readable)  # last: what comes before uses ctypes, which the program may not
+        watch_audit(
+            notes, readable
+        )  # last: what comes before uses ctypes, which the program may not
     except (OSError, ValueError, MemoryError) as error:
         os.write(notes, f"refused: {error!r}".encode())
         os._exit(FAILED)
-    os.write(notes, b"ready\n")  # a line of its own, before the program: nothing that follows can take it back
+    os.write(
+        notes, b"ready\n"
+    )  # a line of its own, before the program: nothing that follows can take it back
 
 
 def execute_program(program: str, call: str | None, notes: int) -> int:
@@ -177,7 +238,10 @@ def execute_program(program: str, call: str | None, notes: int) -> int:
         return FAILED if error.code else 0
     except BaseException as error:
         sys.stdout.flush()
-        os.write(notes, b"\nraised " + " ".join(f"{type(error).__name__}: {error}".split())[:300].encode())
+        os.write(
+            notes,
+            b"\nraised " + " ".join(f"{type(error).__name__}: {error}".split())[:300].encode(),
+        )
         return FAILED
     return 0
 

@@ -64,7 +64,9 @@ class LLMBackend(ABC):
     @classmethod
     def build_for_stage(cls, options: Mapping[str, Any], **places: str) -> "LLMBackend":
         """Build the trainer for `sft`, or for `preference`, whose `options` have an ``algorithm``; see `delegation`."""
-        raise UserError("", cls.__name__.lower(), "cannot train for a stage: use native or trl, or start a job")
+        raise UserError(
+            "", cls.__name__.lower(), "cannot train for a stage: use native or trl, or start a job"
+        )
 
     def require(self, *names: str) -> None:
         """Raise UserError for the first of `names` that `args` leaves out."""
@@ -83,7 +85,11 @@ def register_backend(name: str) -> Callable[[Backend], Backend]:
         standing = _known.setdefault(name, made)
         if (standing.__module__, standing.__qualname__) != (made.__module__, made.__qualname__):
             where = f"{standing.__module__}.{standing.__qualname__}"
-            raise UserError("backend", name, f"is {where} already; register {made.__qualname__} under another name")
+            raise UserError(
+                "backend",
+                name,
+                f"is {where} already; register {made.__qualname__} under another name",
+            )
         return made
 
     return add
@@ -107,15 +113,22 @@ def run_here(backend: LLMBackend) -> int:
     """Run a backend here, pass SIGTERM and SIGINT on, return its exit code. Raises UserError: bad option, nodes > 1."""
     backend.validate()
     if backend.nodes > 1:
-        raise UserError("nodes", backend.nodes, f"needs several machines; set 1, and processes={backend.nodes}")
+        raise UserError(
+            "nodes", backend.nodes, f"needs several machines; set 1, and processes={backend.nodes}"
+        )
     own = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": str(backend.processes), "PET_STANDALONE": "1"}
     program, *rest = backend.to_command()
     words = [sys.executable if program == "python" else program, *rest, *backend.to_args()]
-    with subprocess.Popen(words, env={**os.environ, **own}) as process, forward_signals(process.send_signal):
+    with (
+        subprocess.Popen(words, env={**os.environ, **own}) as process,
+        forward_signals(process.send_signal),
+    ):
         return process.wait()
 
 
 def build_flags(args: Mapping[str, Any]) -> list[str]:
     """Build flags as HfArgumentParser reads them: ``{"a_b": 1, "c": [1, 2]}`` → ``["--a_b", "1", "--c", "1", "2"]``."""
     given = {k: v if isinstance(v, list | tuple) else [v] for k, v in args.items() if v is not None}
-    return [word for name, values in given.items() for word in (f"--{name}", *map(encode_value, values))]
+    return [
+        word for name, values in given.items() for word in (f"--{name}", *map(encode_value, values))
+    ]

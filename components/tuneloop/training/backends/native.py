@@ -26,9 +26,13 @@ class Native(LLMBackend):
         return encode_flags({**self.args, "expected_world_size": self.nodes * self.processes})
 
     def validate(self) -> None:
-        component: Component = plugins.load_variant("stages", f"tuneloop.stages.{self.stage}:{self.stage}")
+        component: Component = plugins.load_variant(
+            "stages", f"tuneloop.stages.{self.stage}:{self.stage}"
+        )
         if "expected_world_size" not in component.Params.model_fields:
             raise UserError("stage", self.stage, "is not a stage that trains; name one, as sft")
-        self.require(*(name for name, required in component.inputs.items() if required), component.output)
+        self.require(
+            *(name for name, required in component.inputs.items() if required), component.output
+        )
         artifacts = {*component.inputs, component.output}
         component.validate({k: v for k, v in self.args.items() if k not in artifacts})

@@ -60,8 +60,15 @@ class TorchtuneConfig(BaseModel, frozen=True, extra="forbid"):
         for name, value in self.model_dump(exclude_none=True).items():
             if name == "dataset":
                 made[name] = "torchtune.datasets.instruct_dataset"
-            made |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
-        return {key: f"[{','.join(of)}]" if isinstance(of, list) else str(of) for key, of in made.items()}
+            made |= (
+                {f"{name}.{key}": of for key, of in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
+            )
+        return {
+            key: f"[{','.join(of)}]" if isinstance(of, list) else str(of)
+            for key, of in made.items()
+        }
 
 
 @register_backend("torchtune")
@@ -92,12 +99,20 @@ class Torchtune(LLMBackend):
         recipe, config = self.recipe()
         # Without an option of torchrun, `tune` starts one process and ignores the ``PET_*`` variables.
         ranks = ["--nnodes", str(self.nodes), "--nproc_per_node", str(self.processes)]
-        return [*(ranks if "distributed" in recipe else ()), recipe, "--config", config, *self._words()]
+        return [
+            *(ranks if "distributed" in recipe else ()),
+            recipe,
+            "--config",
+            config,
+            *self._words(),
+        ]
 
     def to_runtime_args(self) -> list[str]:
         """Return the overrides alone. Raises UserError at one that the runtime sets."""
         if taken := sorted(self.overrides.keys() & {*MANAGED}):
-            raise UserError(f"args.{taken[0]}", self.overrides[taken[0]], "is set by the runtime; leave it out")
+            raise UserError(
+                f"args.{taken[0]}", self.overrides[taken[0]], "is set by the runtime; leave it out"
+            )
         return self._words()
 
     def _words(self) -> list[str]:
@@ -112,27 +127,44 @@ class Torchtune(LLMBackend):
         except ValidationError as error:
             raise convert_validation_error(error, "config.") from None
         off = [name for name in (QUANTIZED, DORA) if str(given.get(name)).lower() == "false"]
-        return {name: value for name, value in given.items() if value is not None and name not in off}
+        return {
+            name: value for name, value in given.items() if value is not None and name not in off
+        }
 
     def recipe(self) -> tuple[str, str]:
         """Choose recipe and configuration by nodes, ranks and the overrides for LoRA. DoRA is not QLoRA."""
-        quantized, lora = QUANTIZED in self.overrides and DORA not in self.overrides, LORA in self.overrides
+        quantized, lora = (
+            QUANTIZED in self.overrides and DORA not in self.overrides,
+            LORA in self.overrides,
+        )
         if self.nodes > 1:
             return "full_finetune_distributed", f"{self.model}_full_multinode"
-        kind, name = ("lora", "qlora") if quantized else ("lora", "lora") if lora else ("full", "full")
+        kind, name = (
+            ("lora", "qlora") if quantized else ("lora", "lora") if lora else ("full", "full")
+        )
         if self.processes == 1:
             return f"{kind}_finetune_single_device", f"{self.model}_{name}_single_device"
         return f"{kind}_finetune_distributed", f"{self.model}_{name}"
 
     def validate(self) -> None:
         if self.model not in RUNTIMES:
-            raise UserError("model", self.model, f"has no torchtune runtime; known: {', '.join(RUNTIMES)}")
+            raise UserError(
+                "model", self.model, f"has no torchtune runtime; known: {', '.join(RUNTIMES)}"
+            )
         if self.nodes > 1 and self.model != "llama3_3/70B":
             raise UserError("nodes", self.nodes, f"must be 1 for {self.model}")
         if self.nodes > 1 and self.overrides.keys() & {LORA, QUANTIZED}:
-            raise UserError("nodes", self.nodes, "must be 1 with LoRA: on several torchtune would train all weights")
+            raise UserError(
+                "nodes",
+                self.nodes,
+                "must be 1 with LoRA: on several torchtune would train all weights",
+            )
         config = self.recipe()[1]
         if config.endswith("_qlora") and self.model in ("llama3_2/1B", "llama3_2/3B"):
-            raise UserError("processes", self.processes, f"must be 1 for {self.model} with {QUANTIZED}")
+            raise UserError(
+                "processes", self.processes, f"must be 1 for {self.model} with {QUANTIZED}"
+            )
         if "_qlora" in config and self.model == "qwen2_5/1.5B":
-            raise UserError(f"args.{QUANTIZED}", self.args[QUANTIZED], f"is not supported for {self.model}")
+            raise UserError(
+                f"args.{QUANTIZED}", self.args[QUANTIZED], f"is not supported for {self.model}"
+            )

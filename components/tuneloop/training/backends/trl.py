@@ -28,11 +28,29 @@ COLUMNS = {
     "tuneloop.training.backends.trl.score": ("answer", "reward", "metadata"),
 }
 """Reward function → the columns that it reads."""
-LOSSES = {None: ("sft", None), "dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "kto": ("kto", "kto")}
+LOSSES = {
+    None: ("sft", None),
+    "dpo": ("dpo", "sigmoid"),
+    "ipo": ("dpo", "ipo"),
+    "kto": ("kto", "kto"),
+}
 """Algorithm of the stage `preference` (None: `sft`) → TRL's trainer and its loss."""
 SAME = (
-    *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "warmup_steps"),
-    *("lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "max_length"),
+    *(
+        "max_steps",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "warmup_steps",
+    ),
+    *(
+        "lr_scheduler_type",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "max_grad_norm",
+        "max_length",
+    ),
     *("gradient_checkpointing", "torch_compile", "use_liger_kernel", "attn_implementation", "seed"),
 )
 """Parameters of tuneloop's stages → their names in TRL."""
@@ -57,17 +75,32 @@ class Trl(LLMBackend):
     def build_for_stage(cls, options: Mapping[str, Any], **places: str) -> "Trl":
         for name, absent in LACKS.items():
             if (value := options.get(name, absent)) != absent:
-                raise UserError("", "trl", f"does not support {name}, which is {value!r}: leave it out, or use native")
+                raise UserError(
+                    "",
+                    "trl",
+                    f"does not support {name}, which is {value!r}: leave it out, or use native",
+                )
         if (algorithm := options.get("algorithm")) not in LOSSES:
-            raise UserError("", "trl", f"has no algorithm {algorithm}: choose dpo, ipo or kto, or use native")
+            raise UserError(
+                "", "trl", f"has no algorithm {algorithm}: choose dpo, ipo or kto, or use native"
+            )
         trainer, loss = LOSSES[algorithm]
-        args = {**{name: options.get(name) for name in SAME}, **options.get("algorithm_args", {}), **STEADY}
+        args = {
+            **{name: options.get(name) for name in SAME},
+            **options.get("algorithm_args", {}),
+            **STEADY,
+        }
         args |= zip(PLACES, places.values())
-        args |= {"bf16": options.get("dtype") == "bfloat16", "use_cpu": options.get("device") == "cpu"}
+        args |= {
+            "bf16": options.get("dtype") == "bfloat16",
+            "use_cpu": options.get("device") == "cpu",
+        }
         args |= {"loss_type": loss, "save_steps": args["max_steps"]}
         if args["lr_scheduler_type"] == "constant":  # tuneloop's constant schedule has a warm-up
             args["lr_scheduler_type"] = "constant_with_warmup"
-        if trainer == "kto" and args["per_device_train_batch_size"]:  # TRL counts completions here, two in a pair
+        if (
+            trainer == "kto" and args["per_device_train_batch_size"]
+        ):  # TRL counts completions here, two in a pair
             args["per_device_train_batch_size"] *= 2
         files = Path(places["data"]).glob("*.parquet") if places else ()
         if any("messages" in pq.read_schema(path).names for path in files):  # whole conversations
@@ -75,7 +108,9 @@ class Trl(LLMBackend):
         more = options.get("backend_args") or {}
         own = {*args, *PLACES, "save_strategy", "logging_strategy", "use_peft"} - {"report_to"}
         if taken := sorted(own & {*more}):
-            raise UserError("", "trl", f"gets {taken[0]} from the stage: leave it out of backend_args")
+            raise UserError(
+                "", "trl", f"gets {taken[0]} from the stage: leave it out of backend_args"
+            )
         args |= more
         return cls(trainer=trainer, processes=options.get("expected_world_size") or 1, args=args)
 
@@ -90,7 +125,11 @@ class Trl(LLMBackend):
 
     def validate(self) -> None:
         if self.trainer not in TRAINERS:
-            raise UserError("trainer", self.trainer, f"is not one of TRL's scripts known here: {', '.join(TRAINERS)}")
+            raise UserError(
+                "trainer",
+                self.trainer,
+                f"is not one of TRL's scripts known here: {', '.join(TRAINERS)}",
+            )
         self.require("model_name_or_path", "dataset_name", "output_dir", *TRAINERS[self.trainer])
         given = self.args.get("reward_funcs") or []
         functions: list[str] = [given] if isinstance(given, str) else list(given)
@@ -98,20 +137,29 @@ class Trl(LLMBackend):
             if name not in MESSAGES + OTHERS and ("." not in name or ":" in name):
                 remedy = f"is neither one of {', '.join(MESSAGES + OTHERS)} nor a dotted path: package.module.function"
                 raise UserError("args.reward_funcs", name, remedy)
-        here = Path(self.args["dataset_name"])  # where it lies on this machine; of several files TRL reads "train"
+        here = Path(
+            self.args["dataset_name"]
+        )  # where it lies on this machine; of several files TRL reads "train"
         for path in sorted(here.glob("train*.parquet")) or sorted(here.glob("*.parquet")):
             _check(path, functions)
 
 
 def score(
-    completions: Sequence[Any], answer: Sequence[str], reward: Sequence[str], metadata: Sequence[str], **_: Any
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    reward: Sequence[str],
+    metadata: Sequence[str],
+    **_: Any,
 ) -> list[float | None]:
     """Score rows of ``train.parquet`` for TRL's GRPO, as the stage `reward` does; None where there is no score, which
     TRL leaves out of baselines and loss. A completion is text, or in a chat a list of messages."""
     said = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     columns = zip(said, answer, reward, metadata, strict=True)
     names = ("completion", "answer", "reward_spec", "metadata")
-    return [outcome.score for outcome in score_all([dict(zip(names, row)) for row in columns], timeout_s=5.0)]
+    return [
+        outcome.score
+        for outcome in score_all([dict(zip(names, row)) for row in columns], timeout_s=5.0)
+    ]
 
 
 def _check(path: Path, functions: Sequence[str]) -> None:
@@ -126,7 +174,13 @@ def _check(path: Path, functions: Sequence[str]) -> None:
         raise UserError("args.dataset_name", str(path), remedy)
     for name in functions:
         if plain and name in MESSAGES:
-            raise UserError("args.reward_funcs", name, f"reads messages, and prompts in {path} are plain text")
+            raise UserError(
+                "args.reward_funcs", name, f"reads messages, and prompts in {path} are plain text"
+            )
         for column in COLUMNS.get(name, ()):
             if column not in schema.names:
-                raise UserError("args.reward_funcs", name, f"reads the column {column}, which {path} does not have")
+                raise UserError(
+                    "args.reward_funcs",
+                    name,
+                    f"reads the column {column}, which {path} does not have",
+                )

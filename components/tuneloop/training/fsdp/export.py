@@ -36,7 +36,9 @@ def write_sharded_model(
     if ranks.rank == 0:
         plan.lay_out()
     ranks.barrier()
-    seen = all(path.is_file() for path in plan.files.values())  # whether this rank sees the first rank's files
+    seen = all(
+        path.is_file() for path in plan.files.values()
+    )  # whether this rank sees the first rank's files
     shared = ranks.sum([float(seen)])[0] == ranks.world
     if shared or ranks.rank == 0:
         plan.open()
@@ -76,7 +78,11 @@ class _Plan:
         with torch.device("meta"):
             self.empty = kind._from_config(copy.deepcopy(model.config), dtype=dtype)
         self.generation_config, self.target = model.generation_config, target
-        wanted = {n: v for n, v in self.empty.state_dict().items() if n not in (kind._keys_to_ignore_on_save or ())}
+        wanted = {
+            n: v
+            for n, v in self.empty.state_dict().items()
+            if n not in (kind._keys_to_ignore_on_save or ())
+        }
         self.empty._weight_conversions = []  # as in `model`; it still sorts the names
         wanted = remove_tied_weights_from_state_dict(wanted, self.empty)
         self.wanted: dict[str, Tensor] = revert_weight_conversion(self.empty, wanted)
@@ -90,7 +96,10 @@ class _Plan:
         """Write the directory without the bytes of the tensors."""
         self.target.mkdir(parents=True, exist_ok=True)
         config = self.empty.config
-        config.dtype, config.architectures = str(self.empty.dtype).removeprefix("torch."), [type(self.empty).__name__]
+        config.dtype, config.architectures = (
+            str(self.empty.dtype).removeprefix("torch."),
+            [type(self.empty).__name__],
+        )
         config.save_pretrained(self.target)
         self.generation_config.save_pretrained(self.target)
         if self.split.is_sharded:
@@ -100,7 +109,10 @@ class _Plan:
             (self.target / "model.safetensors.index.json").write_text(text)
         for file, names in self.split.filename_to_tensors.items():
             tensors = {name: self.wanted[name] for name in names}
-            entries = {n: (_DTYPES[v.dtype], tuple(v.shape), v.numel() * v.element_size()) for n, v in tensors.items()}
+            entries = {
+                n: (_DTYPES[v.dtype], tuple(v.shape), v.numel() * v.element_size())
+                for n, v in tensors.items()
+            }
             layout.preallocate_safetensors(self.target / file, entries, {"format": "pt"})
 
     def open(self) -> None:

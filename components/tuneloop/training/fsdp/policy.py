@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 
 from tuneloop.core.errors import UserError
@@ -37,7 +42,11 @@ def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 
 def choose_attention(name: str, device: str, dtype: Dtype) -> str:
     """Return transformers' name of an attention; ``auto``: FlashAttention 2 if installed, on a GPU with 16 bits."""
-    best = "flash_attention_2" if device == "cuda" and dtype != "float32" and _has("flash_attn") else "sdpa"
+    best = (
+        "flash_attention_2"
+        if device == "cuda" and dtype != "float32" and _has("flash_attn")
+        else "sdpa"
+    )
     return best if name == "auto" else name
 
 
@@ -70,26 +79,38 @@ class Policy:
         use_liger_kernel: bool = False,
     ) -> None:
         _check_hardware(ranks, cpu_offload, torch_compile, use_liger_kernel)
-        self.ranks, self.dtype, self.lora, self._liger = ranks, getattr(torch, dtype), lora, use_liger_kernel
+        self.ranks, self.dtype, self.lora, self._liger = (
+            ranks,
+            getattr(torch, dtype),
+            lora,
+            use_liger_kernel,
+        )
         self.attention = choose_attention(attn_implementation, ranks.device.type, dtype)
         self.packed = "flash" in self.attention if packing == "auto" else packing == "packed"
         self.max_length = max_length
         self.model = self._open(model)
         text = self.model.config.get_text_config()
-        self.context, self.vocab_size = int(getattr(text, "max_position_embeddings", 1 << 30)), int(text.vocab_size)
+        self.context, self.vocab_size = (
+            int(getattr(text, "max_position_embeddings", 1 << 30)),
+            int(text.vocab_size),
+        )
         self._index: Tensor | None = None
         self._predict: tuple[Tensor, float] | None = None
         self._written: Any = None  # the model that `export` fills again: a new one costs more
         head = self.model.get_output_embeddings()
         head.register_forward_pre_hook(self._only_targets)
-        self._scaled = any(getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale"))
+        self._scaled = any(
+            getattr(text, name, None) for name in ("final_logit_softcapping", "logit_scale")
+        )
         if not self._scaled:
             head.forward = self._head(head.forward)
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if torch_compile:
             for block in self._blocks():
-                block.compile(dynamic=True)  # else a second length would compile it again, with other bits
+                block.compile(
+                    dynamic=True
+                )  # else a second length would compile it again, with other bits
         self.model.train()
         self._place(CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
 
@@ -102,7 +123,9 @@ class Policy:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
             # never its loss or output layer, which are tuneloop's own
-            _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+            _apply_liger_kernel_to_instance(
+                model=model, fused_linear_cross_entropy=False, cross_entropy=False
+            )
         if self.lora:
             self.lora.inject(model)
             for name, parameter in model.named_parameters():
@@ -123,28 +146,42 @@ class Policy:
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
         for module in [*self._blocks(), self.model]:
             fully_shard(module, mesh=self.ranks.mesh, mp_policy=policy, offload_policy=offload)
-            module.set_gradient_divide_factor(1.0)  # a sum, not a mean: the loss is divided by the global count
+            module.set_gradient_divide_factor(
+                1.0
+            )  # a sum, not a mean: the loss is divided by the global count
             module.set_force_sum_reduction_for_comms(True)  # gloo supports no other operation
 
-    def _only_targets(self, head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _only_targets(
+        self, head: torch.nn.Module, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Keep only target positions before the output layer: logits of the others would not be used."""
-        return inputs if self._index is None else (inputs[0].flatten(0, -2)[self._index].unsqueeze(0),)
+        return (
+            inputs if self._index is None else (inputs[0].flatten(0, -2)[self._index].unsqueeze(0),)
+        )
 
     def chosen(self) -> dict[str, Any]:
         """Return the choices that were made for ``auto``, for people."""
         form = "packed" if self.packed else "padded"
-        return {"attention": self.attention, "packing": form, "dtype": str(self.dtype).removeprefix("torch.")}
+        return {
+            "attention": self.attention,
+            "packing": form,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
 
     def plan(self, lengths: Sequence[int], limit: int) -> list[list[int]]:
         """Plan this rank's micro-batches, at most `limit` examples in each, as indices; see `plan_micro_batches`."""
         return plan_micro_batches(lengths, limit, self.ranks.world, self.packed)[self.ranks.rank]
 
-    def logprobs(self, documents: Sequence[Document] | Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, documents: Sequence[Document] | Batch, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """Compute log-probability and entropy of targets in one forward pass; `documents` may be collated already.
 
         Both are float32 ``[targets]``, document by document: each target's log-probability under
         ``softmax(logits / temperature)``, with gradient; that distribution's entropy in nats, without."""
-        batch = (documents if isinstance(documents, Batch) else self.collate(documents)).to(self.ranks.device)
+        batch = (documents if isinstance(documents, Batch) else self.collate(documents)).to(
+            self.ranks.device
+        )
         if self._scaled:  # the model scales or caps its logits
             return compute_logprobs(self._logits(batch), batch.labels, temperature)
         self._predict = batch.labels, temperature
@@ -170,24 +207,34 @@ class Policy:
                 return chunk(hidden[0], labels, temperature).unsqueeze(0)
             parts = zip(hidden[0].split(size), labels.split(size))
             again = functools.partial(checkpoint, chunk, use_reentrant=False)
-            return torch.cat([again(part, wanted, temperature) for part, wanted in parts]).unsqueeze(0)
+            return torch.cat(
+                [again(part, wanted, temperature) for part, wanted in parts]
+            ).unsqueeze(0)
 
         return chunked
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        return collate_documents(documents, self.ranks.device, self.max_length if self.packed else None)
+        return collate_documents(
+            documents, self.ranks.device, self.max_length if self.packed else None
+        )
 
-    def collate_ahead(self, documents: Sequence[Document], plan: Iterable[list[int]]) -> Iterator[Batch]:
+    def collate_ahead(
+        self, documents: Sequence[Document], plan: Iterable[list[int]]
+    ) -> Iterator[Batch]:
         """Yield each micro-batch of a plan; another thread lays it out while the caller uses the previous one."""
         return map_ahead(lambda micro: self.collate([documents[i] for i in micro]), plan)
 
     def _logits(self, batch: Batch) -> Tensor:
         single = self.ranks.mesh is None
-        low = torch.autocast(self.ranks.device.type, self.dtype, enabled=single and self.dtype != torch.float32)
+        low = torch.autocast(
+            self.ranks.device.type, self.dtype, enabled=single and self.dtype != torch.float32
+        )
         self._index = batch.index
         try:
             with low:
-                output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+                output = self.model(
+                    input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+                )
         finally:
             self._index = None
         return output.logits[0]
@@ -204,7 +251,11 @@ class Policy:
 
     def masters(self) -> dict[str, Tensor]:
         """Return the parameters of the model by name, adapters left out; tied ones once."""
-        own = ((name, value) for name, value in self.model.named_parameters() if lora.ADAPTER not in name)
+        own = (
+            (name, value)
+            for name, value in self.model.named_parameters()
+            if lora.ADAPTER not in name
+        )
         return {f"model.{name.replace(lora.BASE, '.')}": value.detach() for name, value in own}
 
     def load_masters(self, directory: Path) -> None:
@@ -214,10 +265,17 @@ class Policy:
     def whole_state(self) -> dict[str, Tensor]:
         """Gather the model's own state, adapters merged in, on the first rank; called by all."""
         if self.lora:
-            gathered = ((name, export.gather_tensor(value)) for name, value in lora.merge_adapters(self.model))
+            gathered = (
+                (name, export.gather_tensor(value))
+                for name, value in lora.merge_adapters(self.model)
+            )
             return {name: value.cpu() for name, value in gathered if self.ranks.rank == 0}
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.model, options=whole) if self.ranks.mesh else self.model.state_dict()
+        return (
+            get_model_state_dict(self.model, options=whole)
+            if self.ranks.mesh
+            else self.model.state_dict()
+        )
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
         return open_model(directory, dtype, "sdpa")
@@ -227,7 +285,9 @@ class Policy:
         files of `source`, as the tokenizer's. Return the model as written, on the CPU, or None on all other ranks."""
         kind = getattr(torch, dtype)
         if self.ranks.mesh is not None:
-            state = lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()
+            state = (
+                lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()
+            )
             if export.write_sharded_model(self.model, state, kind, target, self.ranks):
                 return self._reopen(target, kind) if self.ranks.rank == 0 else None
         weights = self.whole_state()
@@ -240,7 +300,9 @@ class Policy:
         return self._written
 
 
-def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any) -> Any:
+def open_model(
+    directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any
+) -> Any:
     """Open a causal language model of transformers, or with another `head`. Raises UserError: it cannot be loaded."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
@@ -251,20 +313,49 @@ def open_model(directory: Path, dtype: torch.dtype, attention: str, head: str = 
         return getattr(transformers, f"AutoModelFor{head}").from_pretrained(directory, **about)
     except (ImportError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError("policy", str(directory), f"cannot be loaded with {attention} attention ({reason})") from error
+        raise UserError(
+            "policy", str(directory), f"cannot be loaded with {attention} attention ({reason})"
+        ) from error
 
 
-def _check_hardware(ranks: Ranks, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool) -> None:
+def _check_hardware(
+    ranks: Ranks, cpu_offload: bool, torch_compile: bool, use_liger_kernel: bool
+) -> None:
     """Refuse an option whose device, package or compiler is missing."""
     cuda, compiler = ranks.device.type == "cuda", os.environ.get("CXX", "g++")
     built = cuda or shutil.which(compiler) is not None
     for flag, chosen, fits, remedy in (
         ("cpu-offload", cpu_offload, cuda, "needs a GPU, and this trains on the CPU; leave it out"),
-        ("cpu-offload", cpu_offload, ranks.world > 1, "needs FSDP, and one process has no shards; start several"),
-        ("torch-compile", torch_compile, built, f"needs a C++ compiler on a CPU: install {compiler}, or leave it out"),
-        ("torch-compile", torch_compile, not cuda or _has("triton"), "needs triton: install it, or leave it out"),
-        ("use-liger-kernel", use_liger_kernel, cuda, "its kernels run on a GPU only, and this is a CPU; leave it out"),
-        ("use-liger-kernel", use_liger_kernel, _has("liger_kernel"), "needs the package: pip install liger-kernel"),
+        (
+            "cpu-offload",
+            cpu_offload,
+            ranks.world > 1,
+            "needs FSDP, and one process has no shards; start several",
+        ),
+        (
+            "torch-compile",
+            torch_compile,
+            built,
+            f"needs a C++ compiler on a CPU: install {compiler}, or leave it out",
+        ),
+        (
+            "torch-compile",
+            torch_compile,
+            not cuda or _has("triton"),
+            "needs triton: install it, or leave it out",
+        ),
+        (
+            "use-liger-kernel",
+            use_liger_kernel,
+            cuda,
+            "its kernels run on a GPU only, and this is a CPU; leave it out",
+        ),
+        (
+            "use-liger-kernel",
+            use_liger_kernel,
+            _has("liger_kernel"),
+            "needs the package: pip install liger-kernel",
+        ),
     ):
         if chosen and not fits:
             raise UserError(f"--{flag}", True, remedy)

@@ -23,12 +23,21 @@ class Ranks:
 
     def __init__(self, device: Device = "auto", expected: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device", device, "torch sees no CUDA device; give the pod a GPU, or say cpu or auto")
+            raise UserError(
+                "--device",
+                device,
+                "torch sees no CUDA device; give the pod a GPU, or say cpu or auto",
+            )
         kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
         if kind == "cpu":
             check_processor()
-        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
+        self.rank, self.world = (
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+        )
+        self.device = torch.device(
+            kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None
+        )
         self.mesh: DeviceMesh | None = None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -37,12 +46,18 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world > 1:
             if not dist.is_initialized():
-                dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")  # gloo for offloaded shards
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+                )  # gloo for offloaded shards
                 atexit.register(_leave_group)
             self.mesh = init_device_mesh(kind, (self.world,))
         present = round(self.sum([1.0])[0])
         if expected is not None and present != expected:
-            raise UserError("--expected-world-size", expected, f"{present} processes are training; fix the launcher")
+            raise UserError(
+                "--expected-world-size",
+                expected,
+                f"{present} processes are training; fix the launcher",
+            )
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

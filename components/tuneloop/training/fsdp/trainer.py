@@ -45,8 +45,12 @@ class Trainer(Policy):
         super().__init__(model, ranks, **about)
         self.optimization, self.step = optimization, 0
         self._traffic: dict[str, float] = {}
-        self._homes: dict[int, torch.device] | None = None  # while the trainer sleeps: address on the host → device
-        self.trainable = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+        self._homes: dict[int, torch.device] | None = (
+            None  # while the trainer sleeps: address on the host → device
+        )
+        self.trainable = {
+            name: value for name, value in self.model.named_parameters() if value.requires_grad
+        }
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
             lr=optimization.learning_rate,
@@ -70,7 +74,9 @@ class Trainer(Policy):
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Measure the part of a step that is spent in collectives, for `efficiency`; does nothing in one process."""
-        return measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
+        return (
+            measure_collectives(self._traffic) if self.ranks.world > 1 else contextlib.nullcontext()
+        )
 
     def efficiency(self, tokens_per_s: float) -> dict[str, float | None]:
         """Compute the efficiency at `tokens_per_s` over all ranks.
@@ -82,11 +88,15 @@ class Trainer(Policy):
         flops = tokens_per_s * (4.0 * everything + 2.0 * self.count())
         found: dict[str, float | None] = {"flops_per_s": flops, "mfu": None}
         if self.ranks.device.type == "cuda":
-            known = find_device(torch.cuda.get_device_name()) if self.dtype == torch.bfloat16 else None
+            known = (
+                find_device(torch.cuda.get_device_name()) if self.dtype == torch.bfloat16 else None
+            )
             found |= {"mfu": flops / (known.flops * self.ranks.world)} if known else {}
             memory = float(torch.cuda.max_memory_allocated())
         else:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # of the process, on Linux
+            memory = (
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+            )  # of the process, on Linux
         names, values = zip(("peak_memory_bytes", memory), *self._traffic.items())
         return found | dict(zip(names, self.ranks.max(values)))
 
@@ -98,9 +108,13 @@ class Trainer(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         limit = self.optimization.max_grad_norm or math.inf
-        whole = float(export.gather_tensor(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit)))
+        whole = float(
+            export.gather_tensor(torch.nn.utils.clip_grad_norm_(self.trainable.values(), limit))
+        )
         if not math.isfinite(whole):
-            raise ArithmeticError(f"step {self.step}: the gradient's norm is {whole}; lower the learning rate")
+            raise ArithmeticError(
+                f"step {self.step}: the gradient's norm is {whole}; lower the learning rate"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
         return whole, rate
@@ -115,10 +129,14 @@ class Trainer(Policy):
         homes = self._homes = {}
 
         def put_out(tensor: Tensor) -> Tensor:
-            if _address(tensor) in homes or tensor.device.type != self.ranks.device.type:  # moved already, or offloaded
+            if (
+                _address(tensor) in homes or tensor.device.type != self.ranks.device.type
+            ):  # moved already, or offloaded
                 return tensor
             if tensor.device.type == "cuda" and not isinstance(tensor, DTensor):
-                host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+                    tensor.detach(), non_blocking=True
+                )
             else:
                 host = tensor.detach().to("cpu", copy=True)
             homes[_address(host)] = tensor.device
@@ -193,7 +211,10 @@ class Trainer(Policy):
             if not own:
                 place = parameter.device if parameter.device.type == "cuda" else None
                 own["step"] = torch.tensor(float(self.step), device=place)
-                own["exp_avg"], own["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                own["exp_avg"], own["exp_avg_sq"] = (
+                    torch.zeros_like(parameter),
+                    torch.zeros_like(parameter),
+                )
             state |= {f"{moment}.{name}": own[moment] for moment in ("exp_avg", "exp_avg_sq")}
         return state
 
@@ -210,7 +231,10 @@ def _address(tensor: Tensor) -> int:
 def measure_collectives(found: dict[str, float]) -> Iterator[None]:
     """Set ``communication_s``, this rank's seconds in collectives with waits, and ``step_s``, the block's seconds."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs an error on a machine without a GPU
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     with profile(activities=activities) as seen:
         start = time.perf_counter()
         yield
@@ -218,7 +242,8 @@ def measure_collectives(found: dict[str, float]) -> Iterator[None]:
     spans = [
         (event.time_range.start, event.time_range.end)
         for event in seen.events() or ()
-        if event.name.startswith("gloo:") or ("nccl" in event.name.lower() and event.device_type == DeviceType.CUDA)
+        if event.name.startswith("gloo:")
+        or ("nccl" in event.name.lower() and event.device_type == DeviceType.CUDA)
     ]
     found |= {"communication_s": compute_union_length(spans) / 1e6, "step_s": elapsed}
 
