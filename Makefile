@@ -30,11 +30,12 @@ $(UV):
 	$(PYTHON) -m venv .tools
 	.tools/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
-$(INSTALLED): requirements/dev.txt requirements/kfp-backend.txt pyproject.toml | $(UV)
+$(INSTALLED): requirements/dev.txt requirements/fixtures.txt requirements/kfp-backend.txt pyproject.toml | $(UV)
 	@echo 'installing about 7.5 GB of packages into .venv, which is silent for a minute or more'
 	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
 	# Bytecode, also where PYTHONDONTWRITEBYTECODE is set: without it programs take two or three times as long to start.
 	$(UV) pip install --quiet --python .venv --require-hashes --no-deps --compile-bytecode -r requirements/dev.txt
+	$(UV) pip install --quiet --python .venv --require-hashes --no-deps -r requirements/fixtures.txt
 	# KFP's metadata store, for tests by its rules, is there for Python 3.11 alone.
 	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then \
 	  $(UV) pip install --quiet --python .venv --require-hashes --no-deps -r requirements/kfp-backend.txt; fi

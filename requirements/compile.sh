@@ -26,6 +26,7 @@ compile dev --extra train --group rollout-cpu --extra ray --extra rewards --extr
     --extra wandb --extra cluster --extra kfp --extra kubeflow --extra gateway --extra sign --extra lm-eval --extra gguf --group dev
 # The images' versions are those that the tests ran with (vllm for GPUs pins a few of its own).
 compile base --constraints requirements/dev.txt --extra data --extra rewards --extra mlflow --extra cluster --extra gguf
+resolve fixtures --no-deps --group fixtures
 compile kfp-backend --constraints requirements/dev.txt --group kfp-backend
 compile gateway --constraints requirements/dev.txt --extra gateway
 compile trainer --constraints requirements/dev.txt --extra train

@@ -6,6 +6,8 @@ import time
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.pretrained import smollm2 as smollm2
+
 # How long an example takes says what else the machine does.
 settings.register_profile("tuneloop", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tuneloop")
