@@ -71,7 +71,8 @@ def print_verdict(
 
 def _reward(pods: Sequence[Node], evaluators: Container[str]) -> str:
     """Format the first and the newest mean reward on held-out prompts; without these, of batches."""
-    rewards = [pod for pod in pods if "mean-reward" in pod.outputs]
+    # An evaluation that had nothing to score has no mean: its output is null.
+    rewards = [pod for pod in pods if pod.outputs.get("mean-reward", "null") != "null"]
     scored = [pod for pod in rewards if pod.template in evaluators] or rewards
     shown = [f"{float(pod.outputs['mean-reward']):.3f} ({get_stage_name(pod)})" for pod in scored]
     return " → ".join(dict.fromkeys((*shown[:1], *shown[-1:])))

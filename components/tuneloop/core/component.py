@@ -309,7 +309,7 @@ def component(
     Args:
         kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input has this name.
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
-        results: scalars it returns.
+        results: scalars it returns; one that could not be measured is None.
         after: called once the output is committed, also if it was committed before; must be idempotent.
         identity: maps the parameters to what identifies the contents of a file that they name (it is no artifact).
         account: the ServiceAccount whose permissions its pod needs.

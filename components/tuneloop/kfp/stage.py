@@ -152,7 +152,11 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     ):
         if name in task.outputs:
             draw(task, name, url, manifest)
-    task.results = {get_result_name(stage, name): value for name, value in manifest.results.items()}
+    # KFP's parameters have no null: a result that is not there has the value of a skipped task's.
+    task.results = {
+        get_result_name(stage, name): stage.results[name]() if value is None else value
+        for name, value in manifest.results.items()
+    }
     task.finish()
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, variance
 
+from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.runs.alarms import find_alarms
 from tuneloop.runs.run_record import Curve, Entry, Run, Score
 
@@ -44,6 +45,7 @@ def summarize_run(
     }
     facts = {
         "mean reward": reward_line(run),
+        "eval loss": held_out_line(run),
         "alarms": "; ".join(find_alarms(run.curves())),
         "iterations": iterations_line(run),
         "seconds": "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in by_stage.items()),
@@ -77,37 +79,62 @@ def reward_line(run: Run, scores: Sequence[Score] = ()) -> str:
     return f"{first.value:.3f} → {last.value:.3f} ({about})"
 
 
+def held_out_line(run: Run) -> str:
+    """Say the loss on held-out demonstrations before and after, and how it was measured."""
+    losses = find_held_out(run)
+    return str(losses) if losses else ""
+
+
+def find_held_out(run: Run) -> HeldOutFacts | None:
+    """Find the newest losses on held-out demonstrations; None where none were measured."""
+    facts = [HeldOutFacts.read(entry.manifest.facts) for entry in run.with_role("trainer")]
+    return next((losses for losses in reversed(facts) if losses), None)
+
+
 def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
-    """Say in one sentence, with the numbers, whether a run improved; within two standard errors it may be chance."""
-    scores = next(
-        (each for each in (run.evaluations(), run.training_rewards()) if len(each) > 1), []
-    )
-    if scores:
-        samples = [run.samples(score.entry, ("score",)) for score in (scores[0], scores[-1])]
-        known = [[row["score"] for row in rows if row.get("score") is not None] for rows in samples]
-        noise = (
-            2 * sum(variance(values) / len(values) for values in known if len(values) > 1) ** 0.5
-        )
-        gain, said = scores[-1].value - scores[0].value, f"mean reward {reward_line(run, scores)}"
-    elif loss := next(
-        (curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1), []
-    ):
-        noise, gain, said = 0.0, loss[0] - loss[-1], f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
-    else:
+    """Say in one sentence, with the numbers, whether a run improved.
+
+    It goes by the mean reward, else by the loss on held-out demonstrations, else by the training
+    loss. A reward within two standard errors may be chance.
+    """
+    gain, noise, measurement = _measure_gain(run, curves)
+    if gain is None:
         return "It is not known whether the run goes well: nothing was measured twice."
-    well = (
-        "well"
-        if gain > noise
-        else "badly"
-        if not gain >= -noise
-        else "without a change that is more than chance"
-    )
-    ended = {
+    if gain > noise:
+        course = "well"
+    elif gain >= -noise:
+        course = "without a change that is more than chance"
+    else:
+        course = "badly"
+    beginnings = {
         "failed": "failed, having gone",
         "interrupted": "was interrupted, having gone",
         "running": "is going",
     }
-    return f"The run {ended.get(run.phase, 'went')} {well}{' (see the alarms)' if alarms else ''}: {said}."
+    alarm = " (see the alarms)" if alarms else ""
+    return f"The run {beginnings.get(run.phase, 'went')} {course}{alarm}: {measurement}."
+
+
+def _measure_gain(run: Run, curves: Iterable[Curve]) -> tuple[float | None, float, str]:
+    """Return how much a run gained, the noise of that, and the measurement; None: no gain is known."""
+    candidates = (run.evaluations(), run.training_rewards())
+    scores = next((candidate for candidate in candidates if len(candidate) > 1), [])
+    if scores:
+        samples = [run.samples(score.entry, ("score",)) for score in (scores[0], scores[-1])]
+        values = [
+            [row["score"] for row in rows if row.get("score") is not None] for rows in samples
+        ]
+        errors = [variance(scored) / len(scored) for scored in values if len(scored) > 1]
+        measurement = f"mean reward {reward_line(run, scores)}"
+        return scores[-1].value - scores[0].value, 2 * sum(errors) ** 0.5, measurement
+    if losses := find_held_out(run):
+        return losses.loss_before - losses.loss_after, 0.0, f"held-out loss {losses}"
+    training = (curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1)
+    loss = next(training, None)
+    if loss is None:
+        return None, 0.0, ""
+    # A nan is neither a gain nor within the noise.
+    return loss[0] - loss[-1], 0.0, f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
 
 
 def describe_score(run: Run, score: Score) -> str:
@@ -152,11 +179,13 @@ def list_devices(entries: Iterable[Entry]) -> list[str]:
     return [*devices, *sorted(limits)]
 
 
-def result_line(iteration: int | None, results: Mapping[str, float | str]) -> str:
+def result_line(iteration: int | None, results: Mapping[str, float | str | None]) -> str:
     """Format results in one line, with their iteration."""
     shown = [f"iteration {iteration}"] if iteration is not None else []
     for name, value in results.items():
-        shown.append(f"{name} {format_number(value) or value}")
+        # A result that could not be measured is null; in the outputs of a pod it is text.
+        if value is not None and value != "null":
+            shown.append(f"{name} {format_number(value) or value}")
     return "  ".join(shown)
 
 

@@ -62,7 +62,7 @@ def deploy_model(stage: Stage, model: Input, metrics: Input, *, options: DeployO
     judged, exported = (
         each.manifest.inputs.get("policy", "").rpartition("@")[2] for each in (metrics, model)
     )
-    if "mean_reward" not in metrics.manifest.results or judged != exported:
+    if "mean_reward" not in metrics.manifest.scalars or judged != exported:
         raise UserError(
             "--metrics", metrics.ref, f"does not evaluate the policy that {model.url} exports"
         )

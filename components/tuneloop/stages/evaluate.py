@@ -11,6 +11,7 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
+from tuneloop.inference.held_out import has_rows, is_prompts, sample_demonstrations
 from tuneloop.rewards.scoring import KINDS, may_pass, score_all
 
 
@@ -35,13 +36,19 @@ class EvaluateOptions(SamplingOptions):
 def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOptions) -> Results:
     """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
 
-    The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind.
+    The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind. Data without
+    held-out prompts has nothing to score: then the prompts of held-out demonstrations are completed
+    for people to read, and there is no mean.
 
     Raises:
         UserError, StaleWeights: as `rollout`.
         UserError: nothing could be scored, and not because of timeouts or crashes.
         Retryable: as `rollout`, or nothing could be scored because of these.
     """
+    if is_prompts(prompts) and not has_rows(prompts, "eval.parquet"):
+        count = sample_demonstrations(stage, policy, prompts, options)
+        stage.log(f"no held-out prompts to score; completed those of {count} demonstrations")
+        return {"mean_reward": None}
     held_out = open_rows(prompts, "eval.parquet", generate.COLUMNS, "--prompts", "data_prep")
     rows = read_rows(
         held_out, range(min(options.limit, held_out.metadata.num_rows)), generate.COLUMNS

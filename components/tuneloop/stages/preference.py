@@ -85,7 +85,7 @@ def preference(
     if not options.backend:
         loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, learner.step)
     elif logprobs.manifest.facts["digest"] == policy.manifest.digest:
-        loss = train_by_backend(stage, trainer, policy, prompts)
+        loss = train_by_backend(stage, trainer, policy, prompts, options.max_steps)
     else:
         raise UserError(
             "--logprobs", logprobs.url, f"is not of --policy, the reference of {options.backend}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus
 from tuneloop.training.delegation import BackendOptions, train_by_backend
+from tuneloop.training.held_out import open_held_out_loss
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -21,7 +23,16 @@ if TYPE_CHECKING:
 class SftOptions(BackendOptions):
     """Options of a trainer on demonstrations."""
 
-    max_steps: int = Field(250, ge=1, description="optimizer steps")
+    max_steps: int = Field(250, ge=1, description="optimizer steps, unless epochs is set")
+    epochs: float | None = Field(
+        None, gt=0, description="passes over the demonstrations, in place of max_steps"
+    )
+    eval_steps: int | None = Field(
+        None,
+        ge=1,
+        description="optimizer steps between two measurements of the loss on held-out "
+        "demonstrations (data.sft_eval); default: about ten in the run",
+    )
     per_device_train_batch_size: int = Field(
         32, ge=1, description="demonstrations in a micro-batch"
     )
@@ -31,6 +42,14 @@ class SftOptions(BackendOptions):
     learning_rate: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
+
+    def resolve_steps(self, demonstrations: int, world_size: int) -> SftOptions:
+        """Return the options with the `max_steps` that `epochs` asks for, if it is set."""
+        if self.epochs is None:
+            return self
+        batch = self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size
+        steps = max(1, math.ceil(self.epochs * demonstrations / batch))
+        return self.model_copy(update={"max_steps": steps})
 
 
 @checkpoint.checkpoint_stage(loss=float, version=int)
@@ -49,6 +68,10 @@ def sft(
     come in epochs, each in a random order that is a function of (seed, epoch); see `epochs.train_epochs` on resuming.
     The optimizer starts fresh; parameters start from the checkpoint's float32 masters, where it has some.
 
+    Where the data has held-out demonstrations, their loss is measured before the first step, every
+    `eval_steps`, and at the end: ``eval_loss`` and ``eval_perplexity`` in ``metrics.jsonl``, and
+    ``facts.held_out``.
+
     Raises:
         UserError: no demonstrations, a missing column, one that is longer than `max_length` or the model's context.
         Interrupted: after SIGTERM, once a resume point is committed.
@@ -63,18 +86,30 @@ def sft(
                 prompts.url,
                 "holds no demonstrations; set data_prep's sft, or leave sft out",
             )
+    options = options.resolve_steps(len(documents), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
         epochs.check_fits(documents.extremes, trainer, options.max_length)
-    stage.log(f"{len(documents)} demonstrations, {trainer.chosen()}")
+    held_out = open_held_out_loss(stage, trainer, prompts, policy, options, options.eval_steps)
+    stage.log(
+        f"{len(documents)} demonstrations, {len(held_out.documents)} held out, "
+        f"{options.max_steps} steps, {trainer.chosen()}"
+    )
 
     if options.backend:
-        loss = train_by_backend(stage, trainer, policy, prompts)
+        held_out.record_first()
+        loss = train_by_backend(stage, trainer, policy, prompts, options.max_steps)
+        if held_out:
+            stage.metric(trainer.step, **held_out.measure())
     else:
         step = partial(train_step, stage, trainer)
         loss = epochs.train_epochs(
-            stage, trainer, len(documents), options, lambda i: [documents[i]], step
+            stage, trainer, len(documents), options, lambda i: [documents[i]], step, held_out
         )
+    if held_out and stage.leader:
+        losses = held_out.summarize(stage.out / "metrics.jsonl")
+        stage.facts.update(losses.to_facts())
+        stage.log(f"held-out loss {losses}")
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
     return {"loss": loss, "version": version}

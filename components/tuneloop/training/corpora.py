@@ -18,6 +18,7 @@ from tuneloop.formats.tokens import (
 
 SIDES = {
     "sft": ("completion",),
+    "sft_eval": ("completion",),
     "preference": ("chosen", "rejected"),
     "preference_eval": ("chosen", "rejected"),
 }

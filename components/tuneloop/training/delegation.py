@@ -43,9 +43,14 @@ class BackendOptions(TrainerOptions):
     )
 
 
-def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact) -> float:
-    """Train the model of `trainer` with the stage's backend, on the split named like the stage; return the last loss.
-    Raises UserError if the backend refuses or fails, Retryable if it was stopped: a retry begins from the start."""
+def train_by_backend(
+    stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact, max_steps: int
+) -> float:
+    """Train the model of `trainer` for `max_steps` with the stage's backend, on the split named like the stage.
+
+    Returns the last loss. Raises UserError if the backend refuses or fails, Retryable if it was
+    stopped: a retry begins from the start.
+    """
     import torch
 
     from tuneloop.training.fsdp.policy import open_model
@@ -53,6 +58,7 @@ def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Arti
     given = stage.params.model_dump() | {
         "attn_implementation": trainer.attention,
         "device": trainer.ranks.device.type,
+        "max_steps": max_steps,
     }
     with tempfile.TemporaryDirectory() as work, stage.timed("train"):
         places = {"model": str(model_dir(policy)), "data": f"{work}/data", "out": f"{work}/out"}
@@ -66,11 +72,11 @@ def train_by_backend(stage: Stage, trainer: Any, policy: Artifact, prompts: Arti
                 if 0 < code < EXIT_RETRY
                 else Retryable(f"{name} {said}")
             )
-        made = Path(places["out"], f"checkpoint-{given['max_steps']}")
+        made = Path(places["out"], f"checkpoint-{max_steps}")
         trainer.model.load_state_dict(open_model(made, torch.float32, "sdpa").state_dict())
         rows = json.loads((made / "trainer_state.json").read_text())["log_history"]
     steps = [row for row in rows if "loss" in row]
     for row in steps:
         stage.metric(row.pop("step"), **row)
-    trainer.step, stage.notes["world_size"] = given["max_steps"], backend.processes
+    trainer.step, stage.notes["world_size"] = max_steps, backend.processes
     return float(steps[-1]["loss"])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tuneloop.training.batching import Batch
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
+    from tuneloop.training.held_out import HeldOutLoss
 
 Kind = TypeVar("Kind", bound=BaseModel)
 OTHER_KIND: dict[type[BaseModel], str] = {
@@ -152,23 +153,40 @@ def train_epochs(
     options: TrainerOptions,
     read: Callable[[int], Sequence[Document]],
     step: Callable[[Prepared], dict[str, float]],
+    held_out: "HeldOutLoss | None" = None,
 ) -> float:
-    """Train up to ``options.max_steps``, from where an earlier attempt stopped, and return the last loss.
+    """Train up to ``options.max_steps``, from where an earlier attempt stopped.
 
-    Examples come in epochs, each in a random order that is a function of (seed, epoch): to resume, only the step and
-    the batch size are needed. A resumed run keeps its batch size, whatever its number of processes: steps are equal to
-    float tolerance, and bit for bit with as many processes as before. `read` gives the documents of one of `count`
-    examples; it is called on another thread, which prepares the next step. `step` takes one optimizer step and returns
-    its metrics, including ``loss``. Metrics, resume points and ``timings.tokens_per_s`` go to `stage`. Raises
-    Interrupted after SIGTERM, once a resume point is committed."""
-    max_steps, examples = (
-        options.max_steps,
-        options.per_device_train_batch_size * options.gradient_accumulation_steps,
-    )
+    Examples come in epochs, each in a random order that is a function of (seed, epoch): to resume,
+    only the step and the batch size are needed. A resumed run keeps its batch size, whatever its
+    number of processes: steps are equal to float tolerance, and bit for bit with as many processes
+    as before. Metrics, resume points and ``timings.tokens_per_s`` go to `stage`.
+
+    Args:
+        count: the number of examples.
+        read: gives the documents of an example. It is called on another thread, which prepares
+            the next step.
+        step: takes one optimizer step and returns its metrics, including ``loss``.
+        held_out: is measured before the first step, and when it is due.
+
+    Returns:
+        The last loss.
+
+    Raises:
+        Interrupted: after SIGTERM, once a resume point is committed.
+    """
+    max_steps = options.max_steps
+    examples = options.per_device_train_batch_size * options.gradient_accumulation_steps
     batch = _resume(stage, trainer, examples * trainer.ranks.world)
+    if held_out:
+        held_out.record_first()
+    # The first step after the start warms up; the one after it is measured.
+    measured_step = min(trainer.step + 1, max_steps - 1)
+    loss = float("nan")
+    tokens_seen = 0
     bar = stage.progress(max_steps, "steps", trainer.step)
-    loss, seen, began = float("nan"), 0, time.perf_counter()
-    second = min(trainer.step + 1, max_steps - 1)  # the first one warms up
+    started = time.perf_counter()
+    evaluated_s = stage.timings.get("evaluate", 0.0)
 
     def prepare(number: int) -> Prepared:
         indices = draw_indices(count, number * batch, batch, partial(stage.seed, "order"))
@@ -176,23 +194,28 @@ def train_epochs(
 
     with stage.timed("train"):
         for prepared in map_ahead(prepare, range(trainer.step, max_steps)):
-            with trainer.watched() if trainer.step == second else nullcontext():
-                measures = step(prepared)
-            (stop,) = trainer.ranks.max(
-                [float(stage.stopping)]
-            )  # decided together, or one rank would wait for ever
-            stage.metric(trainer.step, **measures)
-            loss, seen = measures["loss"], seen + prepared.tokens
+            with trainer.watched() if trainer.step == measured_step else nullcontext():
+                metrics = step(prepared)
+            # All ranks decide together: if one left alone, the others would wait for it for ever.
+            (stop,) = trainer.ranks.max([float(stage.stopping)])
+            if held_out and held_out.is_due(trainer.step, max_steps):
+                metrics |= held_out.measure()
+            stage.metric(trainer.step, **metrics)
+            loss = metrics["loss"]
+            tokens_seen += prepared.tokens
             bar.update(trainer.step, loss=loss)
-            due = options.save_steps and trainer.step % options.save_steps == 0
-            if (stop or due) and trainer.step < max_steps:
+            is_due = options.save_steps and trainer.step % options.save_steps == 0
+            if (stop or is_due) and trainer.step < max_steps:
                 stage.save_resume(
                     trainer.step, lambda path: _write_resume(stage, trainer, batch, path)
                 )
-                if stop:  # a signal during the save counts for the next step, so that all ranks leave together
+                if stop:
+                    # A signal during the save counts for the next step, so that all ranks leave
+                    # together.
                     stage.stopping = True
                     stage.check_stop()
-    stage.timings["tokens_per_s"] = seen / (time.perf_counter() - began)
+    evaluated_s = stage.timings.get("evaluate", 0.0) - evaluated_s
+    stage.timings["tokens_per_s"] = tokens_seen / (time.perf_counter() - started - evaluated_s)
     stage.notes["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return loss
 

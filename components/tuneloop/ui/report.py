@@ -14,7 +14,7 @@ from urllib.parse import quote
 from pydantic_core import to_json
 
 from tuneloop.runs.delivery import list_deliveries
-from tuneloop.runs.run_record import Curve, Run
+from tuneloop.runs.run_record import Curve, Entry, Run
 from tuneloop.runs.summary import judge_run
 from tuneloop.ui.describe import describe_run, describe_state
 from tuneloop.ui.samples import FILES, TOKENS, open_file, read_page
@@ -129,12 +129,18 @@ def _thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float,
 
 def _read_samples(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path, and the first completions, of the first and the last evaluation and iteration."""
-    for scores, by_key in ((run.evaluations(), True), (run.training_rewards(), False)):
-        held = [score.entry for score in scores if {*FILES} & score.entry.manifest.files.keys()]
-        for place in dict.fromkeys(
-            entry.key if by_key else str(entry.iteration) for entry in held[:1] + held[-1:]
-        ):
+    # An evaluation of data without rewards has completions and no mean reward.
+    evaluations = [entry.key for entry in _with_samples(run.with_role("evaluator"))]
+    scored = [score.entry for score in run.training_rewards()]
+    iterations = [str(entry.iteration) for entry in _with_samples(scored)]
+    for places in (evaluations, iterations):
+        for place in dict.fromkeys(places[:1] + places[-1:]):
             yield place, _shorten_page(read_page(run, place, {}))
+
+
+def _with_samples(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the artifacts that hold completions."""
+    return [entry for entry in entries if {*FILES} & entry.manifest.files.keys()]
 
 
 def _shorten_page(page: dict[str, Any]) -> dict[str, Any]:

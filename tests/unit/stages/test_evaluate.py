@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.making import commit
 from tests.policies import commit_policy, commit_prompts
-from tuneloop.core.artifacts import Artifact
+from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
@@ -80,6 +82,52 @@ def test_nothing_scored_is_no_zero(tmp_path: Path, policy: Artifact) -> None:
         run(tmp_path / "m", policy, prompts)
 
 
-def test_no_held_out_prompts(tmp_path: Path, policy: Artifact) -> None:
-    with pytest.raises(UserError, match=r"eval\.parquet.*has no rows"):
-        run(tmp_path / "m", policy, commit_prompts(tmp_path / "p", []))
+def test_another_artifact_in_place_of_prompts_is_refused(tmp_path: Path, policy: Artifact) -> None:
+    with pytest.raises(UserError, match=r"eval\.parquet"):
+        run(tmp_path / "m", policy, policy)
+
+
+def test_without_held_out_prompts_those_of_demonstrations_are_completed(
+    tmp_path: Path, policy: Artifact
+) -> None:
+    """Whole conversations and pairs of prompt and completion; the samples have no score."""
+    messages = [
+        {"role": "user", "content": "say 12 ="},
+        {"role": "assistant", "content": "12"},
+        {"role": "user", "content": "and 7 ="},
+        {"role": "assistant", "content": "7"},
+    ]
+    rows = [
+        {"id": "sft-eval-0", "prompt": json.dumps(messages), "chat": True, "completion": None},
+        {"id": "sft-eval-1", "prompt": "say 5 =", "chat": False, "completion": " 5"},
+    ]
+    draft = Draft(str(tmp_path / "prompts"), attempt="data-test")
+    pq.write_table(pa.Table.from_pylist(rows), draft.path / "sft_eval.parquet")
+    prompts = commit(tmp_path / "prompts", "data_prep")
+    evaluate(
+        out=str(tmp_path / "out"),
+        policy=policy.ref,
+        prompts=prompts.ref,
+        engine="transformers",
+        max_tokens=4,
+    )
+    metrics = Artifact(str(tmp_path / "out"))
+    assert metrics.manifest.results == {"mean_reward": None}
+    samples = pq.read_table(metrics.part("samples.parquet")).to_pylist()
+    assert [sample["answer"] for sample in samples] == ["7", " 5"]
+    assert json.loads(samples[0]["prompt"]) == messages[:-1]
+    assert [sample["score"] for sample in samples] == [None, None]
+    assert metrics.manifest.facts["outcomes"] == {"unverifiable": 2}
+
+
+def test_where_nothing_is_held_out_nothing_is_evaluated(tmp_path: Path, policy: Artifact) -> None:
+    draft = Draft(str(tmp_path / "prompts"), attempt="data-test")
+    (draft.path / "sft.parquet").write_bytes(b"not read")
+    prompts = commit(tmp_path / "prompts", "data_prep")
+    assert run(tmp_path / "empty", policy, commit_prompts(tmp_path / "p", [])) == []
+    evaluate(
+        out=str(tmp_path / "out"), policy=policy.ref, prompts=prompts.ref, engine="transformers"
+    )
+    metrics = Artifact(str(tmp_path / "out"))
+    assert metrics.manifest.results == {"mean_reward": None}
+    assert pq.read_table(metrics.part("samples.parquet")).num_rows == 0

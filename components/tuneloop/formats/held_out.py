@@ -1,0 +1,49 @@
+"""What a checkpoint says of the loss on held-out demonstrations: ``facts.held_out``."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FACT = "held_out"
+
+
+@dataclass(frozen=True)
+class HeldOutFacts:
+    """The loss on held-out demonstrations before and after training.
+
+    Attributes:
+        demonstrations: how many were held out.
+        targets: their target tokens, over which a loss is the mean.
+        loss_before, loss_after: mean negative log-probability of a target, in nats.
+    """
+
+    demonstrations: int
+    targets: int
+    loss_before: float
+    loss_after: float
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> "HeldOutFacts | None":
+        """Return them from the facts of a manifest; None where nothing was held out."""
+        return cls(**facts[FACT]) if FACT in facts else None
+
+    def to_facts(self) -> dict[str, dict[str, float]]:
+        """Return them as the facts of a manifest."""
+        return {FACT: asdict(self)}
+
+    def __str__(self) -> str:
+        """Say the losses and perplexities, and how they were obtained."""
+        return (
+            f"{self.loss_before:.3f} → {self.loss_after:.3f} nats a token, perplexity "
+            f"{compute_perplexity(self.loss_before):.4g} → {compute_perplexity(self.loss_after):.4g} "
+            f"({self.targets:,} target tokens of {self.demonstrations:,} held-out demonstrations)"
+        )
+
+
+def compute_perplexity(loss: float) -> float:
+    """Compute the perplexity of a mean loss in nats; infinite where it is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

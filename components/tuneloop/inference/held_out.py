@@ -1,0 +1,93 @@
+"""Completions of held-out demonstrations, for data that has no prompts with answers to score."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Stage
+from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs
+from tuneloop.inference import generate
+
+FILE = "sft_eval.parquet"
+SPLITS = ("eval", "train", "sft", "sft_eval", "preference", "preference_eval")
+MOST = 16
+"""Demonstrations whose prompts are completed: people read them, and nothing is measured on them."""
+COLUMNS = ("id", "prompt", "chat", "completion")
+OPTIONAL_COLUMNS = ("tools", "row")
+
+
+def is_prompts(artifact: Artifact) -> bool:
+    """Tell whether an artifact has any split of `data_prep`."""
+    return any(f"{split}.parquet" in artifact.manifest.files for split in SPLITS)
+
+
+def has_rows(prompts: Artifact, file: str) -> bool:
+    """Tell whether an artifact of `data_prep` has this file, and rows in it."""
+    if file not in prompts.manifest.files:
+        return False
+    return pq.ParquetFile(prompts.part(file)).metadata.num_rows > 0
+
+
+def sample_demonstrations(
+    stage: Stage, policy: Artifact, prompts: Artifact, options: "generate.SamplingOptions"
+) -> int:
+    """Complete the prompts of the first held-out demonstrations, and write ``samples.parquet``.
+
+    Each sample has the demonstration's own text as its answer, and no score: the outcome is
+    ``unverifiable``. Returns the number of samples, 0 where the data has no held-out demonstrations.
+
+    Raises:
+        UserError, StaleWeights: as `generate.generate_completions`.
+    """
+    rows = read_demonstrations(prompts) if has_rows(prompts, FILE) else []
+    samples: list[dict[str, Any]] = []
+    if rows:
+        groups = [f"i{0:06d}-e{number:05d}" for number in range(len(rows))]
+        with generate.open_engine(options) as engine:
+            job = generate.Job(rows, groups, 1, options)
+            tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
+        for row, group in zip(rows, completions):
+            texts = build_reward_inputs(tokenizer, row, group[0])
+            samples.append({**row, **texts, "score": None, "outcome": "unverifiable"})
+    pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
+    stage.facts["outcomes"] = {"unverifiable": len(samples)}
+    return len(samples)
+
+
+def read_demonstrations(prompts: Artifact) -> list[dict[str, Any]]:
+    """Read the first held-out demonstrations as rows that `generate_completions` takes."""
+    table = pq.ParquetFile(prompts.part(FILE))
+    known = table.schema_arrow.names
+    columns = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in known)]
+    first = next(table.iter_batches(MOST, columns=columns))
+    return [_split_demonstration(row) for row in first.to_pylist()]
+
+
+def _split_demonstration(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Split a demonstration into its prompt and its reference text.
+
+    Of a whole conversation the prompt is what comes before the assistant's last message.
+    """
+    prompt = row["prompt"]
+    reference = row["completion"]
+    if reference is None:
+        messages = json.loads(prompt)
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        reference = messages[last].get("content") or json.dumps(
+            messages[last].get("tool_calls"), ensure_ascii=False
+        )
+        prompt = json.dumps(messages[:last], ensure_ascii=False)
+    return {
+        "id": row["id"],
+        "prompt": prompt,
+        "chat": row["chat"],
+        "tools": row.get("tools"),
+        "row": row.get("row"),
+        "answer": reference,
+        "reward": "{}",
+        "metadata": "{}",
+    }

@@ -1,0 +1,93 @@
+"""The loss on held-out demonstrations, measured before, while and after a policy is trained."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Stage
+from tuneloop.formats.held_out import HeldOutFacts, compute_perplexity
+from tuneloop.formats.token_files import Corpus
+from tuneloop.training import epochs
+from tuneloop.training.corpora import read_corpus
+from tuneloop.training.pairs import score_documents
+
+SPLIT = "sft_eval"
+MEASUREMENTS = 10
+"""How often the loss is measured in a run that does not say so, the first and the last time aside."""
+
+
+class HeldOutLoss:
+    """Measures the mean negative log-probability of a held-out target, in nats a token.
+
+    The mean is over all target tokens of all held-out demonstrations, not over demonstrations.
+
+    Attributes:
+        documents: the held-out demonstrations, tokenized; may be empty.
+        limit: demonstrations in a micro-batch.
+        interval: optimizer steps between two measurements.
+    """
+
+    def __init__(
+        self, stage: Stage, trainer: Any, documents: Corpus, limit: int, interval: int
+    ) -> None:
+        self.stage = stage
+        self.trainer = trainer
+        self.documents = documents
+        self.limit = limit
+        self.interval = interval
+        self.targets = sum(document.target_count for document in documents)
+
+    def __bool__(self) -> bool:
+        return bool(self.targets)
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Tell whether to measure after optimizer step `step`."""
+        return bool(self) and (step == max_steps or step % self.interval == 0)
+
+    def measure(self) -> dict[str, float]:
+        """Compute the loss and the perplexity of the policy as it is; called by all ranks.
+
+        Neither gradients nor random streams change. The stage finishes the measurement on
+        SIGTERM, so that the resume point that follows has the metrics of its step.
+        """
+        with self.stage.timed("evaluate"):
+            logprobs = score_documents(None, self.trainer, self.documents, self.limit)
+        loss = -math.fsum(logprobs) / self.targets
+        return {"eval_loss": loss, "eval_perplexity": compute_perplexity(loss)}
+
+    def record_first(self) -> None:
+        """Record the loss before the first step, unless an earlier attempt did."""
+        if self and self.trainer.step == 0:
+            self.stage.metric(0, **self.measure())
+
+    def summarize(self, metrics: Path) -> HeldOutFacts:
+        """Summarize what `metrics` (``metrics.jsonl``) recorded, for the facts of the checkpoint."""
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
+        return HeldOutFacts(len(self.documents), self.targets, losses[0], losses[-1])
+
+
+def open_held_out_loss(
+    stage: Stage,
+    trainer: Any,
+    prompts: Artifact,
+    policy: Artifact,
+    options: epochs.TrainerOptions,
+    eval_steps: int | None,
+) -> HeldOutLoss:
+    """Open the held-out demonstrations of `prompts`, which may have none.
+
+    Args:
+        eval_steps: optimizer steps between measurements; None: about ten measurements in the run.
+
+    Raises:
+        UserError: one is longer than `max_length` or the model's context.
+    """
+    with stage.timed("data"):
+        documents = read_corpus(prompts, policy, SPLIT, required=False)
+    if documents:
+        epochs.check_fits(documents.extremes, trainer, options.max_length)
+    interval = eval_steps or math.ceil(options.max_steps / MEASUREMENTS)
+    return HeldOutLoss(stage, trainer, documents, options.per_device_train_batch_size, interval)
