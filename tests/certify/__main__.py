@@ -1,7 +1,10 @@
-"""``python -m tests.certify [--real | --cluster] [--seed N] [--injections N] [--only INDEX]``: make a certificate.
+"""``python -m tests.certify [--real | --cluster | --full-disk] [--seed N] [--injections N]``: make a certificate.
+
+`--only INDEX` makes one injection of the plan alone.
 
 With `--real`, of stages that train and sample with torch. With `--cluster`, of runs on the cluster that KUBECONFIG
-names: it disturbs their pods, the controller, store and node.
+names: it disturbs their pods, the controller, store and node. With `--full-disk`, of such stages on disks that are too
+small, which this user has to be allowed to mount.
 
 Exit code 1 where an injection ended otherwise than the undisturbed run; the first is named, and how to repeat it alone.
 """
@@ -25,7 +28,12 @@ def main(argv: list[str]) -> int:
         "--real", action="store_true", help="stages that train and sample with torch, not the toy's"
     )
     parser.add_argument(
-        "--injections", type=int, help="how many (default: 1000; real 50; on a cluster 30)"
+        "--full-disk", action="store_true", help="stages that train and sample, on small disks"
+    )
+    parser.add_argument(
+        "--injections",
+        type=int,
+        help="how many (default: 1000; real 50; on a cluster 30; full disks 20)",
     )
     parser.add_argument("--only", type=int, metavar="INDEX", help="this one of the plan alone")
     parser.add_argument("--kind", default="", help="those alone whose kind contains this")
@@ -40,6 +48,8 @@ def main(argv: list[str]) -> int:
         parser.error(
             "--real and --cluster exclude each other: the cluster's certificate is of the toy's stages"
         )
+    if given.full_disk:
+        return certify_small_disks(given)
     return certify_cluster(given) if given.cluster else certify_here(given)
 
 
@@ -63,6 +73,17 @@ def certify_here(given: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return bool(made.violations)
+
+
+def certify_small_disks(given: argparse.Namespace) -> int:
+    """Certify runs on disks that are too small, and return the exit code."""
+    from tests.certify.full_disk import certify_full_disks
+
+    certificate = certify_full_disks(given.injections or 20)
+    certificate.print()
+    if given.output:
+        given.output.write_text(certificate.dump())
+    return bool(certificate.violations)
 
 
 def certify_cluster(given: argparse.Namespace) -> int:

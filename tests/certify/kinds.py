@@ -114,7 +114,7 @@ SERVER_FAULTS: Mapping[str, str] = {
     "stale read of an object": "stale read",
     "stale list of objects": "stale list",
 }
-ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def make_plan(calls: Mapping[Place, Sequence[str]], count: int, seed: int) -> list[Injection]:

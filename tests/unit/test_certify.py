@@ -15,6 +15,7 @@ from tests.certify.certificate import Certificate, Outcome
 from tests.certify.check import Standing, compare
 from tests.certify.interpose import Call, lose_power, run_meanwhile, wait_for_others
 from tests.certify.kinds import KINDS, Injection, make_plan
+from tests.disks import NoMounts, mount_small_disk
 from tests.waiting import LIMIT_S
 from tuneloop.core.ends import RETRY_STAGE
 
@@ -69,6 +70,22 @@ def test_a_fault_of_stages_that_train_and_sample_changes_nothing(tmp_path: Path)
     )
     assert (told["injections"], told["equal"], told["met"], told["leaks"]) == (1, 1, 1, 0)
     assert told["stages_lost"] and told["attempts"] > 1, "nothing was disturbed"
+
+
+@pytest.mark.local
+@pytest.mark.slow
+def test_stages_on_disks_of_twenty_sizes_end_with_75_and_resume_to_the_same_root(
+    tmp_path: Path,
+) -> None:
+    """At 4 of 5 sizes a stage ended with 1 and a traceback of safetensors or shutil."""
+    try:
+        with mount_small_disk(tmp_path / "disk", 1 << 16):
+            pass
+    except NoMounts as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    certificate = certify(tmp_path, "--full-disk", "--injections", "20")
+    assert [outcome["code"] for outcome in certificate["outcomes"]] == [75] * 20
+    assert [outcome["problems"] for outcome in certificate["outcomes"]] == [[]] * 20
 
 
 def test_a_plan_is_of_its_seed_and_has_every_kind() -> None:

@@ -16,6 +16,9 @@ def run_command(command: Callable[[], int | None]) -> int:
     except errors.NoKeys as error:
         return errors.report_error(error.mistake)
     except (errors.UserError, errors.Retryable) as error:
+        disk = errors.find_disk_error(error)
+        if disk and not disk.is_read_only:
+            return errors.report_error(disk)
         code = errors.report_error(error)
         for other in getattr(error, "__notes__", ()):
             errors.print_diagnostic(f"error: {other}", 0)
@@ -25,13 +28,13 @@ def run_command(command: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `tuneloop … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if full := errors.find_full_disk(error):
-            return errors.report_error(full)
-        raise
     except typer.TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
             sys.stderr.write(f"{error.format_message()}\n")
             return errors.EXIT_USER
         told = errors.shorten_text(error.format_message(), 400)
         return errors.print_diagnostic(f"error: {told} (see --help)", errors.EXIT_USER)
+    except Exception as error:
+        if disk := errors.find_disk_error(error):
+            return errors.report_error(disk)
+        raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import EXIT_USER, NAMED, UserError, find_full_disk
+from tuneloop.core.errors import EXIT_USER, NAMED, UserError, find_disk_error
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
@@ -105,5 +105,8 @@ def write_report(run: Run, output: Path | None = None) -> Path:
         path.write_text(render_page(run), encoding="utf-8")
     except OSError as error:
         mistake = UserError("--output", str(path), f"cannot be written ({error.strerror})")
-        raise find_full_disk(error) or mistake from error
+        disk = find_disk_error(error, [path])
+        if disk and not disk.is_read_only:
+            raise disk from error
+        raise mistake from error
     return path

@@ -34,7 +34,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, ValidationI
 from pydantic_core import from_json
 
 from tuneloop.core import cache, fencing
-from tuneloop.core.errors import Corrupt, Unavailable, UserError, find_full_disk
+from tuneloop.core.errors import Corrupt, Unavailable, UserError, find_disk_error
 from tuneloop.core.store import (
     Conflict,
     Store,
@@ -301,7 +301,7 @@ class Draft:
             mistake = UserError(
                 "store", self.url, f"{error.strerror}; choose a place that can be written"
             )
-            raise find_full_disk(error) or mistake from error
+            raise find_disk_error(error, [self.path]) or mistake from error
 
     def contribute(self, part: int) -> None:
         """Upload this machine's files as one `part` for the leader to commit, unless the store is a shared volume."""

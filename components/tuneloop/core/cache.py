@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tuneloop.core.errors import UserError, find_full_disk
+from tuneloop.core.errors import UserError, find_disk_error
 
 DIRECTORY, LIMIT = "TUNELOOP_CACHE", "TUNELOOP_CACHE_BYTES"
 """Environment variables: the cache's directory, and its maximum bytes (default: half of the space free without it)."""
@@ -42,7 +42,7 @@ def _refusals(cache: Path) -> Iterator[None]:
         mistake = UserError(
             DIRECTORY, str(cache), f"{error.strerror}; name a directory that can be written"
         )
-        raise find_full_disk(error) or mistake from error
+        raise find_disk_error(error, [cache]) or mistake from error
 
 
 def take_file(

@@ -19,6 +19,7 @@ import importlib
 import inspect
 import os
 import sys
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ import xxhash
 from pydantic import ValidationError, create_model
 from pydantic.config import JsonDict
 
-from tuneloop.core import artifacts, program
+from tuneloop.core import artifacts, errors, program
 from tuneloop.core.artifacts import (
     Artifact,
     Draft,
@@ -46,7 +47,7 @@ from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.provenance import collect_provenance, list_device_ids
-from tuneloop.core.store import Store
+from tuneloop.core.store import Store, local_path
 from tuneloop.core.threads import BACKGROUND
 
 Input = Annotated[Artifact, "input"]
@@ -137,7 +138,8 @@ class Component:
             split_ref(out)[0]
         )  # once: a second look might not find what the first one found
         stage = self._open(params, inputs, out, Path(os.devnull) if standing else None)
-        with handle_signals(stage):
+        # What is free is measured before the files of this attempt are deleted.
+        with handle_signals(stage), errors.name_disk_errors(*self._list_places(stage)):
             if standing:
                 self._check_standing(stage, standing)
             else:
@@ -145,8 +147,18 @@ class Component:
         if self.after and stage.leader:
             self.after(stage, standing)
         if stage.later and stage.leader:
-            BACKGROUND.begin(partial(stage.later, standing))
+            BACKGROUND.begin(partial(self._commit_later, stage, standing))
         return standing
+
+    def _list_places(self, stage: Stage) -> list[Path]:
+        """List the directories that the stage writes to: its output, and the machine's temporary ones."""
+        output = local_path(stage.out_url) or stage.out
+        return [output, Path(tempfile.gettempdir())]
+
+    def _commit_later(self, stage: Stage, standing: Manifest) -> None:
+        assert stage.later
+        with errors.name_disk_errors(*self._list_places(stage)):
+            stage.later(standing)
 
     def settings(self, *, without: Iterable[str] = (), **defaults: Any) -> type[Params]:
         """Return the parameters as a section of a pipeline's configuration, `without` those that the pipeline sets
@@ -193,7 +205,9 @@ class Component:
 
     def main(self, argv: Sequence[str] | None = None) -> typing.NoReturn:
         """Run as a program; never returns."""
-        sys.exit(self.run(sys.argv[1:] if argv is None else argv))
+        code = self.run(sys.argv[1:] if argv is None else argv)
+        errors.flush_output()
+        sys.exit(code)
 
     def run(self, argv: Sequence[str]) -> int:
         """Run as a program and return the exit code."""

@@ -112,7 +112,13 @@ class Stage:
         """Commit what a retry needs to go on from `step`; called by all ranks. `write` gets a directory that the ranks
         of one machine share. Older resume points, and those of other inputs or parameters, are deleted."""
         draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
-        write(draft.path)
+        try:
+            write(draft.path)
+        except BaseException:
+            # On a full disk its files would be in the way of the next attempt. Other ranks may still write to it.
+            if self.world_size == 1:
+                delete_draft(draft.path)
+            raise
         self._bring(draft)
         if self.leader:
             store = Store(self.out_url)

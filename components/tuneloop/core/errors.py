@@ -2,15 +2,16 @@
 (never retried), 3 a model that its gate refuses, 75 interrupted or temporarily impossible (retried), 70 the budget of
 attempts is used up, anything else a bug."""
 
-import errno
 import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
+
+from tuneloop.core import disk_faults
 
 P = ParamSpec("P")
 EXIT_USER = 2
@@ -88,21 +89,69 @@ class Corrupt(UserError):
     """Bytes that differ from what their manifest says."""
 
 
-def find_full_disk(error: BaseException) -> Unavailable | None:
-    """Return what to raise for an error of the system that passes once space is freed; None for any other error."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Unavailable(f"disk full ({error}); free space, then run it again")
-    return None
+class DiskError(Unavailable):
+    """A disk has no room or no quota, is read-only, or fails.
+
+    What was committed stands, and a retry goes on from it."""
+
+    def __init__(self, refusal: disk_faults.Refusal, places: Sequence[Path] = ()) -> None:
+        self.is_read_only = refusal.fault is disk_faults.READ_ONLY
+        super().__init__(disk_faults.describe_refusal(refusal, places))
+
+
+def find_disk_error(error: BaseException, places: Sequence[Path] = ()) -> DiskError | None:
+    """Return what to raise for an error, of whatever library, that is a disk's refusal.
+
+    Args:
+        places: directories that the program writes to, named where no error names a file.
+
+    Returns:
+        None for any other error."""
+    if isinstance(error, Retryable | Exhausted | SystemExit | KeyboardInterrupt | GeneratorExit):
+        return None
+    # The text of a mistake may quote a user's value: only what it was raised from counts.
+    is_mistake = isinstance(error, UserError)
+    refusal = disk_faults.find_cause(error) if is_mistake else disk_faults.find_refusal(error)
+    return DiskError(refusal, places) if refusal else None
+
+
+@contextmanager
+def name_disk_errors(*places: Path) -> Iterator[None]:
+    """Raise DiskError for what any library raises in the block because of a disk.
+
+    Args:
+        places: directories that the block writes to."""
+    try:
+        yield
+    except BaseException as error:
+        disk = find_disk_error(error, places)
+        if disk:
+            raise disk from error
+        raise
 
 
 def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
     """Print one line on standard error, and return its exit code, `code`. A line that explains a failure is also the
     pod's termination message, which Argo puts into the node's message; `replace`: also where there is one already."""
     line = shorten_text(" ".join(line.split()), 2000)
-    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print, too
+    # A log on a full disk must not change how a program ends.
+    with suppress(OSError):
+        # One write, as other ranks print, too.
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)
     if code:
         write_termination_message(line, replace)
     return code
+
+
+def flush_output() -> None:
+    """Write out what was printed, and drop what a full disk does not take.
+
+    The interpreter would try it again at its end, and replace the program's exit code by 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def write_termination_message(line: str, replace: bool = True) -> None:
@@ -122,8 +171,13 @@ def report_errors(program: Callable[P, int]) -> Callable[P, int]:
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return program(*args, **kwargs)
-        except (UserError, Retryable, Exhausted) as error:
-            return report_error(error)
+        except BaseException as error:
+            disk = find_disk_error(error)
+            if disk:
+                return report_error(disk)
+            if isinstance(error, UserError | Retryable | Exhausted):
+                return report_error(error)
+            raise
 
     return run
 

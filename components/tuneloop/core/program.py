@@ -27,14 +27,14 @@ def run_component(work: Callable[[], None]) -> int:
         fencing.read_lease_grant()  # a refused lease ends the program here
         work()
         return 0
-    except (errors.UserError, errors.Retryable, errors.Exhausted) as error:
-        code = _say(*errors.describe_error(error))
-        if isinstance(error, errors.Unavailable):
-            wait_before_ending()
-        return code
-    except Exception as error:
-        if full := errors.find_full_disk(error):
-            return _say(*errors.describe_error(full))
+    except BaseException as error:
+        # Also torch's CheckpointException is no Exception.
+        if disk := errors.find_disk_error(error):
+            return _end(disk)
+        if isinstance(error, errors.UserError | errors.Retryable | errors.Exhausted):
+            return _end(error)
+        if not isinstance(error, Exception):
+            raise
         if _lost_peer(error):
             lost = errors.Unavailable(f"another process of this stage has ended ({error})")
             return _say(*errors.describe_error(lost), replace=False)  # the other process says why
@@ -44,6 +44,14 @@ def run_component(work: Callable[[], None]) -> int:
         traceback.print_exc()
         errors.write_termination_message(f"bug: {type(error).__name__}: {error}")
         return 1
+
+
+def _end(error: errors.UserError | errors.Retryable | errors.Exhausted) -> int:
+    """Say why this attempt ends, wait a while where a service is unavailable, and return the exit code."""
+    code = _say(*errors.describe_error(error))
+    if isinstance(error, errors.Unavailable):
+        wait_before_ending()
+    return code
 
 
 def parse_arguments(

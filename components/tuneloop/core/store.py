@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlparse
 import obstore
 from obstore import exceptions
 
-from tuneloop.core.errors import Corrupt, NoKeys, Unavailable, UserError, find_full_disk
+from tuneloop.core.errors import Corrupt, DiskError, NoKeys, Unavailable, UserError, find_disk_error
 from tuneloop.core.object_stores import (
     KEYS,
     METADATA,
@@ -344,6 +344,12 @@ class Store:
             self.create(key, b"")
         except NoKeys as error:
             raise error.mistake from error
+        except DiskError as error:
+            # At the start it is the choice of the place that is wrong; later a mount may come back.
+            if error.is_read_only:
+                remedy = "is on a read-only file system; choose a writable place"
+                raise UserError("store", self.url, remedy) from None
+            raise
         self.delete(key)
 
     @contextlib.contextmanager
@@ -395,9 +401,9 @@ class Store:
             what = "cannot be made" if self.root is not None else shorten_error(error)
             raise UserError("store", f"{self.url}/{key}", f"{what}; correct the URL") from error
         except OSError as error:
-            if full := find_full_disk(error):
-                raise Unavailable(f"store: {self.url}: {full}") from error
-            if error.errno in (errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
+            if disk := find_disk_error(error, [self.root] if self.root else []):
+                raise disk from error
+            if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG):
                 raise UserError(
                     "store", f"{self.url}/{key}", f"{error.strerror}; choose a writable place"
                 ) from error

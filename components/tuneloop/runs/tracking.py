@@ -17,7 +17,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
-from tuneloop.core.errors import Retryable, UserError, find_full_disk, print_diagnostic
+from tuneloop.core.errors import Retryable, UserError, find_disk_error, print_diagnostic
 from tuneloop.core.store import Store
 from tuneloop.runs.delivery import find_delivery, get_measurements
 from tuneloop.runs.records import NAME, list_leaves, read_record
@@ -91,7 +91,7 @@ class Mirror:
             yield
         except Exception as error:
             own = type(error).__module__.startswith((self.name, "sqlite3"))
-            if own or (isinstance(error, OSError) and not find_full_disk(error)):
+            if own or (isinstance(error, OSError) and not find_disk_error(error)):
                 raise UserError(
                     self.name, self.tracker.address, " ".join(str(error).split())
                 ) from error

@@ -15,7 +15,7 @@ from pydantic import Field
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, hash_files
 from tuneloop.core.component import UNTRACKED, Input, Options, Results, Stage, component
-from tuneloop.core.errors import Unavailable, UserError, find_full_disk
+from tuneloop.core.errors import Unavailable, UserError, find_disk_error
 from tuneloop.core.hub import is_unreachable
 from tuneloop.formats.rollouts import SAMPLES, TEXTS
 from tuneloop.inference.generate import compare_with_canary, read_canary
@@ -196,7 +196,7 @@ def name_errors(field: str, value: object, *kinds: type[Exception]) -> Iterator[
     try:
         yield
     except kinds as error:
-        if isinstance(error, UserError) or find_full_disk(error):
+        if isinstance(error, UserError) or find_disk_error(error):
             raise
         answer = getattr(error, "response", None)
         status = getattr(error, "status", 0) if answer is None else answer.status_code

@@ -12,7 +12,14 @@ from pydantic import AfterValidator, Field, ValidationInfo
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
-from tuneloop.core.errors import EXIT_RETRY, Retryable, UserError
+from tuneloop.core.errors import (
+    EXIT_RETRY,
+    TERMINATION_LOG,
+    UNAVAILABLE,
+    Retryable,
+    Unavailable,
+    UserError,
+)
 from tuneloop.training.backends import load_backend, run_here
 from tuneloop.training.checkpoint import model_dir
 from tuneloop.training.fetch import fetch_artifact
@@ -43,6 +50,17 @@ class BackendOptions(TrainerOptions):
     )
 
 
+def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:
+    """Return what to raise for a backend that ended with `code`; one of ours leaves the reason as its last line."""
+    kind, _, reason = last_line.partition(": ")
+    if code == EXIT_RETRY and kind == UNAVAILABLE:
+        return Unavailable(f"{name}: {reason}")
+    outcome = f"ended with exit code {code}; its log says why"
+    if 0 < code < EXIT_RETRY:
+        return UserError("backend", name, outcome)
+    return Retryable(f"{name} {outcome}")
+
+
 def train_by_backend(
     stage: Stage, trainer: Any, policy: Artifact, prompts: Artifact, max_steps: int
 ) -> float:
@@ -64,14 +82,11 @@ def train_by_backend(
         places = {"model": str(model_dir(policy)), "data": f"{work}/data", "out": f"{work}/out"}
         fetch_artifact(f"{prompts.ref}#{stage.name}.parquet", Path(places["data"]), messages=True)
         backend = load_backend(name := given["backend"]).build_for_stage(given, **places)
-        if code := run_here(backend):
+        last_line = Path(work, "last-line")
+        last_line.touch()
+        if code := run_here(backend, {TERMINATION_LOG: str(last_line)}):
             stage.check_stop()
-            said = f"ended with exit code {code}; its log says why"
-            raise (
-                UserError("backend", name, said)
-                if 0 < code < EXIT_RETRY
-                else Retryable(f"{name} {said}")
-            )
+            raise _explain_end(name, code, last_line.read_text())
         made = Path(places["out"], f"checkpoint-{max_steps}")
         trainer.model.load_state_dict(open_model(made, torch.float32, "sdpa").state_dict())
         rows = json.loads((made / "trainer_state.json").read_text())["log_history"]

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tuneloop.core.errors import report_errors
 from tuneloop.core.processor import check_processor
 
 
-def main(argv: Sequence[str]) -> None:
+@report_errors
+def main(argv: Sequence[str]) -> int:
     """Run the module that the first argument names as a program, with the other arguments."""
     import torch.distributed as dist
 
@@ -30,7 +32,8 @@ def main(argv: Sequence[str]) -> None:
     sys.argv = list(argv)
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     kept.clear()
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tuneloop.core import cache
 from tuneloop.core.artifacts import file_digest
-from tuneloop.core.errors import Corrupt, UserError, find_full_disk
+from tuneloop.core.errors import Corrupt, UserError, find_disk_error
 from tuneloop.core.store import Store
 from tuneloop.weights import codec, delta, versions
 from tuneloop.weights.layout import (
@@ -458,7 +458,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
         mistake = UserError(
             "directory", str(directory), f"{error.strerror}; choose one that can be written"
         )
-        raise find_full_disk(error) or mistake from error
+        raise find_disk_error(error, [directory]) or mistake from error
     with lock as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

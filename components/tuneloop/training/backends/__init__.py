@@ -109,8 +109,9 @@ def list_backends() -> Mapping[str, type[LLMBackend]]:
     return dict(sorted(_known.items()))
 
 
-def run_here(backend: LLMBackend) -> int:
-    """Run a backend here, pass SIGTERM and SIGINT on, return its exit code. Raises UserError: bad option, nodes > 1."""
+def run_here(backend: LLMBackend, environment: Mapping[str, str] | None = None) -> int:
+    """Run a backend here, with an `environment` beside this process's own; pass SIGTERM and SIGINT on, and return its
+    exit code. Raises UserError: an option is impossible, or it is for several nodes."""
     backend.validate()
     if backend.nodes > 1:
         raise UserError(
@@ -120,7 +121,7 @@ def run_here(backend: LLMBackend) -> int:
     program, *rest = backend.to_command()
     words = [sys.executable if program == "python" else program, *rest, *backend.to_args()]
     with (
-        subprocess.Popen(words, env={**os.environ, **own}) as process,
+        subprocess.Popen(words, env=os.environ | own | dict(environment or {})) as process,
         forward_signals(process.send_signal),
     ):
         return process.wait()

@@ -1,0 +1,216 @@
+"""What a disk refuses, whatever library says so: no room, no quota, read-only, an I/O error.
+
+Python raises OSError with an errno. Libraries that write by themselves raise errors of their own,
+which have the system's text alone: safetensors, tokenizers and obstore (Rust's ``No space left on
+device (os error 28)``), shutil, sqlite3. PyTorch's file writer and NumPy say only that fewer bytes
+were written than they had."""
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DiskFault:
+    """A kind of refusal.
+
+    Attributes:
+        name: what it is called in messages.
+        remedy: what a person does about it.
+        numbers: the errno values by which Python's errors say it.
+        pattern: matches the texts by which other libraries say it."""
+
+    name: str
+    remedy: str
+    numbers: tuple[int, ...]
+    pattern: re.Pattern[str]
+
+
+def _compile(numbers: tuple[int, ...], *texts: str) -> re.Pattern[str]:
+    """Compile `texts`, and Rust's and Arrow's forms of an errno, into one pattern."""
+    forms = [rf"\((?:os )?error {number}\)|\[errno {number}\]" for number in numbers]
+    return re.compile("|".join(forms + list(texts)), re.IGNORECASE)
+
+
+_ROOM = (errno.ENOSPC,)
+_QUOTA = (errno.EDQUOT,)
+_READ_ONLY = (errno.EROFS,)
+# A server of NFS that was started anew forgets handles: opening the file again is right.
+_BROKEN = (errno.EIO, errno.ESTALE)
+
+NO_ROOM = DiskFault(
+    "disk full",
+    "free space there",
+    _ROOM,
+    _compile(
+        _ROOM,
+        "No space left on device",
+        "database or disk is full",
+        "Not enough (free )?disk space",
+        "Insufficient Storage",
+    ),
+)
+NO_QUOTA = DiskFault(
+    "disk quota used up",
+    "free space there or raise the quota",
+    _QUOTA,
+    _compile(_QUOTA, "Disk quota exceeded"),
+)
+READ_ONLY = DiskFault(
+    "read-only file system",
+    "mount it for writing",
+    _READ_ONLY,
+    _compile(_READ_ONLY, "Read-only file system", "attempt to write a readonly database"),
+)
+BROKEN = DiskFault(
+    "I/O error of the disk",
+    "check the disk or its mount",
+    _BROKEN,
+    _compile(_BROKEN, "Input/output error", "disk I/O error", "Stale file handle"),
+)
+CUT_SHORT = DiskFault(
+    "file could not be written",
+    "free space there, or check the disk",
+    (),
+    _compile(
+        (),
+        r"inline_container\.cc.*(unexpected pos|file write failed)",
+        "PytorchStreamWriter failed writing",
+        "basic_ios::clear: iostream error",
+        r"^\d+ requested and \d+ written$",
+    ),
+)
+FAULTS = (NO_ROOM, NO_QUOTA, READ_ONLY, BROKEN, CUT_SHORT)
+"""All kinds, the more telling before those that only say that a write failed."""
+_DEEPEST = 12
+"""How many links are followed, from an error to those behind it and to its arguments."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a disk refused: its kind, the file (empty where no error names one), and the words."""
+
+    fault: DiskFault
+    path: str
+    detail: str
+
+
+def find_refusal(error: BaseException) -> Refusal | None:
+    """Find what a disk refused: in an error, behind it, or among its arguments."""
+    readings = [_read_refusal(other) for other in _walk(error)]
+    refusals = [reading for reading in readings if reading]
+    if not refusals:
+        return None
+    best = min(refusals, key=lambda refusal: FAULTS.index(refusal.fault))
+    # Often the error that is raised last names the file, and the first one the cause.
+    paths = [refusal.path for refusal in refusals if refusal.path]
+    path = best.path or (paths[0] if paths else "")
+    return Refusal(best.fault, path, best.detail)
+
+
+def find_cause(error: BaseException) -> Refusal | None:
+    """Find what a disk refused behind `error`, and not in its own text, which may quote anything."""
+    for cause in _list_causes(error):
+        refusal = find_refusal(cause)
+        if refusal:
+            return refusal
+    return None
+
+
+def describe_refusal(refusal: Refusal, places: Sequence[Path] = ()) -> str:
+    """Describe a refusal in one line, with the place and the remedy.
+
+    Args:
+        places: directories that the program writes to, named where no error names the file."""
+    fault = refusal.fault
+    named = [Path(refusal.path)] if refusal.path else list(places)
+    where = " or ".join(_describe_place(path) for path in named)
+    detail = refusal.detail if not refusal.path else ""
+    words = [part for part in (fault.name, where, detail, fault.remedy) if part]
+    return f"{': '.join(words)}, then run it again"
+
+
+def _describe_place(path: Path) -> str:
+    """Describe a path with the bytes that are free there, or where it would lie."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError:
+        return str(path)
+    return f"{path} ({usage.free / 1e6:,.1f} of {usage.total / 1e6:,.1f} MB free)"
+
+
+def _walk(error: BaseException, depth: int = 0) -> Iterator[BaseException]:
+    """Yield an error, those among its arguments, and those that it was raised from."""
+    # Errors may refer to one another in a circle.
+    if depth > _DEEPEST:
+        return
+    yield error
+    for other in chain(_list_contained(error.args), _list_causes(error)):
+        yield from _walk(other, depth + 1)
+
+
+def _list_causes(error: BaseException) -> list[BaseException]:
+    hidden = error.__suppress_context__
+    causes = [error.__cause__, None if hidden else error.__context__]
+    return [cause for cause in causes if cause is not None]
+
+
+def _list_contained(value: object, depth: int = 0) -> Iterator[BaseException]:
+    """Yield the errors in an error's arguments.
+
+    Groups of errors have them in a list, torch's CheckpointException in a mapping by rank."""
+    if isinstance(value, BaseException):
+        yield value
+    elif depth < 4 and isinstance(value, Mapping):
+        for part in value.values():
+            yield from _list_contained(part, depth + 1)
+    elif depth < 4 and isinstance(value, list | tuple):
+        for part in value:
+            yield from _list_contained(part, depth + 1)
+
+
+def _read_refusal(error: BaseException) -> Refusal | None:
+    """Read one error: by its errno where it has one, else by its text."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, OSError) and number is not None:
+        for fault in FAULTS:
+            if number in fault.numbers:
+                # A copy names its source first: what has no room is its destination.
+                path = error.filename2 or error.filename or ""
+                return Refusal(fault, _decode(path), str(error.strerror or error))
+        return None
+    if isinstance(error, shutil.Error):
+        return _read_copies(error)
+    return _read_text(str(error))
+
+
+def _read_text(text: str, path: str = "") -> Refusal | None:
+    for fault in FAULTS:
+        match = fault.pattern.search(text)
+        if match:
+            return Refusal(fault, path, match[0])
+    return None
+
+
+def _read_copies(error: shutil.Error) -> Refusal | None:
+    """Read what `shutil.copytree` raises: a list of (source, destination, why) as text."""
+    copies = error.args[0] if error.args and isinstance(error.args[0], list) else []
+    triples = [copy for copy in copies if isinstance(copy, tuple) and len(copy) == 3]
+    for _, destination, reason in triples:
+        refusal = _read_text(str(reason), _decode(destination))
+        if refusal:
+            return refusal
+    return _read_text(str(error))
+
+
+def _decode(path: object) -> str:
+    if isinstance(path, bytes):
+        return path.decode(errors="replace")
+    return "" if isinstance(path, int) else str(path)
