@@ -76,7 +76,7 @@ def sft(
             stage, trainer, len(documents), options, lambda i: [documents[i]], step
         )
     checkpoint.release_device(stage, trainer)
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.save_dtype)
     return {"loss": loss, "version": version}
 
 
