@@ -14,6 +14,7 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import SEPARATED, tell_versions_apart
+from tuneloop.formats.model_files import read_vocabulary_size
 from tuneloop.formats.rollouts import (
     Completion,
     Request,
@@ -109,6 +110,7 @@ def generate_completions(
     model, options = policy.part("model"), job.options
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
+    _check_embeddings(job, requests, tokenizer, read_vocabulary_size(model))
     proofs: list[dict[str, float]] = []
 
     def prove(one: Engine) -> None:
@@ -236,6 +238,16 @@ def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
     return Request(
         group, ids, [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)]
     )
+
+
+def _check_embeddings(job: Job, requests: Sequence[Request], tokenizer: Any, size: int) -> None:
+    """Refuse prompts with a token that the model has no embedding for. Raises UserError: there is one."""
+    for row, request in zip(job.rows, requests):
+        surplus = max(request.prompt_ids)
+        if surplus >= size:
+            token = tokenizer.convert_ids_to_tokens(surplus)
+            remedy = f"the model has embeddings for {size} ids, and this token has {surplus}; drop the row"
+            raise UserError(f"prompts row {row['id']}", token, remedy)
 
 
 def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pyarrow.parquet as pq
@@ -10,9 +9,10 @@ from pydantic import Field
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
-from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.hub import is_unreachable, split_hub_address
+from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import write_canary
+from tuneloop.formats.model_files import choose_shard_bytes, copy_companions
+from tuneloop.training.pretrained import Pretrained, load_pretrained
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
 
@@ -81,17 +81,29 @@ def base_model(
 
     disable_progress_bar()
     target = stage.out / "model"
+    pretrained: Pretrained | None = None
     with stage.timed("load"):
         if model in TINY:
             tokenizer = train_tokenizer(_text(prompts, model), vocab_size, max_position_embeddings)
             torch.manual_seed(stage.seed("init"))
             policy = _tiny(model, tokenizer, max_position_embeddings)
         else:
-            policy, tokenizer = _pretrained(model, revision, trust_remote_code)
+            pretrained = load_pretrained(model, revision, trust_remote_code)
+            policy = pretrained.model
+            tokenizer = pretrained.tokenizer
+    dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
-        dtype = policy.dtype if save_dtype == "auto" else getattr(torch, save_dtype)
-        policy.to(dtype).save_pretrained(target)
+        policy.to(getattr(torch, dtype))
+        if pretrained:
+            limit = choose_shard_bytes(pretrained.directory, dtype)
+            policy.save_pretrained(target, max_shard_size=limit)
+        else:
+            policy.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        if pretrained:
+            copy_companions(pretrained.directory, target)
+            note_surplus_tokens(stage, pretrained)
+        pretrained = None
         del policy
     with stage.timed("canary"):  # from the files: a cast in memory rounds more than the weights
         policy = AutoModelForCausalLM.from_pretrained(
@@ -102,12 +114,21 @@ def base_model(
         )  # padding rows are never served
         write_canary(policy, stage.out / "canary.json", vocabulary)
     parameters = sum(p.numel() for p in policy.parameters())
-    stage.facts.update(
-        version=0, model=model, parameters=parameters, save_dtype=str(dtype).removeprefix("torch.")
-    )
+    stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=dtype)
     stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)
     stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
     return {"parameters": parameters}
+
+
+def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:
+    """Record and say which tokens the model has no embeddings for. Rows with one of them are refused where they are
+    read."""
+    tokens = pretrained.surplus_tokens
+    if not tokens:
+        return
+    stage.facts["surplus_tokens"] = len(tokens)
+    names = ", ".join(tokens[:3]) + (", …" if len(tokens) > 3 else "")
+    stage.log(f"the tokenizer has {len(tokens)} more tokens than the model has embeddings: {names}")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:
@@ -170,62 +191,6 @@ def _tiny(name: str, tokenizer: Any, context: int) -> Any:
     if name == "tiny-llama":
         return LlamaForCausalLM(LlamaConfig(**shape))
     return Qwen3ForCausalLM(Qwen3Config(**shape))
-
-
-def _pretrained(model: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Load a model and its tokenizer, from a directory or the hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, revision = split_hub_address("base_model.model", model, revision)
-    _check_directory(model)
-    about = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, **about)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype="auto", output_loading_info=True, **about
-        )
-    except (
-        Exception
-    ) as error:  # each library has its own errors, and all of them are about this model
-        reason = " ".join(str(error).split())[:300]
-        if is_unreachable(error):
-            raise Retryable(f"base_model: {model}: the hub does not answer ({reason})") from error
-        raise UserError("base_model.model", model, f"cannot be loaded: {reason}") from error
-    policy, found = loaded
-    if found["missing_keys"]:  # transformers would fill them with random numbers
-        remedy = f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}; use the config.json they came with"
-        raise UserError("base_model.model", model, remedy)
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "base_model.model",
-            model,
-            "its tokenizer has no eos_token; set one in tokenizer_config.json",
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if len(tokenizer) > policy.config.get_text_config().vocab_size:
-        raise UserError(
-            "base_model.model", model, "its tokenizer has more tokens than its weights; use its own"
-        )
-    return policy, tokenizer
-
-
-def _check_directory(model: str) -> None:
-    """Refuse an incomplete model directory; transformers would look on the hub for missing files."""
-    path = Path(model)
-    if not path.is_dir():
-        if path.is_absolute() or model.startswith("."):
-            raise UserError("base_model.model", model, "no such directory")
-        return
-    for what, patterns in (
-        ("config.json", ("config.json",)),
-        ("tokenizer", ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")),
-        ("weights", ("*.safetensors", "*.bin")),
-    ):
-        if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise UserError(
-                "base_model.model", model, f"has no {what} ({' or '.join(patterns)}); add it"
-            )
 
 
 if __name__ == "__main__":

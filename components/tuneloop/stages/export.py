@@ -13,7 +13,7 @@ from tuneloop.core.artifacts import Artifact, dump_canonical_json
 from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
-from tuneloop.training.checkpoint import find_state, lora_base, trainer_state
+from tuneloop.training.checkpoint import DROPPED_SETTINGS, find_state, lora_base, trainer_state
 from tuneloop.weights.gguf import write_gguf
 from tuneloop.weights.layout import preallocate_safetensors, read_header, write_bytes_at
 
@@ -35,7 +35,15 @@ def export(stage: Stage, policy: Input, *, adapter: bool = False, gguf: bool = F
     if adapter:
         write_adapter(policy, stage.out / "adapter", "adapter")
     parameters = sum(count_parameters(path) for path in model.glob("*.safetensors"))
-    stage.facts.update(version=policy.manifest.facts.get("version"), digest=policy.manifest.digest)
+    facts = policy.manifest.facts
+    stage.facts.update(version=facts.get("version"), digest=policy.manifest.digest)
+    dropped = facts.get(DROPPED_SETTINGS)
+    if dropped:
+        stage.facts[DROPPED_SETTINGS] = dropped
+        settings = ", ".join(f"{name} {value}" for name, value in dropped.items())
+        stage.log(
+            f"generation_config.json is without the base's {settings}: the policy was not trained under them"
+        )
     return {"parameters": parameters}
 
 

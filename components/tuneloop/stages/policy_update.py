@@ -163,7 +163,7 @@ def policy_update(
     trainer, losses = train_policy(stage, ranks, policy, rewards, reference, **about)
     checkpoint.release_device(stage, trainer)
     version = checkpoint.write_checkpoint(
-        stage, trainer, policy, options.saved_dtype, state_as="facts"
+        stage, trainer, policy, options.save_dtype, state_as="facts"
     )
     if stage.leader:
         pass_carried(rewards, stage.out)

@@ -95,7 +95,7 @@ def preference(
     stage.facts.update(accuracy_before=before, reference=logprobs.manifest.facts["digest"])
     stage.log(f"accuracy {before:.3f} → {after:.3f} on {len(held_out)} pairs")
     checkpoint.release_device(stage, trainer)
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.save_dtype)
     return {"loss": loss, "accuracy": after, "version": version}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
+from tuneloop.formats.model_files import WEIGHTS
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import compute_accuracy, read_pairs
@@ -65,11 +66,10 @@ def reward_model(
     with stage.timed("save"):
         source, target = checkpoint.model_dir(policy), stage.out / "model"
         if stage.leader:
-            shutil.copytree(
-                source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*")
-            )
-        trainer.export(source, target, options.saved_dtype)
-    stage.facts.update(step=trainer.step, save_dtype=options.save_dtype, accuracy=right)
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS))
+        dtype = checkpoint.choose_saved_dtype(policy, options.save_dtype)
+        trainer.export(source, target, dtype)
+    stage.facts.update(step=trainer.step, save_dtype=dtype, accuracy=right)
     stage.log(f"accuracy {right:.3f} on {len(held_out)} pairs")
     return {"loss": loss, "accuracy": right}
 

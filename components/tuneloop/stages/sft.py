@@ -111,7 +111,7 @@ def sft(
         stage.facts.update(losses.to_facts())
         stage.log(f"held-out loss {losses}")
     checkpoint.release_device(stage, trainer)
-    version = checkpoint.write_checkpoint(stage, trainer, policy, options.saved_dtype)
+    version = checkpoint.write_checkpoint(stage, trainer, policy, options.save_dtype)
     return {"loss": loss, "version": version}
 
 

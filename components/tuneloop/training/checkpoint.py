@@ -33,6 +33,7 @@ from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.threads import BACKGROUND
 from tuneloop.formats.canary import canary_ids, canary_logprobs
+from tuneloop.formats.model_files import WEIGHTS, drop_sampling_settings, read_dtype
 from tuneloop.training.old_checkpoints import SINCE, STATE, STATE_FACT, delete_old_checkpoints
 from tuneloop.training.options import TrainerOptions
 from tuneloop.weights.publication import publish_checkpoint
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.fsdp.trainer import Trainer
+
+
+DROPPED_SETTINGS = "dropped_generation_settings"
+"""The fact with the base's settings of sampling that are not handed on."""
 
 
 def checkpoint_stage(**results: type) -> Callable[[Callable[..., Results]], Component]:
@@ -68,6 +73,14 @@ def model_dir(policy: Artifact) -> Path:
             "checkpoint", policy.url, "holds no model/config.json and version; give it a checkpoint"
         )
     return policy.part("model")
+
+
+def choose_saved_dtype(policy: Artifact, dtype: str) -> str:
+    """Choose the dtype of the next version's ``model/``; ``auto`` is that of `policy`, as the base model came in it."""
+    if dtype != "auto":
+        return dtype
+    recorded = policy.manifest.facts.get("save_dtype")
+    return recorded or read_dtype(model_dir(policy))
 
 
 def trainer_state(policy: Artifact) -> dict[str, Any] | None:
@@ -168,17 +181,21 @@ def write_checkpoint(
 ) -> int:
     """Write all of a checkpoint but its metrics to ``stage.out``; called by all ranks; return the version.
 
-    Files beside the weights, such as the tokenizer, are those of `policy`, the checkpoint that was trained. `version`
+    ``model/`` is written in `dtype`, or with ``auto`` in that of `policy`; see `choose_saved_dtype`. Files beside the
+    weights, such as the tokenizer, are those of `policy`, the checkpoint that was trained. `version`
     defaults to the one after `policy`'s. `state_as`: write the optimizer's state as ``trainer/``; or only facts, by
     which the update can be repeated and verified; or none, for a checkpoint that is only sampled from.
     """
     source = model_dir(policy)
+    dtype = choose_saved_dtype(policy, dtype)
     version = int(policy.manifest.facts["version"]) + 1 if version is None else version
     with stage.timed("save"):
         if stage.leader:
-            weights = shutil.ignore_patterns("*.safetensors*", "*.bin*")
+            weights = shutil.ignore_patterns(*WEIGHTS)
             shutil.copytree(source, stage.out / "model", ignore=weights, dirs_exist_ok=True)
         written = trainer.export(source, stage.out / "model", dtype)
+        if stage.leader:
+            note_dropped_settings(stage, policy, drop_sampling_settings(stage.out / "model"))
         betas = [trainer.optimization.adam_beta1, trainer.optimization.adam_beta2]
         state: dict[str, Any] = {
             "format": 1,
@@ -218,6 +235,15 @@ def write_checkpoint(
         {key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts}
     )
     return version
+
+
+def note_dropped_settings(stage: Stage, policy: Artifact, dropped: dict[str, Any]) -> None:
+    """Record the base's settings of sampling that a trained policy no longer has, as it was not trained under them.
+
+    A process that trained the version before may still drop them, another one finds none; both record the same."""
+    dropped = policy.manifest.facts.get(DROPPED_SETTINGS) or dropped
+    if dropped:
+        stage.facts[DROPPED_SETTINGS] = dropped
 
 
 @dataclass

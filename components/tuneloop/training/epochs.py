@@ -238,9 +238,13 @@ def check_fits(
                 len(document.ids),
                 f"tokens in all, over the {over}, or drop the row",
             )
-        if max(document.ids) >= policy.vocab_size:
-            remedy = f"its tokenizer goes beyond its vocabulary of {policy.vocab_size}"
-            raise UserError("--policy", max(document.ids), remedy)
+        surplus = max(document.ids)
+        if surplus >= policy.vocab_size:
+            remedy = (
+                f"the tokenizer gives this id, and the model has embeddings for {policy.vocab_size} ids only; drop "
+                "the row, or take the tokenizer and the chat template that belong to the model"
+            )
+            raise UserError(f"row {name}: token", surplus, remedy)
 
 
 def _resume(stage: Stage, trainer: Any, batch: int) -> int:

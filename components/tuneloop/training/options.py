@@ -90,7 +90,7 @@ class TrainerOptions(Options):
     )
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
-        description="dtype of model/, which is sampled from; auto: as dtype, so that both compute alike",
+        description="dtype of model/, which is sampled from; auto: as the policy came in",
     )
     save_steps: int = Field(0, ge=0, description="steps between resume points; 0: only on SIGTERM")
     device: Device = Field("auto", description="auto: CUDA if available")
@@ -111,10 +111,6 @@ class TrainerOptions(Options):
     def model_options(self) -> dict[str, Any]:
         """The options that a model takes, as far as they are flags of the stage."""
         return {name: getattr(self, name) for name in MODEL_OPTIONS if name in self.names()}
-
-    @property
-    def saved_dtype(self) -> str:
-        return self.dtype if self.save_dtype == "auto" else self.save_dtype
 
 
 class PairOptions(TrainerOptions):

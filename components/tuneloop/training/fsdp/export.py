@@ -18,21 +18,25 @@ from torch.distributed.tensor import DTensor, Shard
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.weights import layout
 
-FILE_SIZE = "50GB"
-"""The maximum size of a file: the default of `save_pretrained`."""
-
 
 def write_sharded_model(
-    model: Any, state: Iterable[tuple[str, Tensor]], dtype: torch.dtype, target: Path, ranks: Ranks
+    model: Any,
+    state: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    target: Path,
+    ranks: Ranks,
+    *,
+    shard_bytes: int,
 ) -> bool:
-    """Write a model of transformers, under `fully_shard` on one mesh dimension, with floating parameters in `dtype`.
+    """Write a model of transformers, under `fully_shard` on one mesh dimension, with floating parameters in `dtype`,
+    and at most `shard_bytes` in a file.
 
     All ranks call this. `state` has the model's names and values, sharded or (buffers) whole; tied ones are left out.
     Return False, with nothing written, if `save_pretrained` would change tensors: if it splits experts that were fused
     on loading, or keeps modules in float32."""
     if getattr(model, "_weight_conversions", True) or getattr(model, "_keep_in_fp32_modules", None):
         return False
-    plan = _Plan(model, dtype, target)
+    plan = _Plan(model, dtype, target, shard_bytes)
     if ranks.rank == 0:
         plan.lay_out()
     ranks.barrier()
@@ -69,7 +73,7 @@ def gather_tensor(value: Tensor) -> Tensor:
 class _Plan:
     """The place of each tensor, from the model's configuration alone; `wanted`: name → meta tensor as written."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, target: Path) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, target: Path, shard_bytes: int) -> None:
         from huggingface_hub import split_torch_state_dict_into_shards
         from transformers.core_model_loading import revert_weight_conversion
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -87,7 +91,7 @@ class _Plan:
         wanted = remove_tied_weights_from_state_dict(wanted, self.empty)
         self.wanted: dict[str, Tensor] = revert_weight_conversion(self.empty, wanted)
         self.split = split_torch_state_dict_into_shards(
-            self.wanted, filename_pattern="model{suffix}.safetensors", max_shard_size=FILE_SIZE
+            self.wanted, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
         )
         self.files = {name: target / file for name, file in self.split.tensor_to_filename.items()}
         self.places: dict[str, layout.Tensor] = {}

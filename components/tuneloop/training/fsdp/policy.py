@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.threads import map_ahead
+from tuneloop.formats.model_files import choose_shard_bytes
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
@@ -281,14 +282,18 @@ class Policy:
         return open_model(directory, dtype, "sdpa")
 
     def export(self, source: Path, target: Path, dtype: str) -> Any:
-        """Write the model to `target` in Hugging Face layout, in `dtype`; called by all ranks. The caller copies other
-        files of `source`, as the tokenizer's. Return the model as written, on the CPU, or None on all other ranks."""
+        """Write the model to `target` in Hugging Face layout, in `dtype`; called by all ranks. Its files are cut as
+        those of `source` are. The caller copies other files of `source`, as the tokenizer's. Return the model as
+        written, on the CPU, or None on all other ranks."""
         kind = getattr(torch, dtype)
+        shard_bytes = choose_shard_bytes(source, dtype)
         if self.ranks.mesh is not None:
             state = (
                 lora.merge_adapters(self.model) if self.lora else self.model.state_dict().items()
             )
-            if export.write_sharded_model(self.model, state, kind, target, self.ranks):
+            if export.write_sharded_model(
+                self.model, state, kind, target, self.ranks, shard_bytes=shard_bytes
+            ):
                 return self._reopen(target, kind) if self.ranks.rank == 0 else None
         weights = self.whole_state()
         if self.ranks.rank != 0:
@@ -296,7 +301,7 @@ class Policy:
         if self._written is None or self._written.dtype != kind:
             self._written = self._reopen(source, kind)
         self._written.load_state_dict(weights)
-        self._written.save_pretrained(target)
+        self._written.save_pretrained(target, max_shard_size=shard_bytes)
         return self._written
 
 

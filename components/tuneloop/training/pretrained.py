@@ -1,0 +1,136 @@
+"""A pretrained model as it comes: its weights, its tokenizer, and the files beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.hub import is_unreachable, split_hub_address
+from tuneloop.formats.model_files import CARD, WEIGHTS
+
+FIELD = "base_model.model"
+"""The setting that names the model, for messages."""
+REQUIRED_FILES = (
+    ("config.json", ("config.json",)),
+    ("tokenizer", ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")),
+    ("weights", ("*.safetensors", "*.bin")),
+)
+"""What a model directory must have, and the names of the files that it may be in."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model of transformers with its tokenizer; `directory` holds the files that both were read from."""
+
+    model: Any
+    tokenizer: Any
+    directory: Path
+
+    @property
+    def surplus_tokens(self) -> list[str]:
+        """The tokens whose ids lie beyond the model's embeddings. The model can neither read nor produce them."""
+        size = self.model.config.get_text_config().vocab_size
+        vocabulary = self.tokenizer.get_vocab()
+        ids = {number: token for token, number in vocabulary.items() if number >= size}
+        return [ids[number] for number in sorted(ids)]
+
+
+def load_pretrained(address: str, revision: str | None, trust_remote_code: bool) -> Pretrained:
+    """Load a model and its tokenizer from a directory or the hub.
+
+    Raises UserError: a directory that lacks a file, weights or a tokenizer that cannot be loaded or do not fit.
+    Raises Retryable: the hub does not answer."""
+    name, revision = split_hub_address(FIELD, address, revision)
+    _check_directory(name)
+    try:
+        pretrained = _load(name, revision, trust_remote_code)
+    except Exception as error:
+        # Each library has its own errors, and all of them are about this model.
+        reason = " ".join(str(error).split())[:300]
+        if is_unreachable(error):
+            raise Retryable(f"base_model: {name}: the hub does not answer ({reason})") from error
+        raise UserError(FIELD, name, f"cannot be loaded: {reason}") from error
+    if isinstance(pretrained, list):
+        missing = ", ".join(pretrained[:3])
+        remedy = f"its weights lack {missing}; use the config.json they came with"
+        raise UserError(FIELD, name, remedy)
+    _check_special_tokens(name, pretrained)
+    _separate_heads(pretrained.model)
+    return pretrained
+
+
+def _load(name: str, revision: str | None, trust_remote_code: bool) -> Pretrained | list[str]:
+    """Load what `load_pretrained` returns, or return the names of the weights that are missing."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    )
+    model, information = AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype="auto",
+        output_loading_info=True,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    # transformers fills missing weights with random numbers.
+    if information["missing_keys"]:
+        return sorted(information["missing_keys"])
+    directory = Path(name)
+    if not directory.is_dir():
+        directory = _fetch_companions(name, revision)
+    return Pretrained(model, tokenizer, directory)
+
+
+def _fetch_companions(name: str, revision: str | None) -> Path:
+    """Fetch the files beside the weights of a model on the hub; return its directory in the cache, weights included."""
+    from huggingface_hub import snapshot_download
+
+    ignored = [*WEIGHTS, CARD, ".*", "*/*"]
+    return Path(snapshot_download(name, revision=revision, ignore_patterns=ignored))
+
+
+def _check_special_tokens(name: str, pretrained: Pretrained) -> None:
+    """Give a tokenizer without padding its end of sequence for that. Raises UserError: it has no usable end."""
+    tokenizer = pretrained.tokenizer
+    size = pretrained.model.config.get_text_config().vocab_size
+    if tokenizer.eos_token_id is None:
+        remedy = "its tokenizer has no eos_token; set one in tokenizer_config.json"
+        raise UserError(FIELD, name, remedy)
+    if tokenizer.eos_token_id >= size:
+        remedy = (
+            f"its tokenizer's eos_token {tokenizer.eos_token} has the id {tokenizer.eos_token_id}, and its weights "
+            f"have embeddings for {size} ids only; use its own tokenizer, or add embeddings"
+        )
+        raise UserError(FIELD, name, remedy)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def _separate_heads(model: Any) -> None:
+    """Say in the configuration that the output layer has weights of its own, where it says it shares the embeddings'.
+
+    transformers loads both matrices of such a model and uses both. Others would tie them and compute otherwise."""
+    import torch
+
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    if head is None or head.weight is embeddings.weight:
+        return
+    for config in (model.config, model.config.get_text_config()):
+        if config.tie_word_embeddings and not torch.equal(head.weight, embeddings.weight):
+            config.tie_word_embeddings = False
+
+
+def _check_directory(model: str) -> None:
+    """Refuse an incomplete model directory; transformers would look on the hub for missing files."""
+    path = Path(model)
+    if not path.is_dir():
+        if path.is_absolute() or model.startswith("."):
+            raise UserError(FIELD, model, "no such directory")
+        return
+    for part, patterns in REQUIRED_FILES:
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise UserError(FIELD, model, f"has no {part} ({' or '.join(patterns)}); add it")
