@@ -28,6 +28,9 @@ class Batch:
         index: int64 ``[targets]``, the places of ``input_ids.flatten()`` whose output predicts a target.
         labels: int64 ``[targets]``, the targets, document by document in the order they were given.
         counts: int64 ``[documents]``, how many targets each has.
+        boundaries: int32 ``[sequences + 1]``, where sequences begin in ``input_ids.flatten()``, for kernels
+            that keep the documents of a row apart; a row's padding counts as one sequence more.
+        longest: tokens of the longest sequence.
     """
 
     input_ids: Tensor
@@ -35,13 +38,24 @@ class Batch:
     index: Tensor
     labels: Tensor
     counts: Tensor
+    boundaries: Tensor
+    longest: int
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device. From pinned memory it is copied asynchronously."""
-        own = (self.input_ids, self.position_ids, self.index, self.labels, self.counts)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return Batch(
-            *(each if each is None else each.to(device, non_blocking=True) for each in own)
-        )  # type: ignore[arg-type]
+            input_ids=move(self.input_ids),
+            position_ids=None if self.position_ids is None else move(self.position_ids),
+            index=move(self.index),
+            labels=move(self.labels),
+            counts=move(self.counts),
+            boundaries=move(self.boundaries),
+            longest=self.longest,
+        )
 
 
 def plan_micro_batches(
@@ -115,7 +129,13 @@ def collate_documents(
     if not documents:
         one, nothing = (_make_tensor(np.zeros(shape, np.int64), device) for shape in ((1, 1), 0))
         return Batch(
-            one, None if capacity is None else one, index=nothing, labels=nothing, counts=nothing
+            one,
+            None if capacity is None else one,
+            index=nothing,
+            labels=nothing,
+            counts=nothing,
+            boundaries=_make_tensor(np.array([0, 1], np.int32), device),
+            longest=1,
         )
     lengths = np.array([len(document.ids) for document in documents])
     rows = (
@@ -135,6 +155,7 @@ def collate_documents(
     )
     wanted = np.flatnonzero(targets)
     labels = _join_tokens(d.labels or d.ids for d in documents)[wanted]
+    boundaries = _find_boundaries(start, lengths, width, len(rows))
 
     def spread(
         values: np.ndarray,
@@ -149,7 +170,15 @@ def collate_documents(
         index=_make_tensor(place[wanted] - 1, device),
         labels=_make_tensor(labels, device),
         counts=_make_tensor(np.add.reduceat(targets, first), device),
+        boundaries=_make_tensor(boundaries, device),
+        longest=int(np.diff(boundaries).max()),
     )
+
+
+def _find_boundaries(start: np.ndarray, lengths: np.ndarray, width: int, rows: int) -> np.ndarray:
+    """List where sequences begin in rows of `width` laid end to end, and where the last one ends."""
+    ends = np.arange(1, rows + 1) * width
+    return np.unique(np.concatenate([[0], start, start + lengths, ends])).astype(np.int32)
 
 
 def _make_tensor(values: np.ndarray, device: torch.device) -> Tensor:

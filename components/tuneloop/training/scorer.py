@@ -40,7 +40,7 @@ class Scorer(Policy):
     """Scores documents. A language model's directory is opened with a new head of zeros, so that every score is 0."""
 
     def _open(self, directory: Path) -> Any:
-        made = self._adapt(_open(directory, torch.float32, self.attention))
+        made = self._adapt(_open(directory, torch.float32, self.layout.attention))
         made.score.requires_grad_(True)  # the head is new, and trained even with adapters
         return _Scoring(made.model, made.score, made.config)
 

@@ -1,5 +1,4 @@
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document
 from tuneloop.training import options
 from tuneloop.training.fsdp import policy as policy_module
-from tuneloop.training.fsdp.policy import Policy, choose_attention, open_model
+from tuneloop.training.fsdp.policy import Policy
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.fsdp.trainer import Trainer
 from tuneloop.training.options import Optimization
@@ -70,33 +69,6 @@ def test_without_a_gpu_attention_is_sdpa_and_eager_says_the_same(model, document
         torch.testing.assert_close(
             one.logprobs(documents), other.logprobs(documents), rtol=1e-4, atol=1e-5
         )
-
-
-def test_flash_attention_is_chosen_where_it_is_and_can_be(tmp_path, monkeypatch):
-    given = [("cuda", "bfloat16"), ("cuda", "float16"), ("cuda", "float32"), ("cpu", "bfloat16")]
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert [choose_attention("auto", *each) for each in given] == ["flash_attention_2"] * 2 + [
-        "sdpa"
-    ] * 2
-    assert choose_attention("eager", "cuda", "bfloat16") == "eager"
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
-    assert [choose_attention("auto", *each) for each in given] == ["sdpa"] * 4
-
-
-@pytest.mark.parametrize(
-    "attention, form", [("flash_attention_2", "packed"), ("sdpa", "padded"), ("eager", "padded")]
-)
-def test_rows_are_packed_where_the_attention_has_a_kernel_for_them(
-    model, monkeypatch, attention, form
-):
-    """The choice alone: FlashAttention computes on a GPU only, so the model is opened with what a CPU has."""
-    monkeypatch.setattr(
-        Policy, "_open", lambda self, at: self._adapt(open_model(at, torch.float32, "sdpa"))
-    )
-    policy = Policy(model, Ranks("cpu"), attn_implementation=attention)
-    assert policy.chosen()["packing"] == form
 
 
 def gradients(

@@ -26,7 +26,7 @@ from tuneloop.formats.model_files import choose_shard_bytes
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
-from tuneloop.training.fsdp import export
+from tuneloop.training.fsdp import attention, export
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, Dtype, Packing
@@ -41,26 +41,15 @@ def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tupl
     return logits.gather(-1, labels[:, None])[:, 0] - norm, entropy
 
 
-def choose_attention(name: str, device: str, dtype: Dtype) -> str:
-    """Return transformers' name of an attention; ``auto``: FlashAttention 2 if installed, on a GPU with 16 bits."""
-    best = (
-        "flash_attention_2"
-        if device == "cuda" and dtype != "float32" and _has("flash_attn")
-        else "sdpa"
-    )
-    return best if name == "auto" else name
-
-
 class Policy:
     """A language model that computes log-probabilities of target tokens; `TrainerOptions` has the options.
 
-    `model` is a Hugging Face directory. ``packing="auto"`` packs for FlashAttention alone: without a kernel for
-    sequences of varying length, a block-diagonal mask costs more than padding within similar lengths. A packed row has
-    `max_length` tokens. With `lora` the model is frozen, and the layers under adapters are stored in `dtype`. Raises
+    `model` is a Hugging Face directory. `attention.choose_attention` says what ``auto`` chooses. Under a dense mask a
+    packed row has `max_length` tokens; a kernel that takes documents' boundaries gets them all in one row. With `lora` the model is frozen, and the layers under adapters are stored in `dtype`. Raises
     UserError if the model cannot be loaded, or an option's requirement is missing.
 
     Attributes:
-        attention, packed: the choices that were made for ``auto``.
+        layout: the attention and the form of rows that were chosen for ``auto``.
         context: maximum length of a sequence, in tokens.
     """
 
@@ -86,8 +75,9 @@ class Policy:
             lora,
             use_liger_kernel,
         )
-        self.attention = choose_attention(attn_implementation, ranks.device.type, dtype)
-        self.packed = "flash" in self.attention if packing == "auto" else packing == "packed"
+        self.layout = attention.choose_attention(
+            model, ranks.device, dtype, attn_implementation, packing
+        )
         self.max_length = max_length
         self.model = self._open(model)
         text = self.model.config.get_text_config()
@@ -116,7 +106,7 @@ class Policy:
         self._place(CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
 
     def _open(self, directory: Path) -> Any:
-        return self._adapt(open_model(directory, torch.float32, self.attention))
+        return self._adapt(open_model(directory, torch.float32, self.layout.attention))
 
     def _adapt(self, model: Any) -> Any:
         """Put kernels and adapters into a model of transformers, and return it."""
@@ -162,16 +152,20 @@ class Policy:
 
     def chosen(self) -> dict[str, Any]:
         """Return the choices that were made for ``auto``, for people."""
-        form = "packed" if self.packed else "padded"
-        return {
-            "attention": self.attention,
-            "packing": form,
+        chosen = {
+            "attention": self.layout.attention,
+            "packing": "packed" if self.layout.packed else "padded",
             "dtype": str(self.dtype).removeprefix("torch."),
         }
+        if self.layout.obstacle:
+            chosen["padded_because"] = self.layout.obstacle
+        return chosen
 
     def plan(self, lengths: Sequence[int], limit: int) -> list[list[int]]:
         """Plan this rank's micro-batches, at most `limit` examples in each, as indices; see `plan_micro_batches`."""
-        return plan_micro_batches(lengths, limit, self.ranks.world, self.packed)[self.ranks.rank]
+        return plan_micro_batches(lengths, limit, self.ranks.world, self.layout.packed)[
+            self.ranks.rank
+        ]
 
     def logprobs(
         self, documents: Sequence[Document] | Batch, temperature: float = 1.0
@@ -215,9 +209,11 @@ class Policy:
         return chunked
 
     def collate(self, documents: Sequence[Document]) -> Batch:
-        return collate_documents(
-            documents, self.ranks.device, self.max_length if self.packed else None
-        )
+        capacity = self.max_length if self.layout.packed else None
+        if self.layout.takes_boundaries:
+            # One row holds all documents, so that no token is padding.
+            capacity = max(1, sum(len(document.ids) for document in documents))
+        return collate_documents(documents, self.ranks.device, capacity)
 
     def collate_ahead(
         self, documents: Sequence[Document], plan: Iterable[list[int]]
@@ -230,11 +226,17 @@ class Policy:
         low = torch.autocast(
             self.ranks.device.type, self.dtype, enabled=single and self.dtype != torch.float32
         )
+        boundaries = {}
+        if self.layout.takes_boundaries or self.layout.attention == attention.VARLEN:
+            boundaries = attention.list_boundary_arguments(batch)
         self._index = batch.index
         try:
             with low:
                 output = self.model(
-                    input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+                    input_ids=batch.input_ids,
+                    position_ids=batch.position_ids,
+                    use_cache=False,
+                    **boundaries,
                 )
         finally:
             self._index = None
@@ -306,20 +308,26 @@ class Policy:
 
 
 def open_model(
-    directory: Path, dtype: torch.dtype, attention: str, head: str = "CausalLM", **more: Any
+    directory: Path, dtype: torch.dtype, implementation: str, head: str = "CausalLM", **more: Any
 ) -> Any:
     """Open a causal language model of transformers, or with another `head`. Raises UserError: it cannot be loaded."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    about = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True, **more}
+    attention.register_varlen()
+    about = {
+        "dtype": dtype,
+        "attn_implementation": implementation,
+        "local_files_only": True,
+        **more,
+    }
     try:
         return getattr(transformers, f"AutoModelFor{head}").from_pretrained(directory, **about)
     except (ImportError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            "policy", str(directory), f"cannot be loaded with {attention} attention ({reason})"
+            "policy", str(directory), f"cannot be loaded with {implementation} attention ({reason})"
         ) from error
 
 

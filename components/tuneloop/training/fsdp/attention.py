@@ -1,0 +1,246 @@
+"""The attention of a policy: which implementation, whether its rows are packed, and a kernel for packed rows.
+
+Packed rows hold several documents, which must not attend to one another. With a dense mask that costs
+the square of the row's length. Kernels for sequences of varying length take the documents' boundaries
+instead: FlashAttention has such kernels, and so has torch itself, in `torch.nn.attention.varlen`. The
+latter is registered with transformers as the attention ``varlen``. Where torch's kernel cannot run, on a
+CPU or in float32, ``varlen`` computes document by document, which is the reference of its tests.
+"""
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from tuneloop.core.errors import UserError
+from tuneloop.training.batching import Batch
+from tuneloop.training.options import Dtype, Packing
+
+VARLEN = "varlen"
+FLASH = "flash_attention_2"
+LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Types of layers, by transformers' names, whose only path between tokens is causal attention."""
+LARGEST_HEAD = 256
+"""The largest head that FlashAttention's kernels have, in torch too."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The attention of a policy.
+
+    Attributes:
+        attention: transformers' name of the implementation.
+        packed: whether several documents share a row.
+        obstacle: why ``auto`` pads on a GPU, for people; empty where it packs, or was not asked.
+    """
+
+    attention: str
+    packed: bool
+    obstacle: str = ""
+
+    @property
+    def takes_boundaries(self) -> bool:
+        """Whether the kernel keeps documents apart by their boundaries, and needs no mask."""
+        return self.packed and (self.attention == VARLEN or "flash" in self.attention)
+
+
+def choose_attention(
+    model: Path, device: torch.device, dtype: Dtype, attention: str, packing: Packing
+) -> Choice:
+    """Choose the attention and the layout of rows for the model in a Hugging Face directory.
+
+    ``auto`` packs where a kernel for packed rows can run: with FlashAttention 2 where it is installed,
+    else with torch's own, on a GPU with 16 bits. Otherwise it pads: a dense mask over packed rows was
+    measured slower than padding within similar lengths.
+
+    Raises:
+        UserError: ``varlen`` was asked for, and cannot compute what the model's attention does.
+    """
+    obstacle = ""
+    if attention == "auto":
+        attention = "sdpa"
+        if device.type == "cuda" and packing != "padded":
+            obstacle = find_device_obstacle(device, dtype) or find_model_obstacle(model)
+            if not obstacle:
+                attention = FLASH if _has("flash_attn") else VARLEN
+    elif attention == VARLEN and (obstacle := find_model_obstacle(model)):
+        raise UserError(
+            "--attn-implementation", VARLEN, f"{obstacle}; leave it at auto, which pads rows"
+        )
+    has_kernel = attention == VARLEN or "flash" in attention
+    packed = has_kernel if packing == "auto" else packing == "packed"
+    return Choice(attention, packed, obstacle)
+
+
+def find_device_obstacle(device: torch.device, dtype: Dtype) -> str:
+    """Say why no kernel for packed rows can run on a GPU, or return an empty string."""
+    if dtype == "float32":
+        return "kernels for packed rows compute in 16 bits, and dtype is float32"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "kernels for packed rows need compute capability 8.0"
+    return ""
+
+
+def find_model_obstacle(directory: Path) -> str:
+    """Say what the attention of a model does that the kernels do not, or return an empty string.
+
+    Only the configuration and the architecture's class are read, no weights.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (ImportError, OSError, ValueError, KeyError):
+        # Whoever opens the model says what is wrong with it.
+        return "its architecture is not one of transformers' language models"
+    name = architecture.__name__
+    # A model that refuses sdpa has attention sinks or a bias of its own, which the kernels lack, too.
+    supported = architecture._supports_flash_attn and architecture._supports_sdpa
+    if not (supported and architecture._can_set_attn_implementation()):
+        return f"{name} has no attention that kernels for packed rows compute"
+    return _find_config_obstacle(config.get_text_config(), name, architecture._is_stateful)
+
+
+def _find_config_obstacle(config: Any, name: str, is_stateful: bool) -> str:
+    others = {*(getattr(config, "layer_types", None) or ())} - LAYERS
+    if is_stateful or others:
+        kinds = ", ".join(sorted(others)) or "recurrent layers"
+        return f"{name} has {kinds}, which carry state from one document of a row to the next"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"{name} caps attention logits (attn_logit_softcapping), which the kernels do not"
+    if getattr(config, "attention_dropout", None):
+        return f"{name} has attention_dropout {config.attention_dropout}, which the kernels lack"
+    head = (
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
+    if head > LARGEST_HEAD or head % 8:
+        return f"{name} has heads of {head}; kernels for packed rows have multiples of 8 up to 256"
+    return ""
+
+
+def list_boundary_arguments(batch: Batch) -> dict[str, Any]:
+    """Name a batch's boundaries as transformers' models pass them on to their attention."""
+    return {
+        "cu_seq_lens_q": batch.boundaries,
+        "cu_seq_lens_k": batch.boundaries,
+        "max_length_q": batch.longest,
+        "max_length_k": batch.longest,
+    }
+
+
+def register_varlen() -> None:
+    """Register ``varlen`` with transformers. It has no mask function, so models make no mask for it."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(VARLEN, attend)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention within documents, as transformers' attention functions do.
+
+    Arguments:
+        query: ``[rows, heads, length, head]``; `key` and `value` may have fewer heads, and `value` a
+            smaller head.
+        sliding_window: tokens that a token attends to, itself included; None: all before it.
+        cu_seq_lens_q: int32 ``[documents + 1]``, where documents begin in the rows laid end to end.
+        max_length_q: length of the longest document.
+
+    Returns:
+        ``[rows, length, heads, head of value]``, and None in place of weights.
+    """
+    if cu_seq_lens_q is None:
+        raise RuntimeError(f"{type(module).__name__} does not pass documents' boundaries on")
+    rows, _, length, width = query.shape
+    value_width = value.shape[-1]
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):
+        # Norms with float32 weights leave float32 under autocast, which the kernel does not take.
+        low = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    if value_width < width:
+        value = pad(value, (0, width - value_width))
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    if sliding_window is not None and sliding_window >= max_length_q:
+        sliding_window = None
+    if query.is_cuda and query.dtype != torch.float32:
+        output = _attend_by_kernel(flat, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        output = _attend_by_document(flat, cu_seq_lens_q, scaling, sliding_window)
+    output = output[..., :value_width]
+    return output.unflatten(0, (rows, length)), None
+
+
+def _attend_by_kernel(
+    tensors: list[Tensor],
+    boundaries: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = tensors
+    options: dict[str, Any] = {}
+    # torch before 2.12 has the kernel for grouped heads, but not the argument that asks for it.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    before = -1 if window is None else window - 1
+    output: Tensor = varlen_attn(
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(before, 0),
+        **options,
+    )
+    return output
+
+
+def _attend_by_document(
+    tensors: list[Tensor], boundaries: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    lengths = boundaries.diff().tolist()
+    outputs: list[Tensor] = []
+    for query, key, value in zip(*(tensor.split(lengths) for tensor in tensors), strict=True):
+        mask = None
+        if window is not None:
+            ones = torch.ones(len(query), len(query), dtype=torch.bool, device=query.device)
+            mask = ones.tril() & ones.triu(1 - window)
+        output = scaled_dot_product_attention(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
