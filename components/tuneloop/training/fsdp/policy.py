@@ -44,9 +44,10 @@ def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tupl
 class Policy:
     """A language model that computes log-probabilities of target tokens; `TrainerOptions` has the options.
 
-    `model` is a Hugging Face directory. `attention.choose_attention` says what ``auto`` chooses. Under a dense mask a
-    packed row has `max_length` tokens; a kernel that takes documents' boundaries gets them all in one row. With `lora` the model is frozen, and the layers under adapters are stored in `dtype`. Raises
-    UserError if the model cannot be loaded, or an option's requirement is missing.
+    `model` is a Hugging Face directory. `attention.choose_attention` says what ``auto`` chooses.
+    Under a dense mask a packed row has `max_length` tokens; a kernel that takes documents' boundaries
+    gets them all in one row. With `lora` the model is frozen, and the layers under adapters are stored
+    in `dtype`. Raises UserError if the model cannot be loaded, or an option's requirement is missing.
 
     Attributes:
         layout: the attention and the form of rows that were chosen for ``auto``.
