@@ -228,9 +228,12 @@ def corpus(rows: int, work: Path) -> None:
                 json.dumps({"prompt": f"{i} {' '.join(words[::2])}", "said": " ".join(words)})
                 + "\n"
             )
-    columns = {"answer": None, "completion": "said"}
-    source = {"train": str(work / "rows.jsonl"), "columns": columns, "shuffle": False}
-    about: dict[str, Any] = {"source": "jsonl", "source_args": source}
+    about: dict[str, Any] = {
+        "source": str(work / "rows.jsonl"),
+        "source_args": {"shuffle": False},
+        "columns": {"prompt": "prompt", "completion": "said"},
+        "sft_eval": 0,
+    }
     data_prep(out=f"{work}/data", train=1, eval=0, sft=rows, **about)
     data_prep(
         out=f"{work}/few", train=1, eval=0, sft=2000, **about

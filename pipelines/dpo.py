@@ -22,9 +22,7 @@ from tuneloop.workflow.loop import Graph, StageSpec
 
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
-    data=data_prep.settings(
-        without=SET_BY_PIPELINE, train=256, preference=512, preference_eval=128
-    ),
+    data=data_prep.settings(without=SET_BY_PIPELINE),
     model=base_model.settings(without=SET_BY_PIPELINE),
     sft=sft.settings(without=SET_BY_PIPELINE),
     reference=reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"}),
@@ -34,11 +32,23 @@ Config: Any = PipelineConfig.with_sections(
 )
 
 
+DEMO_SIZES = {"train": 256, "preference": 512, "preference_eval": 128}
+"""Rows of the digits that this pipeline learns with its defaults; of other data all rows are taken."""
+
+
+def choose_sizes(data: Any) -> Any:
+    """Return the settings of the data, for digits with the demo's numbers where none are set."""
+    if data.source != "digits":
+        return data
+    unset = {name: size for name, size in DEMO_SIZES.items() if getattr(data, name) is None}
+    return data.model_copy(update=unset)
+
+
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
     mismatched = config.preference.algorithm == "kto"
     return [
-        StageSpec(data_prep, config.data),
+        StageSpec(data_prep, choose_sizes(config.data)),
         StageSpec(base_model, config.model, model=config.base_model),
         *([StageSpec(tokenize_data)] if config.tokenize else []),
         StageSpec(sft, config.sft, processes=config.processes),

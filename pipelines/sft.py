@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: data_prep → base_model → sft → evaluate → export. `data.source=jsonl` takes your own rows."""
+"""Supervised fine-tuning: data_prep → base_model → sft → evaluate → export. `data=chats.jsonl` takes your own rows."""
 
 from typing import Any
 

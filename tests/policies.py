@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.data.tables import DEMONSTRATIONS, PROMPTS
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.carried import pass_carried
 from tuneloop.stages.base_model import train_tokenizer
-from tuneloop.stages.data_prep import DEMONSTRATIONS, PROMPTS
 
 disable_progress_bar()
 TEXTS = [f"reverse {i} =" for i in range(1000, 1200)]

@@ -21,7 +21,7 @@ from tuneloop.kube.connection import Connection
 
 pytestmark = pytest.mark.cluster
 
-SETTINGS = {"data": {"source": "jsonl", "source_args": {"train": "/nowhere.jsonl"}}}
+SETTINGS = {"data": {"source": "/nowhere.jsonl"}}
 
 
 @pytest.fixture

@@ -309,8 +309,7 @@ def test_three_ticks_of_a_schedule(
     rows, store = tmp_path / "rows.jsonl", tmp_path / "store"
     write_rows(rows, 40)
     small = [
-        "data.source=jsonl",
-        f"data.source_args.train={rows}",
+        f"data={rows}",
         "data.train=8",
         "data.eval=8",
         "data.sft=16",

@@ -34,8 +34,10 @@ class Pipeline:
         """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
         Raises UserError at an unreadable file, an unparsable value, an unknown key, and a wrong type or value."""
         values = _read(file) if file else {}
+        _expand_data(values)
         for item in sets:
             _set(values, item)
+            _expand_data(values)
         return self.validate(values)
 
     def validate(self, values: dict[str, Any]) -> BaseModel:
@@ -174,6 +176,16 @@ def _read(file: Path) -> dict[str, Any]:
     if others or not isinstance(values, dict | None):
         raise UserError("--config", str(file), "must hold a mapping of keys to values")
     return values or {}
+
+
+def _expand_data(values: dict[str, Any]) -> None:
+    """Write out the short form of the section ``data``: a text is its ``source``, and a list of texts
+    are several files."""
+    data = values.get("data")
+    if isinstance(data, str):
+        values["data"] = {"source": data}
+    elif isinstance(data, list) and data and all(isinstance(path, str) for path in data):
+        values["data"] = {"source": "files", "source_args": {"path": data}}
 
 
 def _set(values: dict[str, Any], item: str) -> None:

@@ -1,22 +1,41 @@
 """Sources of prompts: one file a source, each with ``load_splits(n, seed, *, …) -> Splits``.
 
-`n` is how many examples will be asked for in all splits together, `seed` decides their order; what follows are the
-source's own typed arguments, given to `data_prep` as ``source_args``. A source that reads files also has
-``digest_source(source_args) -> str | None``: equal for equal bytes, so that a run never goes on with data that changed.
-How rows are split and their answers checked belongs to the stage `data_prep`."""
+`n` is how many examples will be asked for in all splits together, `seed` decides their order; what
+follows are the source's own typed arguments, given to `data_prep` as ``source_args``. A source that
+reads files also has ``digest_source(source_args) -> str | None``: equal for equal bytes, so that a
+run never goes on with data that changed. Of a source that says how many rows it has all are taken by
+default; one that does not makes as many as are asked for.
 
-import random
-import re
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+How rows are split and their answers checked belongs to the stage `data_prep`. `readers` open files,
+`layouts` say what their columns mean, `messages` makes chats of one form, and `splitting` decides
+which split a row belongs to."""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+NOT_VARIANTS = (
+    "budgets",
+    "columns",
+    "layouts",
+    "messages",
+    "readers",
+    "sizes",
+    "splitting",
+    "tables",
+)
 
-from tuneloop.core.errors import UserError
 
-NOT_VARIANTS = ("tables",)
+class BadValue(ValueError):
+    """A row that cannot be used as it is; the text says why, without the row's name."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that a source could not use: its name as the user's file has it, and the reason."""
+
+    row: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -24,12 +43,21 @@ class Example:
     """One prompt and what is known of its answer.
 
     Attributes:
-        prompt: text, or chat messages (``role``, ``content``). Messages that end with the assistant's are a whole
-            conversation: SFT learns every turn of the assistant, and RL nothing from it.
-        answer: the gold answer, as rewards get it; None where there is none, so that nothing can be checked.
+        prompt: text, or chat messages (``role``, ``content``). Messages that end with the
+            assistant's are a whole conversation: SFT learns every turn of the assistant, and RL
+            nothing from it.
+        answer: the gold answer, as rewards get it; None where there is none, so that nothing can be
+            checked.
         solution: a completion that must earn full marks; None: the answer itself.
-        demonstration: a completion for SFT to imitate, and the chosen one of a pair; None: the solution.
+        demonstration: a completion for SFT to imitate, and the chosen one of a pair; None: the
+            solution.
+        rejected: the worse completion of a pair.
         metadata: JSON, for the rewards; what is meant for one reward stands under its name.
+        tools: JSON schemas of the functions that the prompt offers, in OpenAI's form.
+        conversation: a whole conversation for SFT, where `prompt` is a prompt with an answer.
+        row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
+        rewards: reward → weight that fit this row, where the user named none.
+        key: what decides whether two rows have the same prompt, where it is not the prompt.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -38,127 +66,44 @@ class Example:
     demonstration: str | None = None
     rejected: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    conversation: list[dict[str, Any]] | None = None
+    row: str | None = None
+    rewards: Mapping[str, float] | None = None
+    key: str | None = None
+
+
+Examples = Iterable[Example | BadRow]
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples for each split. Each is read as far as is needed, `eval` first, then `sft`, then pairs, then `train`:
-    splits that share one iterator share nothing else. Pairs come from `train` where `preference` is None."""
+    """Examples for each split. Each is read as far as is needed, `eval` first, then `sft`, then
+    pairs, then `train`: splits that share one iterator share nothing else.
 
-    train: Iterable[Example]
-    eval: Iterable[Example]
-    sft: Iterable[Example]
-    preference: Iterable[Example] | None = None
+    Attributes:
+        preference: pairs; None: they come from `train`.
+        sft_eval: held-out demonstrations; None: they come from `sft`.
+        preference_eval: held-out pairs; None: they come from where `preference` does.
+        rows: how many rows `train` has; None: as many as are asked for.
+        own: the splits that have a table of their own, and take all of it by default.
+        lines: what a source has to say of its files, a sentence each.
+        facts: the same for programs.
+    """
+
+    train: Examples
+    eval: Examples
+    sft: Examples
+    preference: Examples | None = None
+    sft_eval: Examples | None = None
+    preference_eval: Examples | None = None
+    rows: int | None = None
+    own: frozenset[str] = frozenset()
+    lines: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stream: Iterable[Example]) -> "Splits":
+    def of(cls, stream: Examples) -> "Splits":
         """Cut all splits from one stream."""
         stream = iter(stream)
         return cls(train=stream, eval=stream, sft=stream)
-
-    @classmethod
-    def of_tables(
-        cls, places: Mapping[str, str | None], read: Callable[[str, str], Iterator[Example]]
-    ) -> "Splits":
-        """Read each split from a table of its own where it has a place; `eval` and `sft` else share that of `train`."""
-        own = {split: read(split, place) for split, place in places.items() if place}
-        return cls(
-            own["train"],
-            own.get("eval", own["train"]),
-            own.get("sft", own["train"]),
-            own.get("preference"),
-        )
-
-
-class Columns(BaseModel, frozen=True, extra="forbid"):
-    """Which columns of a table hold what. Completions of pairs may be text, or (TRL) one message of the assistant.
-
-    Attributes:
-        input: text that follows an instruction after an empty line, where it is not empty (Alpaca).
-        answer: text or a number; None: prompts only, or with a `completion` demonstrations only.
-        completion: a worked solution that ends in the answer, or the chosen one of a pair; None: there is none.
-        rejected: the worse completion of a pair; None: there are no pairs.
-        answer_regex: cuts the answer out of its column: the first group of the first match (GSM8K: ``#### (.+)``).
-    """
-
-    prompt: str = "prompt"
-    input: str | None = None
-    answer: str | None = "answer"
-    completion: str | None = None
-    rejected: str | None = None
-    metadata: tuple[str, ...] = ()
-    answer_regex: str | None = None
-
-    def examples(
-        self, rows: Sequence[Mapping[str, Any]], where: str, seed: int | None
-    ) -> Iterator[Example]:
-        """Make examples of `rows`, in an order that `seed` decides (None: as they are). Raises UserError: no rows, a
-        column that is missing, or a value that is not a prompt or answer."""
-        if not len(rows):
-            raise UserError("data", where, "is empty; point it at a table with at least one row")
-        own = [
-            (role, getattr(self, role))
-            for role in ("prompt", "input", "answer", "completion", "rejected")
-        ]
-        for role, column in [*own, *(("metadata", column) for column in self.metadata)]:
-            if column is not None and column not in rows[0]:
-                known = ", ".join(rows[0])
-                raise UserError(
-                    f"source_args.columns.{role}",
-                    column,
-                    f"no such column in {where}; it has: {known}",
-                )
-        order = array("q", range(len(rows)))
-        if seed is not None:
-            random.Random(seed).shuffle(order)
-        return (self._example(rows[index], f"{where} row {index}") for index in order)
-
-    def _example(self, row: Mapping[str, Any], where: str) -> Example:
-        prompt = row.get(self.prompt)
-        if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
-            raise UserError(
-                where, prompt, f"column {self.prompt!r} must hold text or chat messages"
-            )
-        if self.input and row.get(self.input):
-            prompt = f"{prompt}\n\n{row[self.input]}"
-        answer = None
-        if self.answer is not None:
-            answer = row.get(self.answer)
-            if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-                raise UserError(where, answer, f"column {self.answer!r} must hold text or a number")
-            answer = str(answer)
-            if self.answer_regex is not None:
-                found = re.search(self.answer_regex, answer)
-                if found is None or not found.groups():
-                    remedy = f"source_args.columns.answer_regex {self.answer_regex!r} finds no group in it"
-                    raise UserError(where, answer, remedy)
-                answer = found.group(1)
-        completion, rejected = (
-            _text(row, column, where) for column in (self.completion, self.rejected)
-        )
-        metadata = {column: row.get(column) for column in self.metadata}
-        if answer is None:
-            return Example(
-                prompt, None, demonstration=completion, rejected=rejected, metadata=metadata
-            )
-        return Example(prompt, answer, completion, rejected=rejected, metadata=metadata)
-
-
-def _is_chat(value: Any) -> bool:
-    messages = value if isinstance(value, list) else []
-    return bool(messages) and all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
-    )
-
-
-def _text(row: Mapping[str, Any], column: str | None, where: str) -> str | None:
-    if column is None:
-        return None
-    value: Any = row.get(column)
-    if _is_chat(value) and len(value) == 1 and value[0]["role"] == "assistant":
-        value = value[0]["content"]
-    if not isinstance(value, str):
-        raise UserError(
-            where, value, f"column {column!r} must hold text, or one message of the assistant's"
-        )
-    return value

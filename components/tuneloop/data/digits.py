@@ -37,7 +37,7 @@ def _example(text: str) -> Example:
         f"reverse {text} =",
         text[::-1],
         f" {text[::-1]}",
-        rejected=f" {wrong}",
+        rejected=f" {wrong}" if wrong else None,
         metadata={"digits": text},
     )
 

@@ -35,4 +35,5 @@ def _example(rng: random.Random, steps: int, tests: int) -> Example:
         f"Write f(x), step by step: {said}.\n",
         f"def f(x): return {value}",
         metadata={"tests": cases},
+        rewards={"code": 1.0},
     )

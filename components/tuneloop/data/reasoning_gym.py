@@ -44,4 +44,9 @@ def _stream(questions: Any, task: str, config: dict[str, Any]) -> Iterator[Examp
         entry = json.loads(json.dumps(entry, default=str))
         about = {"task": task, "config": config, "entry": entry}
         text = answer if isinstance(answer, str) else json.dumps(answer, default=str)
-        yield Example(entry["question"], text, metadata={"reasoning_gym": about})
+        yield Example(
+            entry["question"],
+            text,
+            metadata={"reasoning_gym": about},
+            rewards={"reasoning_gym": 1.0},
+        )

@@ -1,5 +1,6 @@
 """Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet."""
 
+import functools
 import itertools
 import json
 import logging
@@ -7,16 +8,22 @@ import math
 import os
 import signal
 import socket
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import compute_full_marks, parse_spec, score_all
+from tuneloop.data.sizes import SPLITS, Split
+from tuneloop.data.splitting import RoutedRow, get_completion, name_row
+from tuneloop.rewards.scoring import compute_full_marks, find_reward, parse_spec, score_all
 
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
@@ -24,19 +31,119 @@ ROWS = 1024
 """Rows in a table, which is a row group of Parquet: this many are in memory at once."""
 WINDOW = 64
 """Tables in one Ray Data job."""
+SAMPLED = 32
+"""Gold answers that are judged by a reward whose calls cost (``COSTLY``)."""
 TEXTS = (
-    "id",
+    "row",
+    "name",
+    "splits",
     "prompt",
+    "tools",
     "answer",
     "reward",
+    "judges",
     "metadata",
     "solution",
     "completion",
-    "chosen",
     "rejected",
+    "conversation",
 )
 SCHEMA = pa.schema([*((name, pa.string()) for name in TEXTS), ("chat", pa.bool_())])
 EXAMINED = pa.schema([*SCHEMA, ("trouble", pa.string()), ("host", pa.string())])
+
+ASKED = {
+    "id": pa.string(),
+    "prompt": pa.string(),
+    "chat": pa.bool_(),
+    "tools": pa.string(),
+    "row": pa.string(),
+}
+PROMPTS = pa.schema(
+    {
+        **ASKED,
+        "answer": pa.string(),
+        "reward": pa.string(),
+        "metadata": pa.string(),
+    }
+)
+DEMONSTRATIONS = pa.schema({**ASKED, "completion": pa.string()})
+PAIRS = pa.schema({**ASKED, "chosen": pa.string(), "rejected": pa.string()})
+SCHEMAS: dict[Split, pa.Schema] = {
+    "eval": PROMPTS,
+    "sft_eval": DEMONSTRATIONS,
+    "sft": DEMONSTRATIONS,
+    "preference_eval": PAIRS,
+    "preference": PAIRS,
+    "train": PROMPTS,
+}
+ALWAYS_WRITTEN = ("eval", "sft", "train")
+"""Splits that have a file also where they have no rows."""
+
+
+class RowBuilder:
+    """Makes rows of `SCHEMA` of examples.
+
+    Attributes:
+        rewards: what the user wants all rows to be judged by; None: what fits a row by its source.
+        reward_args: metadata that all rows get.
+    """
+
+    def __init__(self, rewards: Mapping[str, float] | None, reward_args: Mapping[str, Any]) -> None:
+        self.rewards = rewards
+        self.reward_args = reward_args
+        self.specs: Counter[str] = Counter()
+        self._sampled: Counter[str] = Counter()
+
+    def build(self, routed: RoutedRow) -> dict[str, Any]:
+        """Build the row of an example."""
+        example = routed.example
+        rewards = self.rewards or example.rewards or {"exact": 1.0}
+        spec = json.dumps(dict(rewards), sort_keys=True)
+        self.specs[spec] += 1
+        metadata = {**example.metadata, **self.reward_args}
+        if example.tools is not None:
+            metadata.setdefault("tools", example.tools)
+        solution = example.answer if example.solution is None else example.solution
+        return {
+            "row": example.row,
+            "name": name_row(example),
+            "splits": " ".join(routed.splits),
+            "prompt": routed.prompt,
+            "chat": routed.is_chat,
+            "tools": routed.tools,
+            "answer": example.answer,
+            "reward": spec,
+            "judges": self._choose_judges(rewards, example.answer is not None),
+            "metadata": json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False),
+            "solution": solution,
+            "completion": get_completion(example),
+            "rejected": example.rejected,
+            "conversation": routed.conversation,
+        }
+
+    def _choose_judges(self, rewards: Mapping[str, float], has_answer: bool) -> str | None:
+        """Choose the rewards that prove a gold answer: not those that need an episode, and of those
+        whose calls cost only for the first rows. None: there is nothing to prove."""
+        if not has_answer:
+            return None
+        judges: dict[str, float] = {}
+        for name, weight in rewards.items():
+            if find_reward(name).needs_episode:
+                continue
+            if is_costly(name):
+                self._sampled[name] += 1
+                if self._sampled[name] > SAMPLED:
+                    continue
+            judges[name] = weight
+        return json.dumps(judges, sort_keys=True) if judges else None
+
+
+@functools.cache
+def is_costly(name: str) -> bool:
+    """Return whether calls of a reward cost: its module says ``COSTLY = True``."""
+    plugin = plugins.load_variant("rewards", name)
+    module = sys.modules.get(getattr(plugin, "__module__", ""))
+    return bool(getattr(plugin, "COSTLY", getattr(module, "COSTLY", False)))
 
 
 def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
@@ -47,32 +154,98 @@ def build_tables(rows: Iterable[Mapping[str, Any]]) -> Iterator[pa.Table]:
 
 
 def examine_answers(
-    table: pa.Table,
-    rewards: Mapping[str, float],
-    timeout_s: float,
-    progress: Callable[[int], None] | None = None,
+    table: pa.Table, timeout_s: float, progress: Callable[[int], None] | None = None
 ) -> pa.Table:
-    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold answer according
-    to `rewards` (which may be empty); null if nothing is. `progress`: see `score_all`."""
+    """Return `table` with ``host``, where it was examined, and ``trouble``: what is wrong with a gold
+    answer according to the row's judges; null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
-    found: list[str | None] = [None] * len(rows)
-    if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
-        text = json.dumps(rewards, sort_keys=True)
-        best = compute_full_marks(parse_spec(text))
-        golden = [
-            {**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked
-        ]
-        for i, outcome in zip(
-            asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
-        ):
-            if outcome.score is None or not math.isclose(outcome.score, best):
-                row, got = rows[i], outcome.score if outcome.outcome == "score" else outcome.outcome
-                found[i] = (
-                    f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
-                )
-    hosts = [socket.gethostname()] * len(rows)
-    added = {"trouble": pa.array(found, pa.string()), "host": pa.array(hosts, pa.string())}
-    return pa.table({**{name: table[name] for name in SCHEMA.names}, **added}, schema=EXAMINED)
+    troubles: list[str | None] = [None] * len(rows)
+    judged = [number for number, row in enumerate(rows) if row["judges"] is not None]
+    golden = [
+        {
+            "completion": rows[number]["solution"],
+            "answer": rows[number]["answer"],
+            "metadata": rows[number]["metadata"],
+            "reward_spec": rows[number]["judges"],
+        }
+        for number in judged
+    ]
+    outcomes = score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
+    for number, outcome in zip(judged, outcomes):
+        best = compute_full_marks(parse_spec(rows[number]["judges"]))
+        if outcome.score is None or not math.isclose(outcome.score, best):
+            answer = rows[number]["answer"][:60]
+            result = outcome.score if outcome.outcome == "score" else outcome.outcome
+            troubles[number] = f"answer {answer!r} scored {result} {outcome.breakdown}"
+    columns = {name: table[name] for name in SCHEMA.names}
+    columns["trouble"] = pa.array(troubles, pa.string())
+    columns["host"] = pa.array([socket.gethostname()] * len(rows), pa.string())
+    return pa.table(columns, schema=EXAMINED)
+
+
+class SplitWriter:
+    """Writes the rows of one split to Parquet, a row group of `ROWS` rows at a time, and names them
+    ``SPLIT-000000`` in that order."""
+
+    def __init__(self, folder: Path, split: Split) -> None:
+        self.split = split
+        self.schema = SCHEMAS[split]
+        self.path = folder / f"{split}.parquet"
+        self.rows = 0
+        self._pending: list[pa.Table] = []
+        self._pending_rows = 0
+        self._file: pq.ParquetWriter | None = None
+
+    def add(self, table: pa.Table) -> None:
+        """Add examined rows."""
+        self._pending.append(self._convert(table))
+        self._pending_rows += table.num_rows
+        self.rows += table.num_rows
+        while self._pending_rows >= ROWS:
+            whole = pa.concat_tables(self._pending)
+            self._write(whole.slice(0, ROWS))
+            self._pending = [whole.slice(ROWS)]
+            self._pending_rows -= ROWS
+
+    def close(self) -> None:
+        """Write what is left. Of pairs and held-out demonstrations there is no file without rows."""
+        if self._pending_rows:
+            self._write(pa.concat_tables(self._pending))
+        if self._file is None and self.split in ALWAYS_WRITTEN:
+            self._write(self.schema.empty_table())
+        if self._file is not None:
+            self._file.close()
+
+    def _convert(self, table: pa.Table) -> pa.Table:
+        names = [f"{self.split}-{self.rows + number:06d}" for number in range(table.num_rows)]
+        columns = {name: table[name] for name in table.column_names}
+        columns["id"] = pa.array(names, pa.string())
+        columns["answer"] = columns["answer"].fill_null("")
+        columns["chosen"] = columns["completion"]
+        if self.schema is DEMONSTRATIONS:
+            # A whole conversation is the prompt itself, and nothing is left to complete.
+            has_own = pc.is_valid(columns["conversation"])
+            nothing = pa.scalar(None, pa.string())
+            columns["prompt"] = pc.coalesce(columns["conversation"], columns["prompt"])
+            columns["completion"] = pc.if_else(has_own, nothing, columns["completion"])
+        return pa.table({name: columns[name] for name in self.schema.names}, schema=self.schema)
+
+    def _write(self, table: pa.Table) -> None:
+        if self._file is None:
+            self._file = pq.ParquetWriter(self.path, self.schema)
+        if table.num_rows:
+            self._file.write_table(table.combine_chunks())
+
+
+def select_split(table: pa.Table, split: Split) -> pa.Table:
+    """Select the rows of one split."""
+    pattern = rf"(^| ){split}( |$)"
+    return table.filter(pc.match_substring_regex(table["splits"], pattern))
+
+
+def open_writers(folder: Path) -> dict[Split, SplitWriter]:
+    """Open a writer for each split."""
+    return {split: SplitWriter(folder, split) for split in SPLITS}
 
 
 @contextmanager
@@ -126,14 +299,3 @@ def ray_data() -> Iterator[Callable[[Iterable[pa.Table], Examine], Iterator[pa.T
         raise Retryable(f"data_prep: Ray: {str(error).splitlines()[0]}") from error
     finally:
         ray.shutdown()
-
-
-def write_tables(path: Path, tables: Iterable[pa.Table], schema: pa.Schema, optional: bool) -> None:
-    """Write the columns of `schema` to Parquet, a row group a table; if `optional`, no file where there is no table."""
-    tables = iter(tables)
-    first = next(tables, None if optional else schema.empty_table())
-    if first is None:
-        return
-    with pq.ParquetWriter(path, schema) as out:
-        for table in itertools.chain([first] if first.num_rows else [], tables):
-            out.write_table(table.select(schema.names).cast(schema).combine_chunks())

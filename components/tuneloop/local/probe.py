@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from tuneloop import rewards as family
 from tuneloop.core.errors import UserError
 from tuneloop.core.plugins import list_shipped_variants
-from tuneloop.data.jsonl import index_json_lines
+from tuneloop.data import BadRow
+from tuneloop.data.readers.json_files import index_lines
 from tuneloop.inference.multi_turn import EpisodeOptions
 from tuneloop.rewards.scoring import Escape, Outcome, find_reward, score_all
 
@@ -53,7 +54,10 @@ def try_attacks(
     """Try all attacks on rewards and environments, by default those that ship, with the first row of `data`. Raises
     UserError where one does not exist, or cannot judge this row."""
     with (data or ATTACKS / "row.json").open("rb") as file:
-        row = next(iter(index_json_lines(file, "--data", str(data))), {})
+        first = next(iter(index_lines(file, str(data))), None)
+    if isinstance(first, BadRow):
+        raise UserError("--data", first.row, first.reason)
+    row = {} if first is None else dict(first.values)
     if "answer" not in row:
         raise UserError("--data", str(data), "must begin with a row that has the key answer")
     if not rewards and not environments:

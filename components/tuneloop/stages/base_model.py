@@ -176,7 +176,8 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
                 yield from (message["content"] for message in json.loads(row["prompt"]))
             else:
                 yield row[columns[0]]
-            yield row[columns[1]]
+            if row[columns[1]] is not None:
+                yield row[columns[1]]
 
 
 def _tiny(name: str, tokenizer: Any, context: int) -> Any:

@@ -221,12 +221,12 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             "data.source: 'nope': unknown; known: digits",
         ),
         (
-            ["plan", "sft", "--set", "data.source=jsonl"],
-            "data.source_args.train: None: is required by jsonl",
+            ["plan", "sft", "--set", "data.source=files"],
+            "data.source_args.path: None: is required",
         ),
         (
-            ["plan", "sft", "--set", "data.source=jsonl", "--set", "data.source_args.train=256"],
-            "data.source_args.train: 256: Input should be a valid string",
+            ["plan", "sft", "--set", "data=rows.jsonl", "--set", "data.source_args.streaming=x"],
+            "data.source_args.streaming: 'x': Input should be a valid boolean",
         ),
         (
             ["plan", "grpo", "--set", "engine.name=nope"],

@@ -241,3 +241,24 @@ def test_trainer_and_server_on_one_device_are_never_awake_together() -> None:
     for name in ("serve", "rollout", "evaluate"):
         words = templates[name]["container"]["args"]
         assert json.loads(words[words.index("--engine-args") + 1])["enable_sleep_mode"] is True
+
+
+@pytest.mark.parametrize(
+    ("sets", "source", "arguments"),
+    [
+        (["data=chats.jsonl"], "chats.jsonl", {}),
+        (["data=hf://owner/name@main"], "hf://owner/name@main", {}),
+        (["data=a/*.jsonl", "data.source_args.shuffle=false"], "a/*.jsonl", {"shuffle": False}),
+        (["data=[a.jsonl, b.csv]"], "files", {"path": ["a.jsonl", "b.csv"]}),
+    ],
+)
+def test_a_text_for_the_section_data_is_its_source(
+    tmp_path: Path, sets: list[str], source: str, arguments: dict[str, Any]
+) -> None:
+    pipeline = find_pipeline("sft")
+    config: Any = pipeline.configure(sets=sets)
+    assert (config.data.source, config.data.source_args) == (source, arguments)
+    file = tmp_path / "c.yaml"
+    file.write_text("data: chats.jsonl\n")
+    config = pipeline.configure(file, ["data.train=3"])
+    assert (config.data.source, config.data.train) == ("chats.jsonl", 3)

@@ -73,7 +73,7 @@ def test_a_row_of_ones_own(
             [],
             "--data: 'rows.jsonl': must begin with a row that has the key answer",
         ),
-        ("7\n", [], "--data: 'rows.jsonl:1': must be a JSON object"),
+        ("7\n", [], "--data: 'rows.jsonl:1': is a number, not a JSON object"),
         (
             '{"answer": "7"}\n',
             ["--reward", "exactly"],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.data import Example, Splits
+from tuneloop.data import Example, Splits, files
 from tuneloop.stages.data_prep import data_prep
 
 
@@ -29,7 +29,7 @@ def prepare(path: Path, **params: Any) -> dict[str, list[dict[str, Any]]]:
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     path.write_text("\n".join(map(json.dumps, rows)))
-    return {"source": "jsonl", "source_args": {"train": str(path)}}
+    return {"source": str(path)}
 
 
 def test_what_is_committed(tmp_path: Path) -> None:
@@ -43,11 +43,13 @@ def test_what_is_committed(tmp_path: Path) -> None:
         "id": "train-000000",
         "prompt": f"reverse {digits} =",
         "chat": False,
+        "tools": None,
+        "row": None,
         "answer": digits[::-1],
         "reward": '{"exact": 1.0}',
         "metadata": json.dumps({"digits": digits}),
     }
-    assert made["sft"][0].keys() == {"id", "prompt", "chat", "completion"}
+    assert made["sft"][0].keys() == {"id", "prompt", "chat", "tools", "row", "completion"}
     manifest = Artifact(str(tmp_path / "a")).manifest
     assert manifest.results == manifest.facts["rows"] == {"train": 30, "eval": 10, "sft": 20}
 
@@ -65,7 +67,9 @@ def test_train_takes_what_the_others_leave(
 ) -> None:
     made = prepare(tmp_path / "a", source_args={"digits": 2}, train=1000, sft=50)
     assert {name: len(rows) for name, rows in made.items()} == {"train": 40, "eval": 10, "sft": 50}
-    assert "train 40 of 1000 asked for: digits has no more\n" in "".join(capsys.readouterr())
+    assert "train 40 of 1000 asked for: digits has no more, eval 10, sft 50\n" in "".join(
+        capsys.readouterr()
+    )
     prepare(tmp_path / "b", source_args={"digits": 2}, train=40, sft=50)
     assert "asked for" not in "".join(capsys.readouterr())
 
@@ -161,7 +165,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
     forms: list[tuple[dict[str, Any], dict[str, Any], dict[str, int], str, dict[str, Any]]] = [
         (
             {"prompt": ask, "chosen": yes, "rejected": no},
-            {"completion": "chosen", "rejected": "rejected"},
+            {"prompt": "prompt", "completion": "chosen", "rejected": "rejected"},
             {"preference": 1},
             "preference",
             {"prompt": json.dumps(ask), "chat": True, "chosen": "yes", "rejected": "no"},
@@ -175,7 +179,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         ),
         (
             {"messages": ask + yes},
-            {"prompt": "messages"},
+            {"messages": "messages"},
             {"sft": 1},
             "sft",
             {"prompt": json.dumps(ask + yes), "chat": True, "completion": None},
@@ -190,18 +194,15 @@ def test_forms_without_answers(tmp_path: Path) -> None:
     ]
     for number, (row, columns, sizes, split, wanted) in enumerate(forms):
         about = jsonl(tmp_path / f"{number}.jsonl", [row])
-        about["source_args"]["columns"] = {"answer": None, **columns}
+        about["columns"] = columns
         path = tmp_path / str(number)
         prepare(path, **about, **{"train": 0, "eval": 0, "sft": 0, **sizes})
         (found,) = pq.read_table(Artifact(str(path)).path / f"{split}.parquet").to_pylist()
         assert wanted.items() <= found.items()
         assert Artifact(str(path)).manifest.facts["unchecked"] == 1
-    about["source_args"]["columns"] = {"answer": None}
-    with pytest.raises(
-        UserError, match=r"data_prep.preference: 'hi': needs a chosen and a rejected"
-    ):
+    with pytest.raises(UserError, match=r"data_prep.preference: 1: .*only 0 distinct prompts left"):
         prepare(tmp_path / "x", **about, train=0, eval=0, sft=0, preference=1)
-    with pytest.raises(UserError, match=r"data_prep.sft: 'hi': has no completion"):
+    with pytest.raises(UserError, match=r"data_prep.sft: 1: .*only 0 distinct prompts left"):
         prepare(tmp_path / "x", **about, train=0, eval=0, sft=1)
 
 
@@ -213,7 +214,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         ({"rewards": {"exact": float("nan")}}, "rewards.exact: nan: must be a finite number"),
         (
             {"rewards": {"format": 1.0}},
-            r"data_prep.rewards: .*60 of 60 gold answers.*eval-000000: answer '\d{4}'.*judge",
+            r"data.wrong_answers: '60 of 60 gold answers': earn less.*'reverse \d{4} =': answer '\d{4}'.*judge",
         ),
         ({"train": -1}, "data_prep.train: -1: Input should be greater"),
         ({"colour": 1}, "data_prep.colour: 1: unknown key"),
@@ -232,7 +233,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         ),
         (
             {"source": "tests.unit.stages.test_data_prep:not_json"},
-            "data_prep eval-000000: .*its metadata is not JSON",
+            "data.bad_rows: '1 of 1 rows': cannot be used: 'q': its metadata is not JSON",
         ),
     ],
 )
@@ -250,11 +251,12 @@ def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> Non
         for i in range(10)
     ]
     params = jsonl(tmp_path / "x.jsonl", rows)
-    params["source_args"]["columns"] = {"completion": "how"}
+    params["columns"] = {"completion": "how"}
     with pytest.raises(UserError) as caught:
         prepare(tmp_path / "a", **params, rewards={"numeric": 1.0}, eval=2, sft=3)
-    assert "2 of 10 gold answers earn less than 1" in str(caught.value)
-    assert "answer '4' scored 0.0 {'numeric': 0.0}" in str(caught.value)
+    assert "2 of 10 gold answers" in str(caught.value)
+    for line in (4, 8):
+        assert f"x.jsonl:{line}: answer '4' scored 0.0 {{'numeric': 0.0}}" in str(caught.value)
 
 
 def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:
@@ -263,15 +265,24 @@ def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:
         for i in range(2100)
     ]
     params = jsonl(tmp_path / "x.jsonl", rows)
-    params["source_args"]["columns"] = {"completion": "how"}
+    params["columns"] = {"completion": "how"}
     with pytest.raises(UserError, match="2 of 2100 gold answers"):
-        prepare(tmp_path / "a", **params, eval=5, sft=5, train=3000)
+        prepare(tmp_path / "a", **params, eval=5, sft=5, train=3000, drop_at_most=0.0005)
+    with pytest.raises(UserError, match=r"leave them out \(data.wrong_answers=drop\)"):
+        prepare(tmp_path / "a", **params, eval=5, sft=5, train=3000, wrong_answers="refuse")
+    made = prepare(tmp_path / "b", **params, eval=5, sft=5, train=3000)
+    assert sum(map(len, made.values())) == 2098
+    assert [row["id"] for row in made["train"]] == [f"train-{i:06d}" for i in range(2088)]
+    dropped = Artifact(str(tmp_path / "b")).manifest.facts["dropped"]["wrong_answers"]
+    assert dropped["count"] == 2 and sorted(
+        text.split(": ")[0] for text in dropped["examples"]
+    ) == [f"{tmp_path}/x.jsonl:{line}" for line in (2001, 8)]
 
 
 MEASURED = """
 import resource, sys
 from tuneloop.stages.data_prep import data_prep
-data_prep(out=sys.argv[2], source="jsonl", source_args={"train": sys.argv[1]}, train=1000000, eval=10, sft=10)
+data_prep(out=sys.argv[2], source=sys.argv[1], train=1000000, eval=10, sft=10)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
@@ -307,7 +318,7 @@ def not_json(n: int, seed: int) -> Splits:
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    st.lists(st.text("abc", max_size=3), min_size=1, max_size=40),
+    st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=40),
     st.integers(1, 3),
     st.integers(0, 3),
 )
@@ -342,10 +353,8 @@ def test_a_file_that_changed_is_no_resume(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_changed_is_another_source(tmp_path: Path) -> None:
-    huggingface = pytest.importorskip("tuneloop.data.huggingface")
     (tmp_path / "a.csv").write_text("prompt,answer\n1+1,2\n")
-    first = huggingface.digest_source({"path": str(tmp_path)})
-    assert huggingface.digest_source({"path": str(tmp_path)}) == first
+    first = files.digest_source({"path": str(tmp_path)})
+    assert files.digest_source({"path": str(tmp_path)}) == first
     (tmp_path / "a.csv").write_text("prompt,answer\n1+2,3\n")
-    assert huggingface.digest_source({"path": str(tmp_path)}) != first
-    assert huggingface.digest_source({"path": "name/on-the-hub"}) is None
+    assert files.digest_source({"path": str(tmp_path)}) != first

@@ -45,10 +45,8 @@ def pairs_of(folder: Path, seed: int) -> Artifact:
         for i, (a, b) in enumerate(words)
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    columns = {"answer": None, "completion": "chosen", "rejected": "rejected"}
-    source = {"train": str(folder / "pairs.jsonl"), "columns": columns}
     sizes = {"train": 0, "eval": 0, "sft": 0, "preference": 40, "preference_eval": 40}
-    data_prep(out=str(folder / "p"), source="jsonl", source_args=source, **sizes)
+    data_prep(out=str(folder / "p"), source=str(folder / "pairs.jsonl"), **sizes)
     return Artifact(str(folder / "p"))
 
 

@@ -1,0 +1,220 @@
+"""Which columns of a table hold what, where the user says so: ``data.columns``."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from tuneloop.core.errors import UserError
+from tuneloop.data import BadValue, Example
+from tuneloop.data.messages import (
+    get_text,
+    is_conversation,
+    is_messages,
+    parse_messages,
+    parse_tools,
+)
+from tuneloop.data.readers.strict_json import parse_json
+
+MISSING = object()
+"""The value of a column that a row has not."""
+
+
+class Columns(BaseModel, frozen=True, extra="forbid"):
+    """Which columns hold what. A name may be a path into a column: ``reward_model.ground_truth``;
+    where a column holds JSON text, the path goes on in it.
+
+    Attributes:
+        prompt: text or messages; whole conversations, too.
+        messages: the same.
+        input: text that follows an instruction after an empty line, where it is not empty (Alpaca).
+        system: text of a system message.
+        answer: text or a number; None: there are no answers.
+        completion: a worked solution that ends in the answer, or a demonstration; None: there is
+            none. Text, or (TRL) one message of the assistant.
+        chosen: the better completion of a pair.
+        rejected: the worse completion of a pair; None: there are no pairs.
+        tools: a list of schemas, or its JSON text.
+        metadata: columns for the rewards, or the names that rewards read → columns.
+        answer_regex: cuts the answer out of its column: the first group of the first match
+            (GSM8K: ``#### (.+)``).
+    """
+
+    prompt: str | None = None
+    messages: str | None = None
+    input: str | None = None
+    system: str | None = None
+    answer: str | None = None
+    completion: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    tools: str | None = None
+    metadata: tuple[str, ...] | dict[str, str] = ()
+    answer_regex: str | None = None
+
+    def list_paths(self) -> dict[str, str]:
+        """Return role → path of the columns that are set."""
+        roles = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
+        return roles | {f"metadata.{name}": path for name, path in self.metadata_paths.items()}
+
+    @property
+    def metadata_paths(self) -> dict[str, str]:
+        """The names that rewards read → the paths of their columns."""
+        if isinstance(self.metadata, dict):
+            return self.metadata
+        return {path: path for path in self.metadata}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they say what the prompt is, so that no layout is needed."""
+        return bool(self.prompt or self.messages)
+
+    def check(self, rows: list[Mapping[str, Any]], place: str) -> None:
+        """Check that the first rows have these columns. Raises UserError that lists what there is."""
+        known = sorted({name for values in rows for name in values})
+        for role, path in self.list_paths().items():
+            if rows and all(get_path(values, path) is MISSING for values in rows):
+                listed = ", ".join(known)
+                remedy = f"no such column in {place}; it has: {listed}"
+                raise UserError(f"data.columns.{role}", path, remedy)
+
+    def apply(self, example: Example, values: Mapping[str, Any]) -> Example:
+        """Return `example` with what these columns say of a row. Raises BadValue: a value that is
+        not what its column is to hold."""
+        if path := self.prompt or self.messages:
+            prompt = read_prompt(get_path(values, path), path)
+            if self.input and (more := get_path(values, self.input)) not in (MISSING, None, ""):
+                prompt = f"{_require_text(prompt, path)}\n\n{_require_text(more, self.input)}"
+            example = replace(example, prompt=prompt)
+        if self.system and (text := get_path(values, self.system)) not in (MISSING, None, ""):
+            messages = as_messages(example.prompt)
+            system = {"role": "system", "content": _require_text(text, self.system)}
+            example = replace(example, prompt=[system, *messages])
+        if "answer" in self.model_fields_set:
+            answer = None
+            if self.answer is not None:
+                answer = read_answer(get_path(values, self.answer), self.answer)
+                answer = self._cut_answer(answer)
+            example = replace(example, answer=answer, solution=None)
+        if path := self.completion or self.chosen:
+            completion = read_completion(get_path(values, path), path)
+            solution = None if example.answer is None else completion
+            example = replace(example, demonstration=completion, solution=solution)
+        if self.rejected:
+            rejected = read_completion(get_path(values, self.rejected), self.rejected)
+            if rejected == example.demonstration:
+                raise BadValue("chosen and rejected are equal: there is nothing to prefer")
+            example = replace(example, rejected=rejected)
+        if self.tools:
+            tools = get_path(values, self.tools)
+            example = replace(example, tools=None if tools is MISSING else parse_tools(tools))
+        metadata: dict[str, Any] = {}
+        for name, path in self.metadata_paths.items():
+            value = get_path(values, path)
+            metadata[name] = None if value is MISSING else value
+        return replace(example, metadata=example.metadata | metadata)
+
+    def _cut_answer(self, answer: str) -> str:
+        if self.answer_regex is None:
+            return answer
+        match = re.search(self.answer_regex, answer)
+        if match is None or not match.groups():
+            remedy = f"data.columns.answer_regex {self.answer_regex!r} finds no group in it"
+            raise BadValue(f"column {self.answer!r}: {remedy}")
+        return match.group(1)
+
+
+def get_path(values: Any, path: str) -> Any:
+    """Return the value at a dotted path, `MISSING` where there is none. A column whose own name has
+    a dot comes first, and JSON text on the way is parsed."""
+    if isinstance(values, Mapping) and path in values:
+        return values[path]
+    name, dot, rest = path.partition(".")
+    if isinstance(values, list) and name.lstrip("-").isdigit():
+        index = int(name)
+        value = values[index] if -len(values) <= index < len(values) else MISSING
+    else:
+        value = values.get(name, MISSING) if isinstance(values, Mapping) else MISSING
+    if not dot or value is MISSING:
+        return value
+    if isinstance(value, str):
+        value = parse_json(value)
+    return get_path(value, rest)
+
+
+def read_prompt(value: Any, column: str) -> str | list[dict[str, Any]]:
+    """Return a prompt: text, or messages of one form. Raises BadValue: it is neither, or empty."""
+    if is_messages(value) or (isinstance(value, str) and _is_messages_text(value)):
+        return parse_messages(value)
+    return _require_text(value, column)
+
+
+def read_answer(value: Any, column: str) -> str:
+    """Return an answer as text; whole numbers have no decimal point. Raises BadValue: it is neither
+    text nor a number, or it is empty."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        raise BadValue(f"column {column!r} has {value}, which is no number")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadValue(f"column {column!r} must hold text or a number, not {_describe(value)}")
+    answer = str(value)
+    if not answer.strip():
+        raise BadValue(f"column {column!r} is empty")
+    return answer
+
+
+def read_completion(value: Any, column: str) -> str:
+    """Return a completion: text, or one message of the assistant's. Raises BadValue: it is neither,
+    or empty."""
+    if is_messages(value) and len(value) == 1:
+        (message,) = parse_messages([{"role": "user", "content": "-"}, *value])[1:]
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            return get_text(message)
+    if not isinstance(value, str):
+        kind = "text, or one message of the assistant's"
+        raise BadValue(f"column {column!r} must hold {kind}, not {_describe(value)}")
+    return _require_text(value, column)
+
+
+def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt as messages: text is a message of the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def split_conversation(
+    messages: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Split a whole conversation into its prompt and the last message of the assistant's. Raises
+    BadValue: it ends with another's."""
+    if not is_conversation(messages):
+        raise BadValue(f"ends with the {messages[-1]['role']}'s message, not the assistant's")
+    return messages[:-1], messages[-1]
+
+
+def _require_text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadValue(f"column {column!r} must hold text or chat messages, not {_describe(value)}")
+    if not value.strip():
+        raise BadValue(f"column {column!r} is empty")
+    return value
+
+
+def _is_messages_text(text: str) -> bool:
+    """Return whether text is a JSON list of messages (Hermes, Toucan)."""
+    if not text.lstrip().startswith("[{") or ('"role"' not in text and '"from"' not in text):
+        return False
+    try:
+        return is_messages(parse_json(text))
+    except BadValue:
+        return False
+
+
+def _describe(value: Any) -> str:
+    if value is MISSING:
+        return "nothing: the row has no such column"
+    if value is None:
+        return "null"
+    return {bool: "a boolean", list: "a list", dict: "an object"}.get(type(value), "a number")

@@ -1,0 +1,90 @@
+"""The layouts that public data sets have: recognised by their columns, one entry each.
+
+A family of layouts is one file here with a tuple ``LAYOUTS``: adding a layout is one entry, and a
+row of docs/data.md with a sample of five rows. Of the layouts that fit the first rows of a file, the
+one with the most columns is taken."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from tuneloop.core.errors import UserError
+from tuneloop.data import Example
+from tuneloop.data.columns import MISSING, get_path
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout: what its columns are called, and how a row becomes an example.
+
+    Attributes:
+        name: as ``data.layout`` takes it.
+        title: what it is called in the line that says what was recognised.
+        columns: the columns that every row has; paths into columns are possible.
+        read: makes an example of a row's values. Raises BadValue: the row cannot be used.
+        summary: where prompt, answer and completions come from.
+        rewards: reward → weight that judges completions of these rows by default; empty: none fits
+            by itself.
+        fits: whether a row's values are of this layout, beside its columns.
+        companion: a file beside the data that has more columns of the same rows, and its key:
+            ``{name}`` in the path is the data's own file name.
+    """
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    read: Callable[[Values], Example]
+    summary: str
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    fits: Callable[[Values], bool] = lambda values: True
+    companion: tuple[str, str] | None = None
+
+    def matches(self, values: Values) -> bool:
+        """Return whether a row has the columns of this layout, filled as it fills them."""
+        for column in self.columns:
+            value = get_path_safely(values, column)
+            if value is MISSING or value is None:
+                return False
+        try:
+            return self.fits(values)
+        except ValueError:
+            return False
+
+
+def get_path_safely(values: Values, path: str) -> Any:
+    """Return the value at a path; `MISSING` also where JSON text on the way is damaged."""
+    try:
+        return get_path(values, path)
+    except ValueError:
+        return MISSING
+
+
+@cache
+def list_layouts() -> list[Layout]:
+    """List all layouts, those with the most columns first."""
+    layouts: list[Layout] = []
+    for module in pkgutil.iter_modules(__path__):
+        layouts += importlib.import_module(f"{__name__}.{module.name}").LAYOUTS
+    return sorted(layouts, key=lambda layout: -len(layout.columns))
+
+
+def find_layout(name: str) -> Layout:
+    """Find the layout of a name. Raises UserError: there is none."""
+    for layout in list_layouts():
+        if layout.name == name:
+            return layout
+    known = ", ".join(sorted(layout.name for layout in list_layouts()))
+    raise UserError("data.layout", name, f"unknown; known: {known}")
+
+
+def recognise_layout(rows: Sequence[Values]) -> Layout | None:
+    """Recognise the layout that more than half of these rows have; None: there is none."""
+    for layout in list_layouts():
+        if 2 * sum(layout.matches(values) for values in rows) > len(rows):
+            return layout
+    return None

@@ -1,0 +1,156 @@
+"""What several layouts need: answers in boxes, choices by letter, programs in fences, pairs."""
+
+import ast
+import json
+import random
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from tuneloop.data import BadValue
+from tuneloop.data.columns import (
+    as_messages,
+    get_path,
+    read_answer,
+    read_completion,
+    read_prompt,
+    split_conversation,
+)
+from tuneloop.data.messages import Message, get_text, is_messages, parse_messages
+from tuneloop.data.readers.strict_json import parse_json
+
+LAYOUTS = ()
+
+
+def get_text_of(values: Mapping[str, Any], column: str) -> str:
+    """Return the text of a column. Raises BadValue: it is no text, or empty."""
+    prompt = get_prompt(values, column)
+    if not isinstance(prompt, str):
+        raise BadValue(f"column {column!r} must hold text, not messages")
+    return prompt
+
+
+def get_prompt(values: Mapping[str, Any], column: str) -> str | list[Message]:
+    """Return the prompt that a column holds: text, or messages. Raises BadValue: it holds none."""
+    return read_prompt(get_path(values, column), column)
+
+
+def get_completion(values: Mapping[str, Any], column: str) -> str:
+    """Return the completion that a column holds. Raises BadValue: it holds none."""
+    return read_completion(get_path(values, column), column)
+
+
+def get_optional_text(values: Mapping[str, Any], column: str) -> str:
+    """Return the text of a column that may be empty or missing."""
+    value = values.get(column)
+    if value is not None and not isinstance(value, str):
+        raise BadValue(f"column {column!r} must hold text")
+    return value or ""
+
+
+def get_answer(values: Mapping[str, Any], column: str) -> str:
+    """Return the answer that a column holds. Raises BadValue: it holds none."""
+    return read_answer(get_path(values, column), column)
+
+
+def find_boxed(text: str) -> str | None:
+    r"""Return what the last ``\boxed{…}`` of a solution holds, with its braces matched.
+
+    >>> find_boxed(r"so \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    start = text.index("{", start)
+    depth = 0
+    for position in range(start, len(text)):
+        escaped = text[position - 1] == "\\"
+        depth += (text[position] == "{" and not escaped) - (text[position] == "}" and not escaped)
+        if depth == 0:
+            return text[start + 1 : position].strip() or None
+    return None
+
+
+def fence_program(program: str) -> str:
+    """Return a program as a model answers with it: a fenced block."""
+    return f"```python\n{program.strip(chr(10))}\n```"
+
+
+def parse_list(value: Any, column: str) -> list[Any]:
+    """Return a list, or that of its JSON (or Python) text. Raises BadValue: it is neither."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except BadValue:
+            value = parse_literal(value, column)
+    if not isinstance(value, list):
+        raise BadValue(f"column {column!r} must hold a list")
+    return value
+
+
+def parse_literal(text: str, column: str) -> Any:
+    """Return the value of a Python literal. Raises BadValue: the text is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise BadValue(f"column {column!r} is neither JSON nor a Python literal") from error
+
+
+def format_choices(question: str, choices: Sequence[str]) -> str:
+    """Return a question of multiple choice as a prompt that asks for a letter."""
+    letters = string.ascii_uppercase[: len(choices)]
+    lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices)]
+    listed = "\n".join(lines)
+    return f"{question}\n\n{listed}\n\nAnswer with the letter of the right choice."
+
+
+def check_choices(choices: Any, column: str) -> list[str]:
+    """Return choices as texts. Raises BadValue: they are no list of two to 26 texts."""
+    if not isinstance(choices, list) or not 2 <= len(choices) <= 26:
+        raise BadValue(f"column {column!r} must hold 2 to 26 choices")
+    return [read_answer(choice, column) for choice in choices]
+
+
+def shuffle_choices(right: str, wrong: Sequence[str]) -> tuple[list[str], str]:
+    """Return choices in an order that follows from their text alone, and the right one's letter."""
+    choices = [right, *wrong]
+    seed = xxhash.xxh3_64_intdigest(json.dumps(choices, ensure_ascii=False).encode())
+    random.Random(seed).shuffle(choices)
+    return choices, string.ascii_uppercase[choices.index(right)]
+
+
+def read_pair(
+    values: Mapping[str, Any], chosen: str = "chosen", rejected: str = "rejected"
+) -> tuple[list[Message], str, str]:
+    """Read a pair whose sides have the prompt in them; return the prompt and the two completions.
+    Raises BadValue: the sides differ before their last message, or one is no conversation."""
+    sides: list[tuple[list[Message], Message]] = []
+    for column in (chosen, rejected):
+        try:
+            sides.append(split_conversation(parse_messages(values.get(column))))
+        except BadValue as error:
+            raise BadValue(f"column {column!r} {error}") from error
+    (prompt, better), (other_prompt, worse) = sides
+    if prompt != other_prompt:
+        raise BadValue(f"{chosen!r} and {rejected!r} differ before their last message")
+    if "tool_calls" in better or "tool_calls" in worse:
+        raise BadValue("a side of the pair is a tool call; only text can be preferred")
+    return prompt, get_text(better), get_text(worse)
+
+
+def read_sides(
+    values: Mapping[str, Any], prompt: str, chosen: str, rejected: str
+) -> tuple[str | list[Message], str, str]:
+    """Read a pair with a prompt of its own: its sides are completions, or have the prompt in them
+    once more."""
+    if is_messages(values.get(chosen)) and len(values[chosen]) > 1:
+        return read_pair(values, chosen, rejected)
+    asked = get_prompt(values, prompt)
+    better = get_completion(values, chosen)
+    worse = get_completion(values, rejected)
+    if is_messages(values.get(chosen)):
+        asked = as_messages(asked)
+    return asked, better, worse

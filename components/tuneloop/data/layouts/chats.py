@@ -1,0 +1,208 @@
+"""Conversations and instructions: what people fine-tune on."""
+
+from tuneloop.data import BadValue, Example
+from tuneloop.data.layouts import Layout, Values
+from tuneloop.data.layouts._parts import (
+    get_answer,
+    get_completion,
+    get_optional_text,
+    get_prompt,
+    get_text_of,
+    is_messages,
+)
+from tuneloop.data.messages import Message, is_conversation, parse_messages, parse_tools
+
+
+def make_chat(messages: list[Message], values: Values) -> Example:
+    """Make an example of a conversation, or of a prompt in messages with an answer beside it."""
+    tools = parse_tools(values.get("tools"))
+    answer = values.get("answer")
+    if is_conversation(messages):
+        return Example(messages, None, tools=tools)
+    has_answer = answer not in (None, "") and not isinstance(answer, list | dict)
+    is_asking = all(message["role"] in ("system", "user") for message in messages)
+    if not (has_answer or is_asking):
+        last = messages[-1]["role"]
+        raise BadValue(f"ends with the {last}'s message: there is no reply to learn")
+    return Example(messages, get_answer(values, "answer") if has_answer else None, tools=tools)
+
+
+def read_messages(values: Values) -> Example:
+    """Read OpenAI's form: a list of messages, or its JSON text (Toucan)."""
+    return make_chat(parse_messages(values["messages"]), values)
+
+
+def read_sharegpt(values: Values) -> Example:
+    """Read ShareGPT's form: ``conversations`` with ``from`` and ``value``."""
+    messages = parse_messages(values["conversations"])
+    system = get_optional_text(values, "system") or get_optional_text(values, "system_prompt")
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    example = make_chat(messages, values)
+    # Hermes writes the tools into the system message, in the form that its model expects.
+    is_written = "<tools>" in messages[0]["content"]
+    return Example(example.prompt, example.answer, tools=None if is_written else example.tools)
+
+
+def read_instruction(values: Values, instruction: str, context: str, output: str) -> Example:
+    """Read an instruction, perhaps with a text that it is about, and the reply."""
+    prompt = get_text_of(values, instruction)
+    more = get_optional_text(values, context)
+    if more.strip():
+        prompt = f"{prompt}\n\n{more}"
+    return Example(prompt, None, demonstration=get_completion(values, output))
+
+
+def read_alpaca(values: Values) -> Example:
+    """Read Alpaca."""
+    return read_instruction(values, "instruction", "input", "output")
+
+
+def read_dolly(values: Values) -> Example:
+    """Read Dolly."""
+    return read_instruction(values, "instruction", "context", "response")
+
+
+def read_orca(values: Values) -> Example:
+    """Read OpenOrca: a system message, a question, a response."""
+    messages: list[Message] = [{"role": "user", "content": get_text_of(values, "question")}]
+    system = get_optional_text(values, "system_prompt")
+    if system.strip():
+        messages = [{"role": "system", "content": system}, *messages]
+    return Example(messages, None, demonstration=get_completion(values, "response"))
+
+
+def read_prompt_completion(values: Values) -> Example:
+    """Read TRL's form of a prompt and its completion."""
+    completion = values.get("completion")
+    tools = parse_tools(values.get("tools"))
+    prompt = get_prompt(values, "prompt")
+    if is_messages(completion) and isinstance(prompt, list):
+        return Example(parse_messages([*prompt, *(completion or [])]), None, tools=tools)
+    demonstration = get_completion(values, "completion")
+    answer = values.get("answer")
+    if answer in (None, ""):
+        return Example(prompt, None, demonstration=demonstration, tools=tools)
+    return Example(prompt, get_answer(values, "answer"), demonstration, tools=tools)
+
+
+def read_prompt_answer(values: Values) -> Example:
+    """Read a prompt, text or messages, and its gold answer."""
+    prompt = get_prompt(values, "prompt")
+    return Example(prompt, get_answer(values, "answer"), tools=parse_tools(values.get("tools")))
+
+
+def read_question_answer(values: Values) -> Example:
+    """Read a question and its gold answer."""
+    prompt = get_prompt(values, "question")
+    return Example(prompt, get_answer(values, "answer"))
+
+
+def read_only_prompt(values: Values) -> Example:
+    """Read prompts without answers, for judges that need none."""
+    prompt = get_prompt(values, "prompt")
+    return Example(prompt, None, tools=parse_tools(values.get("tools")))
+
+
+def read_text(values: Values) -> Example:
+    """Read plain text. It is learned but for its first word, which is what the rest follows: the
+    first token of a text is never learned."""
+    text = get_text_of(values, "text").strip()
+    words = text.split(maxsplit=1)
+    first = words[0] if len(words) == 2 else text[:1]
+    if len(first) == len(text):
+        raise BadValue("column 'text' has one character: nothing follows it")
+    return Example(first, None, demonstration=text[len(first) :], key=text)
+
+
+def _has_list_or_text(column: str, values: Values) -> bool:
+    return isinstance(values.get(column), list | str)
+
+
+def _is_chat_layout(values: Values) -> bool:
+    return _has_list_or_text("messages", values)
+
+
+def _is_sharegpt(values: Values) -> bool:
+    return _has_list_or_text("conversations", values)
+
+
+def _is_text(values: Values) -> bool:
+    return isinstance(values.get("text"), str)
+
+
+LAYOUTS = (
+    Layout(
+        name="messages",
+        title="chats (messages)",
+        columns=("messages",),
+        fits=_is_chat_layout,
+        read=read_messages,
+        summary="conversations from messages",
+    ),
+    Layout(
+        name="sharegpt",
+        title="ShareGPT",
+        columns=("conversations",),
+        fits=_is_sharegpt,
+        read=read_sharegpt,
+        summary="conversations from conversations (from, value)",
+    ),
+    Layout(
+        name="alpaca",
+        title="Alpaca",
+        columns=("instruction", "output"),
+        read=read_alpaca,
+        summary="prompt from instruction and input, demonstration from output",
+    ),
+    Layout(
+        name="dolly",
+        title="Dolly",
+        columns=("instruction", "response"),
+        read=read_dolly,
+        summary="prompt from instruction and context, demonstration from response",
+    ),
+    Layout(
+        name="orca",
+        title="OpenOrca",
+        columns=("question", "response"),
+        read=read_orca,
+        summary="prompt from system_prompt and question, demonstration from response",
+    ),
+    Layout(
+        name="prompt-completion",
+        title="prompts and completions (TRL)",
+        columns=("prompt", "completion"),
+        read=read_prompt_completion,
+        summary="prompt from prompt, demonstration from completion",
+    ),
+    Layout(
+        name="prompt-answer",
+        title="prompts and answers",
+        columns=("prompt", "answer"),
+        read=read_prompt_answer,
+        summary="prompt from prompt, answer from answer",
+    ),
+    Layout(
+        name="question-answer",
+        title="questions and answers",
+        columns=("question", "answer"),
+        read=read_question_answer,
+        summary="prompt from question, answer from answer",
+    ),
+    Layout(
+        name="prompt-only",
+        title="prompts",
+        columns=("prompt",),
+        read=read_only_prompt,
+        summary="prompt from prompt, no answers",
+    ),
+    Layout(
+        name="text",
+        title="plain text",
+        columns=("text",),
+        fits=_is_text,
+        read=read_text,
+        summary="text from text",
+    ),
+)

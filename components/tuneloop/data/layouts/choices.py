@@ -1,0 +1,109 @@
+"""Multiple choice: the prompt lists the choices by letter, and the answer is a letter."""
+
+import string
+
+from tuneloop.data import BadValue, Example
+from tuneloop.data.layouts import Layout, Values
+from tuneloop.data.layouts._parts import (
+    check_choices,
+    format_choices,
+    get_text_of,
+    shuffle_choices,
+)
+
+CHOICE = {"choice": 1.0}
+WRONG = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+
+
+def read_gpqa(values: Values) -> Example:
+    """Read GPQA: one right answer and three wrong ones, put into an order that their text decides."""
+    right = get_text_of(values, "Correct Answer").strip()
+    wrong = [get_text_of(values, column).strip() for column in WRONG]
+    choices, letter = shuffle_choices(right, wrong)
+    return _make_question(get_text_of(values, "Question").strip(), choices, letter)
+
+
+def read_mmlu(values: Values) -> Example:
+    """Read MMLU: the answer is the number of a choice, from 0, or its letter."""
+    column = "choices" if "choices" in values else "options"
+    choices = check_choices(values[column], column)
+    return _make_question(
+        get_text_of(values, "question"), choices, _find_letter(values["answer"], choices)
+    )
+
+
+def read_arc(values: Values) -> Example:
+    """Read ARC and CommonsenseQA: choices with labels of their own, and the right one's label."""
+    labels = values["choices"]["label"]
+    choices = check_choices(values["choices"]["text"], "choices.text")
+    key = values["answerKey"]
+    if not isinstance(labels, list) or len(labels) != len(choices) or key not in labels:
+        raise BadValue(f"column 'answerKey' is {key!r}, which is not the label of a choice")
+    letter = string.ascii_uppercase[labels.index(key)]
+    return _make_question(get_text_of(values, "question"), choices, letter)
+
+
+def _make_question(question: str, choices: list[str], letter: str) -> Example:
+    prompt = format_choices(question, choices)
+    return Example(prompt, letter, metadata={"choices": choices})
+
+
+def _find_letter(answer: object, choices: list[str]) -> str:
+    letters = string.ascii_uppercase[: len(choices)]
+    if isinstance(answer, str) and answer.isdigit():
+        answer = int(answer)
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        return letters[answer]
+    if isinstance(answer, str) and len(answer) == 1 and answer.upper() in letters:
+        return answer.upper()
+    raise BadValue(f"column 'answer' is {answer!r}, which is neither a choice's number nor letter")
+
+
+def _has_list(column: str, values: Values) -> bool:
+    return isinstance(values.get(column), list)
+
+
+def _has_choices(values: Values) -> bool:
+    return _has_list("choices", values)
+
+
+def _has_options(values: Values) -> bool:
+    return _has_list("options", values)
+
+
+LAYOUTS = (
+    Layout(
+        name="gpqa",
+        title="GPQA",
+        columns=("Question", "Correct Answer", *WRONG),
+        read=read_gpqa,
+        summary="prompt from Question and its four answers, answer is a letter",
+        rewards=CHOICE,
+    ),
+    Layout(
+        name="mmlu",
+        title="MMLU",
+        columns=("question", "choices", "answer"),
+        fits=_has_choices,
+        read=read_mmlu,
+        summary="prompt from question and choices, answer is a letter",
+        rewards=CHOICE,
+    ),
+    Layout(
+        name="mmlu-pro",
+        title="MMLU-Pro",
+        columns=("question", "options", "answer"),
+        fits=_has_options,
+        read=read_mmlu,
+        summary="prompt from question and options, answer is a letter",
+        rewards=CHOICE,
+    ),
+    Layout(
+        name="arc",
+        title="ARC or CommonsenseQA",
+        columns=("question", "choices.text", "choices.label", "answerKey"),
+        read=read_arc,
+        summary="prompt from question and choices, answer is a letter",
+        rewards=CHOICE,
+    ),
+)

@@ -1,0 +1,127 @@
+"""Pairs of a better and a worse completion, and completions that are good or bad."""
+
+from tuneloop.data import BadValue, Example
+from tuneloop.data.layouts import Layout, Values
+from tuneloop.data.layouts._parts import (
+    get_completion,
+    get_optional_text,
+    get_prompt,
+    is_messages,
+    read_pair,
+    read_sides,
+)
+from tuneloop.data.messages import parse_tools, parse_transcript
+
+
+def read_preference(values: Values) -> Example:
+    """Read TRL's form with a prompt of its own; sides that have the prompt once more
+    (UltraFeedback) are taken apart."""
+    prompt, chosen, rejected = read_sides(values, "prompt", "chosen", "rejected")
+    return _make_pair(prompt, chosen, rejected, values)
+
+
+def read_implicit(values: Values) -> Example:
+    """Read TRL's form without a prompt: the sides are conversations that begin alike."""
+    prompt, chosen, rejected = read_pair(values)
+    return _make_pair(prompt, chosen, rejected, values)
+
+
+def read_hh(values: Values) -> Example:
+    """Read Anthropic's HH: the sides are transcripts that begin alike."""
+    sides = {
+        column: parse_transcript(get_optional_text(values, column))
+        for column in ("chosen", "rejected")
+    }
+    prompt, chosen, rejected = read_pair(sides)
+    return _make_pair(prompt, chosen, rejected, {})
+
+
+def read_orca_pairs(values: Values) -> Example:
+    """Read Orca's pairs: system, question, chosen, rejected."""
+    prompt, chosen, rejected = read_sides(values, "question", "chosen", "rejected")
+    system = get_optional_text(values, "system")
+    if system.strip() and isinstance(prompt, str):
+        prompt = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+    return _make_pair(prompt, chosen, rejected, values)
+
+
+def read_unpaired(values: Values) -> Example:
+    """Read TRL's unpaired form (KTO): a completion and whether it is good. A good one is a
+    demonstration; a bad one has a use only in a pair, with a good one of the same prompt."""
+    label = values.get("label")
+    if not isinstance(label, bool):
+        raise BadValue("column 'label' must hold true or false")
+    prompt = get_prompt(values, "prompt")
+    completion = get_completion(values, "completion")
+    if not label:
+        return Example(prompt, None, rejected=completion)
+    return Example(prompt, None, demonstration=completion)
+
+
+def _make_pair(prompt: str | list, chosen: str, rejected: str, values: Values) -> Example:  # type: ignore[type-arg]
+    if chosen == rejected:
+        raise BadValue("chosen and rejected are equal: there is nothing to prefer")
+    tools = parse_tools(values.get("tools"))
+    return Example(prompt, None, demonstration=chosen, rejected=rejected, tools=tools)
+
+
+def _is_transcript(values: Values) -> bool:
+    return get_optional_text(values, "chosen").lstrip().startswith("Human:")
+
+
+def _is_conversation_pair(values: Values) -> bool:
+    return is_messages(values.get("chosen")) and is_messages(values.get("rejected"))
+
+
+def _is_labelled(values: Values) -> bool:
+    return isinstance(values.get("label"), bool)
+
+
+LAYOUTS = (
+    Layout(
+        name="ultrafeedback",
+        title="UltraFeedback, binarized",
+        columns=("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
+        fits=_is_conversation_pair,
+        read=read_preference,
+        summary="prompt from what chosen and rejected share",
+    ),
+    Layout(
+        name="preference",
+        title="pairs (TRL)",
+        columns=("prompt", "chosen", "rejected"),
+        read=read_preference,
+        summary="prompt from prompt, pairs from chosen and rejected",
+    ),
+    Layout(
+        name="implicit-preference",
+        title="pairs of conversations (TRL)",
+        columns=("chosen", "rejected"),
+        fits=_is_conversation_pair,
+        read=read_implicit,
+        summary="prompt from what chosen and rejected share",
+    ),
+    Layout(
+        name="hh",
+        title="Anthropic HH",
+        columns=("chosen", "rejected"),
+        fits=_is_transcript,
+        read=read_hh,
+        summary="prompt from what chosen and rejected share (Human:, Assistant:)",
+    ),
+    Layout(
+        name="orca-pairs",
+        title="Orca pairs",
+        columns=("question", "chosen", "rejected"),
+        read=read_orca_pairs,
+        summary="prompt from system and question, pairs from chosen and rejected",
+    ),
+    Layout(
+        name="unpaired-preference",
+        title="good and bad completions (TRL, KTO)",
+        columns=("prompt", "completion", "label"),
+        fits=_is_labelled,
+        read=read_unpaired,
+        summary="prompt from prompt, pairs of a good and a bad completion of one prompt",
+    ),
+)

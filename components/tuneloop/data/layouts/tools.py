@@ -1,0 +1,143 @@
+"""Tool calls that are the answer: xLAM and the Berkeley function-calling leaderboard (BFCL)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.data import BadValue, Example
+from tuneloop.data.columns import get_path
+from tuneloop.data.layouts import Layout, Values
+from tuneloop.data.layouts._parts import get_text_of, parse_list
+from tuneloop.data.messages import parse_calls, parse_messages, parse_tools
+
+TOOL_CALLS = {"tool_calls": 1.0}
+JSON_TYPES = {
+    "dict": "object",
+    "float": "number",
+    "double": "number",
+    "long": "integer",
+    "tuple": "array",
+    "ArrayList": "array",
+    "Array": "array",
+    "HashMap": "object",
+    "Hashtable": "object",
+    "Boolean": "boolean",
+    "String": "string",
+    "char": "string",
+    "str": "string",
+    "int": "integer",
+    "bool": "boolean",
+    "list": "array",
+    "List": "array",
+    "Dict": "object",
+    "Bigint": "integer",
+}
+"""Types as BFCL and xLAM write them → as JSON Schema has them."""
+
+
+def read_xlam(values: Values) -> Example:
+    """Read xLAM: a query, tools and the calls that answer it, all of them JSON text."""
+    query = get_text_of(values, "query")
+    tools = [_convert_xlam_tool(tool) for tool in parse_list(values.get("tools"), "tools")]
+    calls = parse_calls(parse_list(values.get("answers"), "answers"))
+    if not calls:
+        raise BadValue("column 'answers' has no call")
+    answer = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+    prompt = [{"role": "user", "content": query}]
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    parsed_tools = parse_tools(tools)
+    return Example(
+        prompt,
+        answer,
+        metadata={"tools": parsed_tools},
+        tools=parsed_tools,
+        conversation=[*prompt, reply],
+    )
+
+
+def read_bfcl(values: Values) -> Example:
+    """Read BFCL: turns of messages, functions, and from the file of possible answers the calls with
+    the values that each argument may have."""
+    turns = values["question"]
+    if len(turns) != 1:
+        raise BadValue(f"has {len(turns)} turns; only tasks of one turn have one answer")
+    functions = parse_list(values["function"], "function")
+    tools = parse_tools([_convert_types(function) for function in functions])
+    truth = values.get("ground_truth")
+    answer = None if truth is None else json.dumps(_check_truth(truth), ensure_ascii=False)
+    prompt = parse_messages(turns[0])
+    return Example(prompt, answer, metadata={"tools": tools}, tools=tools)
+
+
+def _check_truth(truth: Any) -> list[dict[str, Any]]:
+    is_list = isinstance(truth, list) and bool(truth)
+    if not is_list or not all(isinstance(call, dict) and len(call) == 1 for call in truth):
+        raise BadValue("column 'ground_truth' must hold calls: {name: {argument: [values]}}")
+    return list(truth)
+
+
+def _convert_xlam_tool(tool: Any) -> dict[str, Any]:
+    """Return an xLAM tool in OpenAI's form: its parameters are described without a schema around."""
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
+        raise BadValue("column 'tools' has a tool without a name")
+    parameters = tool.get("parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise BadValue("column 'tools' has a tool whose parameters are no object")
+    if "properties" in parameters:
+        return dict(tool)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, description in parameters.items():
+        if not isinstance(description, Mapping):
+            raise BadValue("column 'tools' has a tool whose parameters are not described")
+        # xLAM writes "str, optional" for parameters that may be left out.
+        written_type, _, optional = str(description.get("type", "string")).partition(",")
+        base = written_type.split("[")[0].strip()
+        properties[name] = {**description, "type": JSON_TYPES.get(base, base)}
+        if "optional" not in optional and "default" not in description:
+            required.append(name)
+    schema = {"type": "object", "properties": properties, "required": required}
+    return {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
+
+
+def _convert_types(value: Any) -> Any:
+    """Return a schema of BFCL with the types of JSON Schema; ``any`` is no type, and left out."""
+    if isinstance(value, list):
+        return [_convert_types(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    converted: dict[str, Any] = {}
+    for name, part in value.items():
+        if name == "type" and isinstance(part, str):
+            if part != "any":
+                converted[name] = JSON_TYPES.get(part, part)
+        else:
+            converted[name] = _convert_types(part)
+    return converted
+
+
+def _is_bfcl(values: Values) -> bool:
+    first = get_path(values, "question.0.0.role")
+    return isinstance(first, str)
+
+
+LAYOUTS = (
+    Layout(
+        name="xlam",
+        title="xLAM",
+        columns=("query", "tools", "answers"),
+        read=read_xlam,
+        summary="prompt from query, tools from tools, answer from answers",
+        rewards=TOOL_CALLS,
+    ),
+    Layout(
+        name="bfcl",
+        title="BFCL",
+        columns=("id", "question", "function"),
+        fits=_is_bfcl,
+        read=read_bfcl,
+        summary="prompt from question, tools from function, answer from possible_answer",
+        rewards=TOOL_CALLS,
+        companion=("possible_answer/{name}", "id"),
+    ),
+)

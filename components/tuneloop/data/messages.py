@@ -1,0 +1,220 @@
+"""Chats of one form: OpenAI's messages, with text as content, whatever form a data set has them in.
+
+What templates cannot render, or would render as something else, is settled here: the roles of
+ShareGPT, content as a list of parts, ``content: null``, arguments as JSON text, calls without their
+wrapper. What cannot be settled without changing what a row means is a `BadValue`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tuneloop.data import BadValue
+from tuneloop.data.readers.strict_json import measure_depth, parse_json
+
+Message = dict[str, Any]
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "function-call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "function-response": "tool",
+}
+"""Roles as data sets write them, in lower case, and what templates call them."""
+CALLING_ROLES = ("function_call", "function-call", "tool_call")
+"""Roles of ShareGPT whose content is the call itself, as JSON."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+DEPTH = 64
+
+
+def parse_messages(value: Any) -> list[Message]:
+    """Make OpenAI's messages of a list of messages, or of its JSON text, in any form that data sets
+    have. Raises BadValue: it is no such list, or a message cannot be rendered as what it is."""
+    if isinstance(value, str):
+        value = parse_json(value)
+    if not isinstance(value, list) or not value:
+        raise BadValue("has no list of messages")
+    if measure_depth(value) > DEPTH:
+        raise BadValue(f"is nested deeper than {DEPTH} levels")
+    messages: list[Message] = []
+    for number, message in enumerate(value, start=1):
+        try:
+            messages.append(_parse_message(message))
+        except BadValue as error:
+            raise BadValue(f"message {number} {error}") from error
+    if messages[0]["role"] == "assistant":
+        raise BadValue("begins with the assistant's message: nothing comes before it")
+    if not any(message["role"] == "user" for message in messages):
+        raise BadValue("has no message of the user")
+    return messages
+
+
+def is_messages(value: Any) -> bool:
+    """Return whether a value looks like a list of messages, in one of the forms that are known."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(
+        isinstance(message, Mapping) and bool(message.keys() & {"role", "from"})
+        for message in value
+    )
+
+
+def is_conversation(messages: list[Message]) -> bool:
+    """Return whether messages end with the assistant's, so that they are whole."""
+    return bool(messages[-1]["role"] == "assistant")
+
+
+def parse_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Make OpenAI's list of tool schemas of a list, or of its JSON text; None where there are none.
+    Raises BadValue: it is no such list."""
+    if isinstance(value, str):
+        value = parse_json(value) if value.strip() else None
+    if not value:
+        return None
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        raise BadValue("has tools that are no list of schemas")
+    return [_parse_tool(tool) for tool in value]
+
+
+def parse_calls(value: Any) -> list[dict[str, Any]]:
+    """Make OpenAI's tool calls of a list of calls, in their wrapper or without it. Raises BadValue:
+    it is no such list, or a call has no name, or arguments that are no object."""
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        raise BadValue("has tool calls that are no list")
+    return [_parse_call(call) for call in value]
+
+
+def get_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message that is normalised."""
+    return str(message.get("content") or "")
+
+
+def _parse_message(message: Any) -> Message:
+    if not isinstance(message, Mapping):
+        raise BadValue("is no object with a role")
+    values = {name: value for name, value in message.items() if value is not None}
+    written_role = values.pop("role", None) or values.pop("from", None)
+    values.pop("from", None)
+    role = ROLES.get(written_role.lower().strip()) if isinstance(written_role, str) else None
+    if role is None:
+        raise BadValue(f"has the role {written_role!r}; known are {', '.join(ROLES)}")
+    content = values.pop("content", None)
+    if content is None:
+        content = values.pop("value", None)
+    calls = values.pop("tool_calls", None)
+    if calls is None and role == "assistant":
+        calls = values.pop("function_call", None)
+    parsed: Message = {"role": role, "content": ""}
+    if role == "assistant" and written_role.lower().strip() in CALLING_ROLES:
+        calls = calls or (parse_json(content) if isinstance(content, str) else content)
+        content = None
+    if content is not None:
+        parsed["content"] = _join_parts(content)
+    if calls:
+        if role != "assistant":
+            raise BadValue(f"is of the {role}, but has tool calls")
+        parsed["tool_calls"] = parse_calls(calls)
+    if role in ("user", "assistant") and not parsed["content"].strip() and not calls:
+        reason = "has no content" if content is None else "is empty"
+        raise BadValue(f"of the {role} {reason}")
+    if role == "tool" and content is None:
+        raise BadValue("of the tool has no content")
+    if "weight" in values:
+        parsed["weight"] = _parse_weight(values.pop("weight"))
+    return parsed | values
+
+
+def _join_parts(content: Any) -> str:
+    """Return the text of content; parts of text are joined by line breaks, as vLLM joins them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadValue(f"has content that is no text ({type(content).__name__})")
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise BadValue("has content with a part that is no text")
+        kind = part.get("type", "text")
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise BadValue(f"has content with a part of type {kind!r}; only text can be learned")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parse_weight(weight: Any) -> int:
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise BadValue(f"has the weight {weight!r}; it may be 0 or 1")
+    return int(weight)
+
+
+def _parse_call(call: Any) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise BadValue("has a tool call that is no object")
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadValue("has a tool call without the name of a function")
+    arguments = function.get("arguments", function.get("parameters"))
+    parsed: dict[str, Any] = {"type": "function"}
+    if isinstance(call.get("id"), str):
+        parsed["id"] = call["id"]
+    parsed["function"] = {"name": function["name"], "arguments": parse_arguments(arguments)}
+    return parsed
+
+
+def parse_arguments(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object. Raises BadValue: they are no JSON object."""
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments) if arguments.strip() else {}
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise BadValue("has a tool call whose arguments are no JSON object")
+    return dict(arguments)
+
+
+def _parse_tool(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = parse_json(tool)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadValue("has a tool without a name")
+    return {"type": "function", "function": dict(function)}
+
+
+SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
+
+def parse_transcript(text: str) -> list[Message]:
+    """Parse the form of Anthropic's HH: turns that begin with ``Human:`` and ``Assistant:`` after an
+    empty line. Raises BadValue: the text does not begin so."""
+    pieces = SPEAKER.split(text)
+    if pieces[0].strip() or len(pieces) < 3:
+        raise BadValue("does not begin with a turn of the human")
+    return [
+        {"from": speaker.lower(), "value": said.strip()}
+        for speaker, said in zip(pieces[1::2], pieces[2::2])
+    ]

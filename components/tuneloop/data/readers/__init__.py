@@ -1,0 +1,31 @@
+"""Readers of files: every one gives rows by number, each with the name that the user's file gives it.
+
+Rows of JSON, JSON Lines and CSV are read by Python's own `json` and `csv`, those of Parquet and
+Arrow by pyarrow, and the hub and what ``save_to_disk`` wrote by `datasets`. The library `datasets`
+is not used for text files: its JSON reader infers one schema for all rows, so that fields that a
+row has not come back as null, mixed types fail, and of two equal keys the last wins; its CSV reader
+makes 7 of "007" and null of "NA". Neither knows the line that a row stands on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.data import BadRow
+from tuneloop.formats.token_files import Places
+
+
+@dataclass(frozen=True)
+class Row:
+    """The values of a row by column, and the name of the row: ``FILE:LINE`` or ``FILE row N``.
+
+    Attributes:
+        nulls: how many fields of nested columns were null and are left out: nested Parquet has a
+            field for all rows if one row has it.
+    """
+
+    values: Mapping[str, Any]
+    name: str
+    nulls: int = 0
+
+
+Rows = Places[Row | BadRow]

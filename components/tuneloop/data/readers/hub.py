@@ -1,0 +1,89 @@
+"""Data sets of the Hugging Face hub, and folders that ``save_to_disk`` wrote, by `datasets`."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.hub import is_unreachable, split_hub_address
+from tuneloop.data import BadRow
+from tuneloop.data.readers import Row, Rows
+from tuneloop.data.readers.arrow_files import make_row
+from tuneloop.formats.token_files import Places
+
+MARKERS = ("dataset_info.json", "dataset_dict.json")
+
+
+def is_saved(path: str) -> bool:
+    """Return whether ``save_to_disk`` wrote the folder at `path`."""
+    return any((Path(path) / marker).is_file() for marker in MARKERS)
+
+
+def load_split(path: str, name: str | None, revision: str | None, split: str) -> Rows:
+    """Load one split of a data set by its name on the hub, or of a folder of ``save_to_disk``.
+    Raises UserError: no such data set or split; Retryable: the hub does not answer."""
+    loaded = _load(path, name, revision, split, streaming=False)
+    title = f"{path}[{split}]"
+
+    def read(place: int) -> Row | BadRow:
+        return make_row(loaded[place], f"{title} row {place + 1}")
+
+    return Places(len(loaded), read)
+
+
+def stream_split(
+    path: str, name: str | None, revision: str | None, split: str, seed: int | None
+) -> tuple[list[Row | BadRow], Iterator[Row | BadRow]]:
+    """Read one split from the hub without keeping it, in the order of a buffer of 10,000 rows that
+    `seed` shuffles (None: as it is). Return its first rows, in their own order, and all rows."""
+    loaded = _load(path, name, revision, split, streaming=True)
+    title = f"{path}[{split}]"
+    numbered = loaded.map(_number, with_indices=True)
+    first = [_name(values, title) for values in itertools.islice(numbered, 20)]
+    if seed is not None:
+        numbered = numbered.shuffle(seed=seed, buffer_size=10_000)
+    return first, (_name(values, title) for values in numbered)
+
+
+NUMBER = "__tuneloop_row__"
+
+
+def _number(values: dict[str, Any], index: int) -> dict[str, Any]:
+    return values | {NUMBER: index + 1}
+
+
+def _name(values: dict[str, Any], title: str) -> Row | BadRow:
+    values = dict(values)
+    number = values.pop(NUMBER)
+    return make_row(values, f"{title} row {number}")
+
+
+def _load(path: str, name: str | None, revision: str | None, split: str, *, streaming: bool) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        remedy = f"needs {error.name}; pip install 'tuneloop[data]'"
+        raise UserError("data.source", path, remedy) from error
+    address, revision = split_hub_address("data.source", path, revision)
+    try:
+        if not is_saved(address):
+            return datasets.load_dataset(
+                address, name, revision=revision, split=split, streaming=streaming
+            )
+        saved = datasets.load_from_disk(address)
+    except (FileNotFoundError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error).split("\n")[0]
+        if is_unreachable(error) or "reach" in reason:
+            raise Retryable(f"data: {path}: the hub does not answer ({reason})") from error
+        remedy = f"cannot be loaded ({reason}); check name and split"
+        raise UserError("data.source", path, remedy) from error
+    except (ConnectionError, TimeoutError) as error:
+        raise Retryable(f"data: {path}: the hub does not answer ({str(error)[:200]})") from error
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if split not in saved:
+        known = ", ".join(saved)
+        remedy = f"no such split in {path}; it has: {known}"
+        raise UserError("source_args.split", split, remedy)
+    return saved[split]

@@ -1,0 +1,193 @@
+"""From what a user writes to rows: a file, several, a glob, a folder, or a data set of the hub."""
+
+import bisect
+import glob
+import itertools
+import os
+import re
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import xxhash
+
+from tuneloop.core.errors import UserError
+from tuneloop.core.store import Store, local_path
+from tuneloop.data import BadRow
+from tuneloop.data.readers import Row, Rows, hub
+from tuneloop.data.readers.arrow_files import read_arrow, read_parquet
+from tuneloop.data.readers.csv_files import read_csv
+from tuneloop.data.readers.json_files import read_json
+from tuneloop.formats.token_files import Places
+
+READERS: dict[str, Callable[[BinaryIO, str], Rows]] = {
+    ".jsonl": read_json,
+    ".json": read_json,
+    ".ndjson": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
+}
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+SUFFIXES = ", ".join(READERS)
+HELD_OUT = re.compile(r"(^|[^a-z])(test|eval|evaluation|valid|validation|val|dev)([^a-z]|$)")
+TRAINED = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_place(source: str) -> bool:
+    """Return whether a text may name a file, a glob, a folder or a data set of the hub: it exists,
+    has a folder or a known suffix in it, or is an address."""
+    return bool(
+        "/" in source or _find_suffix(source) or glob.has_magic(source) or os.path.exists(source)
+    )
+
+
+def open_rows(
+    path: str | Sequence[str], split: str, name: str | None = None, revision: str | None = None
+) -> tuple[Rows, list[str]]:
+    """Open the rows at one or several places; return them, and the files that they are in. Raises
+    UserError: there is no such file, or it cannot be read."""
+    parts: list[Rows] = []
+    files: list[str] = []
+    for place in [path] if isinstance(path, str) else path:
+        if is_on_hub(place) or hub.is_saved(place):
+            parts.append(hub.load_split(place, name, revision, split))
+            files.append(place)
+            continue
+        for file in list_files(place, split):
+            parts.append(read_file(file))
+            files.append(file)
+    if not sum(map(len, parts)):
+        named = ", ".join(files[:3])
+        raise UserError("data", named, "is empty; point it at a table with at least one row")
+    return (parts[0] if len(parts) == 1 else join_rows(parts)), files
+
+
+def is_on_hub(place: str) -> bool:
+    """Return whether a text names a data set on the hub, and no file here."""
+    if place.startswith("hf://"):
+        return True
+    return bool(HUB_NAME.fullmatch(place) and not os.path.exists(place) and not _find_suffix(place))
+
+
+def list_files(place: str, split: str) -> list[str]:
+    """List the files that a path, a glob, or a folder's `split` names, sorted. Raises UserError."""
+    if local_path(place) is None or not (glob.has_magic(place) or Path(place).is_dir()):
+        return [place]
+    if Path(place).is_dir():
+        found = [str(file) for file in Path(place).rglob("*") if _find_suffix(file.name)]
+        files = _choose_split(sorted(found), place, split)
+        if found and not files:
+            raise UserError("data", place, f"no file of the split {split!r} is there")
+    else:
+        files = sorted(glob.glob(place, recursive=True))
+    if not files:
+        raise UserError("data", place, f"no file there ends in one of {SUFFIXES}")
+    return files
+
+
+def read_file(path: str) -> Rows:
+    """Read the rows of one file; objects of a store, and compressed files, are copied to ``TMPDIR``
+    first. Raises UserError: it does not exist, or is not what its name says."""
+    suffix = _find_suffix(path)
+    file = _open(path)
+    if file is None:
+        raise UserError("data", path, "no such file")
+    if suffix is None:
+        remedy = f"must end in one of {SUFFIXES}, perhaps with {', '.join(COMPRESSED)}"
+        raise UserError("data", path, remedy)
+    compression = COMPRESSED.get(Path(path).suffix.lower())
+    if compression or local_path(path) is None:
+        file = _copy(file, path, compression)
+    return READERS[suffix](file, path)
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Join rows of several tables, one after another."""
+    ends = array("q", itertools.accumulate(map(len, parts)))
+
+    def read(place: int) -> Row | BadRow:
+        number = bisect.bisect_right(ends, place)
+        row: Row | BadRow = parts[number][place - (ends[number - 1] if number else 0)]
+        return row
+
+    return Places(ends[-1], read)
+
+
+def digest_files(places: Sequence[str], split: str) -> str | None:
+    """Digest the bytes of all files; None where one cannot be read, or is on the hub, where a
+    revision pins it."""
+    state = xxhash.xxh3_128()
+    for place in places:
+        if is_on_hub(place):
+            state.update(f"{place}\n".encode())
+            continue
+        for path in _list_all(place, split):
+            if (file := _open(path)) is None:
+                return None
+            with file:
+                length = file.seek(0, os.SEEK_END)
+                state.update(f"{path}:{length}:".encode())
+                file.seek(0)
+                while block := file.read(1 << 22):
+                    state.update(block)
+    return state.hexdigest()
+
+
+def _list_all(place: str, split: str) -> Iterator[str]:
+    if hub.is_saved(place):
+        yield from (str(path) for path in sorted(Path(place).rglob("*")) if path.is_file())
+    else:
+        yield from list_files(place, split)
+
+
+def _find_suffix(path: str) -> str | None:
+    """Return the suffix that names the form of a file, under that of a compressed one."""
+    name = Path(path)
+    if name.suffix.lower() in COMPRESSED:
+        name = name.with_suffix("")
+    return name.suffix.lower() if name.suffix.lower() in READERS else None
+
+
+def _choose_split(files: list[str], folder: str, split: str) -> list[str]:
+    """Choose the files of a split by their names, as `datasets` does; without such names all are
+    for training."""
+    trained = split == "train"
+    names = {file: os.path.relpath(file, folder).lower() for file in files}
+    if not trained:
+        word = re.compile(rf"(^|[^a-z]){re.escape(split.lower())}([^a-z]|$)")
+        return [file for file in files if word.search(names[file])]
+    labelled = [file for file in files if TRAINED.search(names[file])]
+    return labelled or [file for file in files if not HELD_OUT.search(names[file])]
+
+
+def _open(path: str) -> BinaryIO | None:
+    folder, _, name = path.rpartition("/")
+    try:
+        return Store(folder or ("/" if path.startswith("/") else ".")).open(name)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except PermissionError as error:
+        raise UserError("store", path, f"not permitted ({error.strerror}); grant access") from error
+
+
+def _copy(file: BinaryIO, path: str, compression: str | None) -> BinaryIO:
+    """Copy a file to where it can be sought, unpacked."""
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as there are rows to read
+    try:
+        source = pa.CompressedInputStream(pa.PythonFile(file), compression) if compression else file
+        shutil.copyfileobj(source, copy, 1 << 22)
+    except (pa.ArrowException, OSError) as error:
+        if compression is None:
+            raise
+        remedy = f"is not readable as {compression} ({error}); was it copied whole?"
+        raise UserError("data", path, remedy) from error
+    copy.seek(0)
+    return copy

@@ -1,0 +1,299 @@
+"""Which splits a row belongs to: by its form, its prompt, and the numbers of rows that are wanted.
+
+Whole conversations and demonstrations go to `sft`, prompts with answers to `train`, pairs to
+`preference`; held-out rows come first. All rows of a prompt are on one side: what is held out is
+never trained. Rows that are equal in all that a split keeps are taken once."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from tuneloop.data import BadRow, BadValue, Example, Splits
+from tuneloop.data.budgets import Budget
+from tuneloop.data.columns import as_messages
+from tuneloop.data.readers.strict_json import check_encodable
+from tuneloop.data.sizes import HELD_OUT, SPLITS, Size, Split
+
+PROMPT_SPLITS = ("train", "eval")
+DEMONSTRATION_SPLITS = ("sft", "sft_eval")
+PAIR_SPLITS = ("preference", "preference_eval")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How prompts become text: `chat` makes a plain one the user's message, `system` begins chats."""
+
+    chat: bool = False
+    system: str | None = None
+
+    def render(self, prompt: str | list[dict[str, Any]]) -> tuple[str, bool]:
+        """Return the text of the column ``prompt``, and whether it is a chat."""
+        if isinstance(prompt, str) and not self.chat:
+            return prompt, False
+        messages = as_messages(prompt)
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return dump_json(messages), True
+
+
+@dataclass(frozen=True)
+class RoutedRow:
+    """An example with the splits that get it, and its prompt as text."""
+
+    example: Example
+    splits: tuple[Split, ...]
+    prompt: str
+    is_chat: bool
+    conversation: str | None
+    tools: str | None
+
+
+@dataclass
+class Counts:
+    """What became of the rows that were read.
+
+    Attributes:
+        taken: rows by split.
+        repeated: rows that are equal to one before them.
+        conflicting: prompts that came again, with another answer.
+        held_back: rows whose prompt is in a split that cannot have them.
+        unused: rows beyond the numbers that were asked for, or of a form that no split takes.
+    """
+
+    read: int = 0
+    taken: Counter[Split] = field(default_factory=Counter)
+    repeated: int = 0
+    conflicting: int = 0
+    held_back: int = 0
+    unused: int = 0
+    nulls: int = 0
+
+
+class Router:
+    """Reads the streams of a source, and says of each row which splits it belongs to."""
+
+    def __init__(
+        self,
+        splits: Splits,
+        sizes: Mapping[Split, Size],
+        form: Form,
+        bad_rows: Budget,
+    ) -> None:
+        self.sizes = sizes
+        self.form = form
+        self.bad_rows = bad_rows
+        self.counts = Counts()
+        self.total = splits.rows
+        self._streams = _open_streams(splits)
+        self._homes: dict[int, int] = {}
+        self._contents: set[int] = set()
+        self._answers: dict[int, int] = {}
+        # Bare answers are demonstrations only where the user wants some, or wants nothing else.
+        wanted = sizes["sft"].number
+        self._takes_answers = bool(wanted) or sizes["train"].number == 0
+
+    def route(self) -> Iterator[RoutedRow]:
+        """Yield all rows that a split gets, as they are read."""
+        limited = [split for split in SPLITS if self.sizes[split].number]
+        opened = [split for split in SPLITS if self.sizes[split].number is None]
+        for split in [*limited, *opened]:
+            stream = self._streams[split]
+            served = [other for other in SPLITS if self._streams[other] is stream]
+            while self._has_room(split) and (item := next(stream, None)) is not None:
+                self.counts.read += 1
+                if isinstance(item, BadRow):
+                    self.bad_rows.add(item.row, item.reason)
+                    self.bad_rows.check_early(self.total)
+                    continue
+                try:
+                    routed = self._route_example(item, split, served)
+                except BadValue as error:
+                    self.bad_rows.add(name_row(item), str(error))
+                    self.bad_rows.check_early(self.total)
+                    continue
+                if routed is not None:
+                    yield routed
+
+    def _has_room(self, split: Split) -> bool:
+        number = self.sizes[split].number
+        return number is None or self.counts.taken[split] < number
+
+    def _route_example(
+        self, example: Example, current: Split, served: list[Split]
+    ) -> RoutedRow | None:
+        fitting = [split for split in self._list_fitting(example) if split in served]
+        if not fitting:
+            self.counts.unused += 1
+            return None
+        prompt, is_chat = self.form.render(example.prompt)
+        conversation = None
+        if example.conversation is not None:
+            conversation, _ = self.form.render(example.conversation)
+        tools = None if example.tools is None else dump_json(example.tools)
+        check_row(example, prompt)
+        key = _hash(_get_key(example, prompt, is_chat), tools or "")
+        chosen = self._choose(key, fitting, current)
+        if not chosen:
+            return None
+        kept = tuple(split for split in chosen if self._is_new(split, example, prompt, tools))
+        if not kept:
+            self.counts.repeated += 1
+            return None
+        self._homes.setdefault(key, sum(1 << SPLITS.index(split) for split in chosen))
+        self.counts.taken.update(kept)
+        return RoutedRow(example, kept, prompt, is_chat, conversation, tools)
+
+    def _list_fitting(self, example: Example) -> list[Split]:
+        """List the splits that take an example of this form."""
+        is_whole = is_conversation(example)
+        is_pair = example.rejected is not None
+        has_demonstration = (
+            is_whole
+            or example.conversation is not None
+            or example.demonstration is not None
+            or example.solution is not None
+        )
+        has_answer = example.answer is not None
+        fitting: list[Split] = []
+        if not is_whole and (has_answer or not (has_demonstration or is_pair)):
+            fitting += ["train", "eval"]
+        can_demonstrate = has_demonstration or (has_answer and self._takes_answers)
+        # The better side of a pair is a demonstration only where demonstrations were asked for.
+        if can_demonstrate and (not is_pair or self.sizes["sft"].number):
+            fitting += ["sft", "sft_eval"]
+        # A source that makes its rows may make a pair of equals: there is nothing to prefer.
+        if is_pair and get_completion(example) not in (None, example.rejected):
+            fitting += ["preference", "preference_eval"]
+        return fitting
+
+    def _choose(self, key: int, fitting: list[Split], current: Split) -> list[Split]:
+        """Choose the splits of a row with this prompt among those that it fits."""
+        home = self._homes.get(key)
+        if home is not None:
+            at_home = [split for split in fitting if home >> SPLITS.index(split) & 1]
+            chosen = [split for split in at_home if self._has_room(split) or self._may_grow(split)]
+            if not at_home:
+                self.counts.held_back += 1
+            elif not chosen:
+                self.counts.unused += 1
+            return chosen
+        free = [split for split in fitting if self._has_room(split)]
+        limited = [split for split in free if self.sizes[split].number is not None]
+        held_out = [split for split in limited if split in HELD_OUT]
+        if current in limited:
+            return [current]
+        if held_out or limited:
+            return [min(held_out or limited, key=SPLITS.index)]
+        if not free:
+            self.counts.unused += 1
+        return free
+
+    def _may_grow(self, split: Split) -> bool:
+        """Return whether a held-out split takes further rows of its prompts beyond its number."""
+        return split in HELD_OUT and not self.sizes[split].is_exact
+
+    def _is_new(self, split: Split, example: Example, prompt: str, tools: str | None) -> bool:
+        """Return whether a split has no row yet that is equal in all that it keeps of this one."""
+        if split in PROMPT_SPLITS:
+            kind = "prompt"
+            parts: list[str] = []
+        elif split in DEMONSTRATION_SPLITS:
+            kind = "demonstration"
+            parts = [dump_json(example.conversation) if example.conversation else ""]
+            parts += [get_completion(example) or ""]
+        else:
+            kind = "pair"
+            parts = [get_completion(example) or "", example.rejected or ""]
+        content = _hash(kind, prompt, tools or "", *parts)
+        if content not in self._contents:
+            self._contents.add(content)
+            if kind == "prompt":
+                self._answers[content] = _hash(example.answer or "")
+            return True
+        if kind == "prompt" and self._answers[content] != _hash(example.answer or ""):
+            self.counts.conflicting += 1
+        return False
+
+
+def is_conversation(example: Example) -> bool:
+    """Return whether the prompt of an example is a whole conversation."""
+    prompt = example.prompt
+    return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+
+
+def get_completion(example: Example) -> str | None:
+    """Return what follows the prompt for SFT, and in the better side of a pair."""
+    if is_conversation(example):
+        return None
+    solution = example.answer if example.solution is None else example.solution
+    return solution if example.demonstration is None else example.demonstration
+
+
+def check_row(example: Example, prompt: str) -> None:
+    """Check what no split can keep. Raises BadValue with the reason."""
+    if not (prompt if isinstance(example.prompt, str) else "-").strip():
+        raise BadValue("has an empty prompt")
+    texts = [example.answer, example.solution, example.demonstration, example.rejected]
+    if any(text is not None and not text.strip() for text in texts):
+        raise BadValue("has an empty answer or completion")
+    check_encodable([prompt, *texts, example.tools, example.conversation])
+    try:
+        json.dumps(example.metadata, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadValue(f"its metadata is not JSON ({error})") from error
+
+
+def name_row(example: Example) -> str:
+    """Name a row as the user's file does; a row that a source made, by its prompt."""
+    if example.row is not None:
+        return example.row
+    text = example.prompt if isinstance(example.prompt, str) else dump_json(example.prompt)
+    return repr(text[:60])
+
+
+def dump_json(value: Any) -> str:
+    """Return JSON text with every character as itself."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _open_streams(splits: Splits) -> dict[Split, Iterator[Example | BadRow]]:
+    """Return the stream of each split; splits that share an iterable share its iterator."""
+    pairs = splits.train if splits.preference is None else splits.preference
+    sources: dict[Split, Iterable[Example | BadRow]] = {
+        "eval": splits.eval,
+        "sft_eval": splits.sft if splits.sft_eval is None else splits.sft_eval,
+        "sft": splits.sft,
+        "preference_eval": pairs if splits.preference_eval is None else splits.preference_eval,
+        "preference": pairs,
+        "train": splits.train,
+    }
+    iterators = {id(source): iter(source) for source in sources.values()}
+    return {split: iterators[id(source)] for split, source in sources.items()}
+
+
+def _get_key(example: Example, prompt: str, is_chat: bool) -> str:
+    """Return what two rows of one prompt have in common. Of a whole conversation that is all before
+    its last message; a chat of one message of the user's is the same as its text."""
+    if example.key is not None:
+        return example.key
+    if not is_chat:
+        return prompt
+    messages = json.loads(prompt)
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return dump_json(messages)
+
+
+def _hash(*parts: str) -> int:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        state.update(f"{len(data)}:".encode())
+        state.update(data)
+    return state.intdigest()
