@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -255,7 +256,7 @@ def test_trainer_and_server_on_one_device_are_never_awake_together() -> None:
 def test_a_text_for_the_section_data_is_its_source(
     tmp_path: Path, sets: list[str], source: str, arguments: dict[str, Any]
 ) -> None:
-    pipeline = find_pipeline("sft")
+    pipeline = loading.find_pipeline("sft")
     config: Any = pipeline.configure(sets=sets)
     assert (config.data.source, config.data.source_args) == (source, arguments)
     file = tmp_path / "c.yaml"
