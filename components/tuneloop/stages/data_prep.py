@@ -24,6 +24,9 @@ from tuneloop.data.tables import (
     ray_data,
     write_tables,
 )
+from tuneloop.formats.chat_forms import Reasoning
+from tuneloop.formats.conversations import History
+from tuneloop.formats.too_long import TooLong
 from tuneloop.rewards.scoring import compute_full_marks, find_reward, parse_spec
 
 Split = Literal["train", "eval", "sft", "preference", "preference_eval"]
@@ -112,6 +115,23 @@ def data_prep(
         bool, Field(description="make a plain prompt the user message of a chat")
     ] = False,
     system: Annotated[str | None, Field(description="system message of every chat")] = None,
+    history: Annotated[
+        History,
+        Field(
+            description="turns of a conversation: learned together where the chat template shows them alike, "
+            "or each as a row of its own"
+        ),
+    ] = "as-rendered",
+    reasoning: Annotated[
+        Reasoning, Field(description="reasoning in demonstrations: learn it, or leave it out")
+    ] = "keep",
+    too_long: Annotated[
+        TooLong,
+        Field(
+            description="rows with more tokens than fit: drop them up to the share drop_at_most, cut "
+            "demonstrations off, or refuse the data"
+        ),
+    ] = "drop",
     timeout_s: Annotated[
         float, Field(gt=0, description="seconds that one call of a reward may take")
     ] = 5.0,
@@ -134,6 +154,7 @@ def data_prep(
     parse_spec(json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
+    stage.facts.update(history=history, reasoning=reasoning, too_long=too_long)
     wanted = dict(zip(SCHEMAS, (eval, sft, preference_eval, preference, train)))
     splits = load_source(source, source_args, sum(wanted.values()), stage.seed("data"))
     pairs = iter(splits.train if splits.preference is None else splits.preference)
