@@ -230,7 +230,11 @@ def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
     row, group = job.rows[index], job.groups[index]
     begun = job.rounds and job.rounds.begun.get(group)
     try:
-        ids = begun.prompt_ids if begun else encode_prompt(tokenizer, row["prompt"], row["chat"])
+        ids = (
+            begun.prompt_ids
+            if begun
+            else encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
+        )
     except UserError as error:
         raise UserError(
             f"prompts row {row['id']}: {error.field}", error.value, error.remedy

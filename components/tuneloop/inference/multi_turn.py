@@ -165,12 +165,20 @@ def _still(
 ) -> Iterator[_Live]:
     """Let the environments reply, and yield the episodes in which the policy has another turn."""
     for one in alive:
-        reply = one.environment.step(decode_ids(tokenizer, one.last))
+        turn = decode_ids(tokenizer, one.last)
+        reply = one.environment.step(turn)
         one.reward, one.escape = reply.reward, reply.escape
         if reply.done or reply.escape or one.finish_reason != "stop":
             continue
         ids = encode_reply(
-            tokenizer, reply.text, one.chat, reply.role, sampling.stop_token_ids, how.keep_reasoning
+            tokenizer,
+            reply.text,
+            one.chat,
+            reply.role,
+            sampling.stop_token_ids,
+            how.keep_reasoning,
+            turn=turn,
+            last=one.last[-1],
         )
         room = engine.context - len(one.prompt) - len(one.ids) - len(ids)
         if one.turns == how.max_turns or room < sampling.max_tokens:

@@ -1,5 +1,6 @@
 """The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the prompts."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, co
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.model_files import choose_shard_bytes, copy_companions
+from tuneloop.formats.template_settings import find_turn_end, read_template, set_chat_template
 from tuneloop.training.pretrained import Pretrained, load_pretrained
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
@@ -31,7 +33,24 @@ CHATML = (
 )
 
 
-@component("checkpoint", image="trainer", results={"parameters": int}, after=publish_checkpoint)
+def template_digest(params: Any) -> dict[str, str]:
+    """Return the SHA-256 of the chat template's file, to identify its contents; empty if there is none."""
+    if params.chat_template is None:
+        return {}
+    try:
+        template = read_template(params.chat_template)
+    except UserError:  # the stage says so, if it runs
+        return {}
+    return {"chat_template_digest": hashlib.sha256(template.encode()).hexdigest()}
+
+
+@component(
+    "checkpoint",
+    image="trainer",
+    results={"parameters": int},
+    after=publish_checkpoint,
+    identity=template_digest,
+)
 def base_model(
     stage: Stage,
     prompts: OptionalInput,
@@ -46,6 +65,16 @@ def base_model(
     trust_remote_code: Annotated[
         bool, Field(description="run Python code that the model brings")
     ] = False,
+    chat_template: Annotated[
+        str | None,
+        Field(description="file with the chat template to use; none: the model's own"),
+    ] = None,
+    template_args: Annotated[
+        dict[str, Any],
+        Field(
+            description="arguments of the chat template, such as enable_thinking, for every stage"
+        ),
+    ] = {},  # noqa: B006
     vocab_size: Annotated[
         int, Field(ge=260, description="maximum vocabulary of a tiny model")
     ] = 512,
@@ -72,7 +101,7 @@ def base_model(
 
     Raises:
         UserError: a directory without configuration, tokenizer or weights; an unknown hub name; a tiny model
-            without prompts.
+            without prompts; a chat template that is none, or arguments that it does not have.
         Retryable: the hub does not answer.
     """
     import torch
@@ -91,6 +120,8 @@ def base_model(
             pretrained = load_pretrained(model, revision, trust_remote_code)
             policy = pretrained.model
             tokenizer = pretrained.tokenizer
+        set_chat_template(tokenizer, chat_template, template_args)
+        set_turn_end(stage, policy, tokenizer)
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
         policy.to(getattr(torch, dtype))
@@ -129,6 +160,19 @@ def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:
     stage.facts["surplus_tokens"] = len(tokens)
     names = ", ".join(tokens[:3]) + (", …" if len(tokens) > 3 else "")
     stage.log(f"the tokenizer has {len(tokens)} more tokens than the model has embeddings: {names}")
+
+
+def set_turn_end(stage: Stage, policy: Any, tokenizer: Any) -> None:
+    """Let generation stop at the token with which the chat template ends a turn, if it does not do so already."""
+    config = policy.generation_config
+    stops = config.eos_token_id
+    listed = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    end = find_turn_end(tokenizer, {tokenizer.eos_token_id, *listed})
+    if end is None:
+        return
+    config.eos_token_id = [*(listed or [tokenizer.eos_token_id]), end]
+    token = tokenizer.convert_ids_to_tokens(end)
+    stage.log(f"the chat template ends turns with {token}: generation stops at it, too")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int, context: int) -> Any:

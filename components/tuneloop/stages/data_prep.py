@@ -32,6 +32,9 @@ from tuneloop.data.tables import (
     ray_data,
     select_split,
 )
+from tuneloop.formats.chat_forms import Reasoning
+from tuneloop.formats.conversations import History
+from tuneloop.formats.too_long import TooLong
 from tuneloop.rewards.scoring import parse_spec
 
 FILES = "files"
@@ -235,6 +238,23 @@ def data_prep(
         bool, Field(description="make a plain prompt the user message of a chat")
     ] = False,
     system: Annotated[str | None, Field(description="system message of every chat")] = None,
+    history: Annotated[
+        History,
+        Field(
+            description="turns of a conversation: learned together where the chat template shows them alike, "
+            "or each as a row of its own"
+        ),
+    ] = "as-rendered",
+    reasoning: Annotated[
+        Reasoning, Field(description="reasoning in demonstrations: learn it, or leave it out")
+    ] = "keep",
+    too_long: Annotated[
+        TooLong,
+        Field(
+            description="rows with more tokens than fit: drop them up to the share drop_at_most, cut "
+            "demonstrations off, or refuse the data"
+        ),
+    ] = "drop",
     timeout_s: Annotated[
         float, Field(gt=0, description="seconds that one call of a reward may take")
     ] = 5.0,
@@ -261,6 +281,12 @@ def data_prep(
         parse_spec(json.dumps(rewards, sort_keys=True))
     if system is not None and not chat:
         raise UserError("data_prep.system", system, "needs --chat true")
+    stage.facts.update(
+        history=history,
+        reasoning=reasoning,
+        too_long=too_long,
+        drop_at_most=drop_at_most,
+    )
     wanted: dict[Split, int | None] = {
         "eval": eval,
         "sft_eval": sft_eval,

@@ -20,6 +20,7 @@ from tuneloop.training.pairs import (
     Pairs,
     Split,
     compute_accuracy,
+    fit_pairs,
     read_pairs,
     score_documents,
     sum_logprobs,
@@ -69,13 +70,12 @@ def preference(
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
-        reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
-        held_out = read_pairs(prompts, policy, "preference_eval") or pairs
+        held_out = read_pairs(prompts, policy, "preference_eval")
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
-        epochs.check_fits(
-            [*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length
-        )
+        pairs = fit_pairs(stage, pairs, prompts, trainer, options.max_length)
+        held_out = fit_pairs(stage, held_out, prompts, trainer, options.max_length) or pairs
+        reference = read_reference(logprobs, pairs, "preference", objective.needs_kl)
     stage.facts["objective"] = {"algorithm": algorithm, **objective.model_dump()}
     with stage.timed("evaluate"):
         before = compute_accuracy(stage, trainer, held_out, 2 * options.per_device_train_batch_size)

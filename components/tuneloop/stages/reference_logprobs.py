@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.training import checkpoint, epochs
+from tuneloop.training import checkpoint
 from tuneloop.training.options import ScoringOptions
-from tuneloop.training.pairs import SPLITS, Mismatched, read_pairs, score_documents
+from tuneloop.training.pairs import SPLITS, Mismatched, fit_pairs, read_pairs, score_documents
 
 
 class ReferenceOptions(ScoringOptions):
@@ -48,7 +48,7 @@ def reference_logprobs(
     for split in SPLITS:
         if not (pairs := read_pairs(prompts, policy, split)):
             continue
-        epochs.check_fits(pairs.documents.extremes, model, options.max_length)
+        pairs = fit_pairs(stage, pairs, prompts, model, options.max_length)
         with stage.timed("score"):
             found = score_documents(stage, model, pairs.documents, per_device_eval_batch_size)
             rows = {

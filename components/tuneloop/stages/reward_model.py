@@ -10,7 +10,7 @@ from tuneloop.core.component import Input, Results, Stage, component
 from tuneloop.formats.model_files import WEIGHTS
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.options import PairOptions
-from tuneloop.training.pairs import compute_accuracy, read_pairs
+from tuneloop.training.pairs import compute_accuracy, fit_pairs, read_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,12 +50,11 @@ def reward_model(
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
-        held_out = read_pairs(prompts, policy, "preference_eval") or pairs
+        held_out = read_pairs(prompts, policy, "preference_eval")
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, ScoreTrainer, policy, ranks, options)
-        epochs.check_fits(
-            [*pairs.documents.extremes, *held_out.documents.extremes], trainer, options.max_length
-        )
+        pairs = fit_pairs(stage, pairs, prompts, trainer, options.max_length)
+        held_out = fit_pairs(stage, held_out, prompts, trainer, options.max_length) or pairs
     step = partial(train_step, stage, trainer, center=center_rewards_coefficient)
     loss = epochs.train_epochs(stage, trainer, len(pairs), options, pairs.at, step)
     with stage.timed("evaluate"):

@@ -11,9 +11,10 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
-from tuneloop.training.corpora import read_corpus
+from tuneloop.training.corpora import read_corpus, report_split_conversations
 from tuneloop.training.delegation import BackendOptions, train_by_backend
 from tuneloop.training.held_out import open_held_out_loss
+from tuneloop.training.lengths import fit_corpus
 from tuneloop.weights.publication import Weights
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def sft(
     ``facts.held_out``.
 
     Raises:
-        UserError: no demonstrations, a missing column, one that is longer than `max_length` or the model's context.
+        UserError: no demonstrations, a missing column, more that are longer than `max_length` or the model's context
+            than may be dropped (``data.too_long``).
         Interrupted: after SIGTERM, once a resume point is committed.
     """
     from tuneloop.training.fsdp.trainer import Trainer
@@ -89,8 +91,9 @@ def sft(
     options = options.resolve_steps(len(documents), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
-        epochs.check_fits(documents.extremes, trainer, options.max_length)
+        documents = fit_corpus(stage, documents, prompts, trainer, options.max_length)
     held_out = open_held_out_loss(stage, trainer, prompts, policy, options, options.eval_steps)
+    report_split_conversations(stage, documents)
     stage.log(
         f"{len(documents)} demonstrations, {len(held_out.documents)} held out, "
         f"{options.max_steps} steps, {trainer.chosen()}"

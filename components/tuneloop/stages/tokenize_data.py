@@ -17,20 +17,24 @@ def tokenize_data(stage: Stage, policy: Input, prompts: Input) -> Results:
         UserError: nothing to tokenize, a row or a tokenizer that does not fit.
         Interrupted: on SIGTERM. Nothing is kept: a retry begins anew.
     """
-    made: dict[str, Corpus] = {}
+    corpora: dict[str, Corpus] = {}
+    splits = [split for split in SIDES if f"{split}.parquet" in prompts.manifest.files]
     with stage.timed("tokenize"):
-        for split in (each for each in SIDES if f"{each}.parquet" in prompts.manifest.files):
+        for split in splits:
             file = str(stage.out / f"{split}.arrow")
             write_corpus(file, tokenize_split(prompts, policy, split, stage.check_stop))
-            made[split] = Corpus(file)
-    if not any(map(len, made.values())):
+            corpora[split] = Corpus(file)
+    if not any(map(len, corpora.values())):
         raise UserError(
             "--prompts", prompts.url, "holds no rows to tokenize; set data_prep's sft or preference"
         )
-    tokens = {split: corpus.tokens for split, corpus in made.items()}
+    tokens = {split: corpus.tokens for split, corpus in corpora.items()}
     stage.facts.update(tokens=tokens, tokenizer=digest_tokenizer(policy))
+    settings = ("history", "reasoning", "too_long", "drop_at_most")
+    facts = prompts.manifest.facts
+    stage.facts.update({name: facts[name] for name in settings if name in facts})
     stage.log(f"tokens: {tokens}")
-    return {"documents": sum(map(len, made.values()))}
+    return {"documents": sum(map(len, corpora.values()))}
 
 
 if __name__ == "__main__":

@@ -1,19 +1,28 @@
 """Rows of data as documents: tokenized once by the stage `tokenize_data`, or in the stage that reads them."""
 
+import json
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact, File, hash_canonical_json
+from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
-from tuneloop.formats.token_files import Corpus, Document, build_document
+from tuneloop.formats.chat_forms import Reasoning
+from tuneloop.formats.conversations import Encoded, History
+from tuneloop.formats.token_files import Corpus, Document
 from tuneloop.formats.tokens import (
+    encode_answer,
     encode_completion,
     encode_conversation,
     encode_prompt,
     load_tokenizer,
+    stop_ids,
 )
 
 SIDES = {
@@ -24,6 +33,7 @@ SIDES = {
 }
 """Split with fixed rows → the columns that follow the prompt; each gives one document."""
 CONFIG = "model/config.json"
+GENERATION_CONFIG = "model/generation_config.json"
 
 
 def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool = True) -> Corpus:
@@ -45,37 +55,118 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
 def tokenize_split(
     prompts: Artifact, policy: Artifact, split: str, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (row id, document) of a split. Raises UserError: no such column or tokenizer, or a row it cannot encode."""
+    """Yield (row id, document) of a split; a conversation whose turns the chat template cannot show together gives
+    several documents. Raises UserError: no such column or tokenizer, or a row it cannot encode."""
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
-    for column in (columns := ["id", "prompt", "chat", *SIDES[split]]):
-        if column not in table.schema_arrow.names:
+    names = table.schema_arrow.names
+    columns = ["id", "prompt", "chat", *SIDES[split]]
+    for column in columns:
+        if column not in names:
             raise UserError(
                 "--prompts", column, f"is not a column of {split}.parquet; make the data again"
             )
-    for name in find_tokenizer_files(policy):
-        policy.part(name)
-    tokenizer = load_tokenizer(policy.part(CONFIG).parent)
+    columns += [column for column in ("tools", "row") if column in names]
+    encoder = open_encoder(prompts, policy)
     for batch in table.iter_batches(1024, columns=columns):
         check_stop()
         for row in batch.to_pylist():
-            yield from (
-                (row["id"], document) for document in _encode_row(tokenizer, row, SIDES[split])
+            for document in encoder.encode_row(row, SIDES[split]):
+                yield row["id"], document
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Encodes rows with the tokenizer of a policy, as the settings of the data say."""
+
+    tokenizer: Any
+    stops: Sequence[int]
+    history: History
+    reasoning: Reasoning
+
+    def encode_row(self, row: Mapping[str, Any], sides: Sequence[str]) -> list[Document]:
+        """Encode the text after the prompt as the target; in a conversation, all turns of the assistant. Raises
+        UserError: the row, by its name in the user's file, and what its chat template cannot do."""
+        try:
+            if row[sides[0]] is None:
+                encoded = encode_conversation(
+                    self.tokenizer,
+                    row["prompt"],
+                    row.get("tools"),
+                    stops=self.stops,
+                    history=self.history,
+                    reasoning=self.reasoning,
+                )
+            else:
+                encoded = [self._encode_pair(row, row[side]) for side in sides]
+        except UserError as error:
+            raise UserError(f"{name_row(row)}: {error.field}", error.value, error.remedy) from error
+        return [
+            Document(array("i", ids), array("b", targets), row=row.get("row"))
+            for ids, targets in encoded
+        ]
+
+    def _encode_pair(self, row: Mapping[str, Any], completion: str) -> Encoded:
+        """Encode a prompt with its completion: in a chat as its last turn."""
+        if row["chat"]:
+            return encode_answer(
+                self.tokenizer,
+                row["prompt"],
+                completion,
+                row.get("tools"),
+                stops=self.stops,
+                reasoning=self.reasoning,
             )
+        prompt = encode_prompt(self.tokenizer, row["prompt"], row["chat"])
+        target = encode_completion(self.tokenizer, completion)
+        return [*prompt, *target], [False] * len(prompt) + [True] * len(target)
 
 
-def _encode_row(tokenizer: Any, row: Mapping[str, Any], sides: Sequence[str]) -> list[Document]:
-    """Encode the text after the prompt as the target; in a conversation, all turns of the assistant."""
-    if row[sides[0]] is None:
-        return [Document(*encode_conversation(tokenizer, row["prompt"]))]
-    prompt = encode_prompt(tokenizer, row["prompt"], row["chat"])
-    return [build_document(prompt, encode_completion(tokenizer, row[side])) for side in sides]
+def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
+    """Open the tokenizer of `policy` to encode rows of `prompts`. Raises UserError: it cannot be loaded."""
+    for name in find_tokenizer_files(policy):
+        policy.part(name)
+    if GENERATION_CONFIG in policy.manifest.files:
+        policy.part(GENERATION_CONFIG)
+    model = policy.part(CONFIG).parent
+    tokenizer = load_tokenizer(model)
+    facts = prompts.manifest.facts
+    return RowEncoder(
+        tokenizer,
+        stop_ids(tokenizer, model),
+        facts.get("history", "as-rendered"),
+        facts.get("reasoning", "keep"),
+    )
+
+
+def name_row(row: Mapping[str, Any]) -> str:
+    """Name a row as the user's file does, if that is known, and else by its id."""
+    return row.get("row") or row["id"]
+
+
+def report_split_conversations(stage: Stage, corpus: Corpus) -> None:
+    """Say how many conversations gave several documents, as their chat template shows a turn otherwise once another
+    follows; leave the counts in ``facts.conversations_split``."""
+    counts = pc.value_counts(corpus.names).field("counts").to_numpy()
+    split = counts[counts > 1]
+    if not len(split):
+        return
+    stage.facts["conversations_split"] = {"conversations": len(split), "rows": int(split.sum())}
+    stage.log(
+        f"{len(split)} conversations became {split.sum()} rows: the chat template changes earlier turns once others "
+        "follow (docs/templates.md), so that turns are learned one by one"
+    )
 
 
 def digest_tokenizer(policy: Artifact) -> str:
-    """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds."""
-    return hash_canonical_json(
-        {name: file.sha256 for name, file in find_tokenizer_files(policy).items()}
-    )
+    """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds, and over the stop ids
+    of the generation's configuration: these end the targets."""
+    files: dict[str, Any] = {
+        name: file.sha256 for name, file in find_tokenizer_files(policy).items()
+    }
+    if GENERATION_CONFIG in policy.manifest.files:
+        config = json.loads(policy.part(GENERATION_CONFIG).read_text())
+        files["stops"] = config.get("eos_token_id")
+    return hash_canonical_json(files)
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:

@@ -1,7 +1,7 @@
 """Training on examples in epochs, for `sft`, `preference` and `reward_model`; the algorithms of all training stages."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from tuneloop.training.options import Optimization, TrainerOptions
 
 if TYPE_CHECKING:
     from tuneloop.training.batching import Batch
-    from tuneloop.training.fsdp.policy import Policy
     from tuneloop.training.fsdp.ranks import Ranks
     from tuneloop.training.held_out import HeldOutLoss
 
@@ -218,33 +217,6 @@ def train_epochs(
     stage.timings["tokens_per_s"] = tokens_seen / (time.perf_counter() - started - evaluated_s)
     stage.notes["efficiency"] = trainer.efficiency(stage.timings["tokens_per_s"])
     return loss
-
-
-def check_fits(
-    documents: Iterable[tuple[str, Document]], policy: "Policy", max_length: int
-) -> None:
-    """Raise UserError for a document longer than `max_length` or the model's context, or ids beyond its vocabulary."""
-    limit = min(max_length, policy.context)
-    for name, document in documents:
-        if len(document.ids) > limit:
-            part = "completion" if any(document.targets[:limit]) else "prompt"
-            over = (
-                f"max_length {max_length}; raise it"
-                if max_length <= policy.context
-                else f"context of {limit}"
-            )
-            raise UserError(
-                f"{part} of {name}",
-                len(document.ids),
-                f"tokens in all, over the {over}, or drop the row",
-            )
-        surplus = max(document.ids)
-        if surplus >= policy.vocab_size:
-            remedy = (
-                f"the tokenizer gives this id, and the model has embeddings for {policy.vocab_size} ids only; drop "
-                "the row, or take the tokenizer and the chat template that belong to the model"
-            )
-            raise UserError(f"row {name}: token", surplus, remedy)
 
 
 def _resume(stage: Stage, trainer: Any, batch: int) -> int:

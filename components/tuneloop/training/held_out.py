@@ -11,6 +11,7 @@ from tuneloop.formats.held_out import HeldOutFacts, compute_perplexity
 from tuneloop.formats.token_files import Corpus
 from tuneloop.training import epochs
 from tuneloop.training.corpora import read_corpus
+from tuneloop.training.lengths import fit_corpus
 from tuneloop.training.pairs import score_documents
 
 SPLIT = "sft_eval"
@@ -83,11 +84,11 @@ def open_held_out_loss(
         eval_steps: optimizer steps between measurements; None: about ten measurements in the run.
 
     Raises:
-        UserError: one is longer than `max_length` or the model's context.
+        UserError: more than may be dropped are longer than `max_length` or the model's context.
     """
     with stage.timed("data"):
         documents = read_corpus(prompts, policy, SPLIT, required=False)
     if documents:
-        epochs.check_fits(documents.extremes, trainer, options.max_length)
+        documents = fit_corpus(stage, documents, prompts, trainer, options.max_length)
     interval = eval_steps or math.ceil(options.max_steps / MEASUREMENTS)
     return HeldOutLoss(stage, trainer, documents, options.per_device_train_batch_size, interval)

@@ -12,6 +12,7 @@ from tuneloop.core.component import Stage
 from tuneloop.formats.token_files import Corpus, Document, Places, build_document
 from tuneloop.training import checkpoint
 from tuneloop.training.corpora import read_corpus
+from tuneloop.training.lengths import fit_corpus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +60,13 @@ class Mismatched(Places[Document]):
 def read_pairs(prompts: Artifact, policy: Artifact, split: Split) -> Pairs:
     """Open the pairs of a split, as `read_corpus` does; none where there are no held-out pairs."""
     return Pairs(read_corpus(prompts, policy, split, required=split == "preference"))
+
+
+def fit_pairs(
+    stage: Stage, pairs: Pairs, prompts: Artifact, policy: "Policy", max_length: int
+) -> Pairs:
+    """Return the pairs both of whose documents fit; see `fit_corpus`."""
+    return Pairs(fit_corpus(stage, pairs.documents, prompts, policy, max_length, together=2))
 
 
 def sum_logprobs(policy: "Policy", documents: "Sequence[Document] | Batch") -> "Tensor":

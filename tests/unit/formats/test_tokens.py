@@ -24,26 +24,28 @@ TALK = [
 
 def test_every_turn_of_the_assistant_is_a_target():
     words = tokenizer()
-    ids, targets = encode_conversation(words, json.dumps(TALK))
-    said = [token for token, wanted in zip(ids, targets) if wanted]
-    assert said.count(words.eos_token_id) == 2
-    assert decode_ids(words, said) == "onetwo"
+    ((ids, targets),) = encode_conversation(words, json.dumps(TALK))
+    learned = [token for token, wanted in zip(ids, targets) if wanted]
+    assert learned.count(words.eos_token_id) == 2
+    assert decode_ids(words, learned) == "onetwo"
     first = encode_prompt(words, json.dumps(TALK[:1]), True)
     assert ids[: len(first)] == first and not any(targets[: len(first)])
     last = encode_prompt(words, json.dumps(TALK[:3]), True)
     assert ids[: len(last)] == last and targets[len(last)]
 
 
-def test_a_template_that_strips_what_was_thought_is_refused():
+def test_a_template_that_hides_earlier_turns_gives_each_turn_a_row_of_its_own():
     words = tokenizer()
     words.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    with pytest.raises(
-        UserError, match=r"message 3: 'two'.*rewrites what was said.*demonstration of its own"
-    ):
-        encode_conversation(words, json.dumps(TALK))
+    first, second = encode_conversation(words, json.dumps(TALK))
+    assert decode_ids(words, first[0]) == "<user>1 =<assistant>one"
+    assert decode_ids(words, second[0]) == "<user>1 =<assistant><tool>2<assistant>two"
+    for (ids, targets), text in ((first, "one"), (second, "two")):
+        learned = [token for token, wanted in zip(ids, targets) if wanted]
+        assert learned == [*words.encode(text), words.eos_token_id]
 
 
 def test_nothing_to_learn():
@@ -69,10 +71,10 @@ def test_no_text_becomes_a_control_token(number: int, spelled: str) -> None:
         lambda said: encode_prompt(words, json.dumps([{"role": "user", "content": said}]), True),
         lambda said: encode_conversation(
             words, json.dumps([*TALK, {"role": "assistant", "content": said}])
-        )[0],
+        )[0][0],
         lambda said: encode_conversation(
             words, json.dumps([{"role": "system", "content": said}, *TALK])
-        )[0],
+        )[0][0],
         lambda said: encode_reply(words, said, True, "tool", stops),
         lambda said: encode_reply(words, said, False, "tool", stops),
     ):

@@ -65,7 +65,14 @@ def test_documents_are_the_rows_in_their_order(
             for side in sides:
                 said = encode_completion(words, row[side])
                 mask = [False] * len(prompt) + [True] * len(said)
-                wanted.append({"id": row["id"], "input_ids": prompt + said, "loss_mask": mask})
+                wanted.append(
+                    {
+                        "id": row["id"],
+                        "row": row.get("row"),
+                        "input_ids": prompt + said,
+                        "loss_mask": mask,
+                    }
+                )
         found = pa.ipc.open_file(tokens.path / f"{split}.arrow").read_all().to_pylist()
         assert found == wanted
         assert tokens.manifest.facts["tokens"][split] == sum(

@@ -1,0 +1,160 @@
+"""The forms in which a conversation can be put to a chat template, since templates read messages differently.
+
+Messages come as OpenAI has them. Most templates read them so; some want content as a list of parts, arguments of
+tool calls as JSON text, `null` where a message only calls tools, or know no role `developer`. `list_forms` lists what
+is worth trying for a conversation, the plainest form first. No form changes what a message says.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Message = dict[str, Any]
+Reasoning = Literal["keep", "drop"]
+"""What becomes of an assistant's reasoning: it is a part of the target, or it is left out everywhere."""
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which data sets and templates have the reasoning."""
+ABSENT = "absent"
+INLINE = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+"""Reasoning at the beginning of a message's own text."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How messages are put to a template: content as parts, arguments as JSON text, the role of developers, and what
+    stands for the content of a message that has none (``""``, None, or `ABSENT` for no key at all)."""
+
+    parts: bool = False
+    developer: str = "developer"
+    arguments_as_text: bool = False
+    no_content: str | None = ""
+
+    def apply(self, message: Message) -> Message:
+        """Return the message in this form."""
+        message = dict(message)
+        if message["role"] == "developer":
+            message["role"] = self.developer
+        if self.arguments_as_text and message.get("tool_calls"):
+            message["tool_calls"] = [_write_arguments(call) for call in message["tool_calls"]]
+        content = message.get("content")
+        if not content and message.get("tool_calls"):
+            message["content"] = self.no_content
+            if self.no_content == ABSENT:
+                del message["content"]
+        elif self.parts and isinstance(content, str):
+            message["content"] = [{"type": "text", "text": content}]
+        return message
+
+
+def list_forms(messages: Sequence[Message]) -> list[Form]:
+    """List the forms that could make a difference to these messages, the plainest first."""
+    calls = any(message.get("tool_calls") for message in messages)
+    silent = any(message.get("tool_calls") and not message.get("content") for message in messages)
+    developer = any(message["role"] == "developer" for message in messages)
+    choices = itertools.product(
+        (False, True),
+        ("developer", "system") if developer else ("developer",),
+        (False, True) if calls else (False,),
+        ("", None, ABSENT) if silent else ("",),
+    )
+    return [Form(*choice) for choice in choices]
+
+
+def clean_messages(
+    messages: Sequence[Mapping[str, Any]], reasoning: Reasoning, template: str
+) -> list[Message]:
+    """Return messages as a template with this source reads them, without what is not for templates.
+
+    Nulls and `weight` are left out, text parts are joined, arguments that are JSON text become objects, and an
+    assistant without content and calls says nothing (``""``). Reasoning goes under the names that the template
+    reads; where it reads none, it stays, or becomes, a block ``<think>`` of the text itself."""
+    return [_clean_message(message, reasoning, template) for message in messages]
+
+
+def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the reasoning of an assistant's message and its text without it."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else ""
+    inline = INLINE.match(text)
+    if inline:
+        return inline.group(1).strip(), text[inline.end() :]
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            return message[key].strip(), text
+    return "", text
+
+
+def list_tools(tools: str | Sequence[Any] | None) -> list[Any] | None:
+    """Return tools, which may be JSON text, as OpenAI has them; None where there are none."""
+    listed = json.loads(tools) if isinstance(tools, str) else tools
+    if not listed:
+        return None
+    return [
+        {"type": "function", "function": tool}
+        if isinstance(tool, Mapping) and "function" not in tool and "name" in tool
+        else tool
+        for tool in listed
+    ]
+
+
+def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: str) -> Message:
+    """Clean one message; see `clean_messages`."""
+    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _join_parts(kept["content"])
+    if not kept.get("tool_calls"):
+        kept.pop("tool_calls", None)
+        kept.setdefault("content", "")
+    else:
+        kept["tool_calls"] = [_read_call(call) for call in kept["tool_calls"]]
+    if kept["role"] != "assistant":
+        return kept
+    thought, text = split_reasoning(kept)
+    for key in REASONING_KEYS:
+        kept.pop(key, None)
+    if reasoning == "drop":
+        return {**kept, "content": text}
+    keys = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", template)]
+    if thought and keys:
+        kept |= {"content": text, **dict.fromkeys(keys, thought)}
+    elif thought:
+        kept["content"] = f"<think>\n{thought}\n</think>\n\n{text}"
+    return kept
+
+
+def _join_parts(parts: Sequence[Any]) -> Any:
+    """Join parts of text; parts that are not text (images) stay parts."""
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str) or (
+            isinstance(part, Mapping) and part.get("type", "text") != "text"
+        ):
+            return list(parts)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_call(call: Mapping[str, Any]) -> Message:
+    """Return a tool call as OpenAI has it, with its arguments as an object where they are one."""
+    function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else dict(call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            function["arguments"] = json.loads(arguments)
+    rest = {key: value for key, value in call.items() if key != "function" and value is not None}
+    if not isinstance(call.get("function"), Mapping):
+        rest = {}
+    return {"type": "function", **rest, "function": function}
+
+
+def _write_arguments(call: Mapping[str, Any]) -> Message:
+    """Return a tool call with its arguments as JSON text."""
+    arguments = call["function"].get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}

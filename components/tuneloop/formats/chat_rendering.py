@@ -1,0 +1,218 @@
+"""Chat templates: from messages to text and ids, with what users write kept apart from control tokens.
+
+Text is text: what messages and tools say never becomes a control token, also where it is spelled like one. Such words
+are replaced by marks while the template renders, and are encoded as text."""
+
+import functools
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.core.errors import UserError
+from tuneloop.formats.chat_forms import (
+    Form,
+    Message,
+    Reasoning,
+    clean_messages,
+    list_forms,
+    list_tools,
+)
+
+WORDS = re.compile(r"\w+")
+
+
+class CannotRender(ValueError):
+    """A template that raises, or that leaves out what a message says. `progress`: how far the form got, to choose the
+    error that says most of several; `what`: the part of the conversation; `remedy`: what the user can do."""
+
+    def __init__(self, progress: int, what: str, remedy: str) -> None:
+        self.progress, self.what, self.remedy = progress, what, remedy
+        super().__init__(f"{what}: {remedy}")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation with its tools, ready for the template of a tokenizer: cleaned, and with marks for words that
+    spell control tokens. `words`: mark → the word that it stands for."""
+
+    tokenizer: Any
+    messages: list[Message]
+    tools: list[Any] | None
+    form: Form
+    words: Mapping[str, str]
+
+    def render(self, count: int, *, prompt: bool) -> str:
+        """Render the first `count` messages, with marks; as a `prompt` up to where the assistant speaks. Raises
+        CannotRender: whatever the template raises."""
+        messages = [self.form.apply(message) for message in self.messages[:count]]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
+            )
+        except Exception as error:  # jinja's own, and whatever the code of a template can raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            remedy = f"the chat template cannot render this conversation: {reason}"
+            raise CannotRender(0, describe_message(self.messages[:count]), remedy) from error
+        return str(text)
+
+    def encode(self, text: str, *, start: bool) -> list[int]:
+        """Encode rendered text; `start`: it begins the conversation, so it gets one BOS, whatever the template and
+        the tokenizer put there."""
+        ids = self._encode_pieces(text)
+        if not start:
+            return ids
+        bos = self.tokenizer.bos_token_id
+        while bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        if ids[:1] != [bos] and prepends_bos(self.tokenizer):
+            ids = [bos, *ids]
+        return ids
+
+    def _encode_pieces(self, text: str) -> list[int]:
+        if not self.words:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        ids: list[int] = []
+        for piece in re.split("(" + "|".join(map(re.escape, self.words)) + ")", text):
+            if piece in self.words:
+                ids += encode_text(self.tokenizer, self.words[piece])
+            elif piece:
+                ids += self.tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+
+def open_chat(
+    tokenizer: Any, messages: Sequence[Message], tools: Any, reasoning: Reasoning = "keep"
+) -> Chat:
+    """Prepare a conversation for the template of a tokenizer. Raises UserError: it has none, no message is given, or
+    parts of messages are not as OpenAI has them."""
+    template = tokenizer.chat_template
+    if not template:
+        remedy = "has no chat template, but the prompts are chats; use plain prompts,"
+        raise UserError("policy", "tokenizer", f"{remedy} or set model.chat_template to a file")
+    source = template if isinstance(template, str) else "\n".join(template.values())
+    try:
+        cleaned = clean_messages(messages, reasoning, source)
+        listed = list_tools(tools)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        remedy = f"has messages, tool calls or tools of another form than OpenAI's ({error})"
+        raise UserError("prompt", json.dumps(messages, ensure_ascii=False), remedy) from error
+    if not cleaned:
+        raise UserError("prompt", "[]", "has no messages")
+    hider = _Hider(tokenizer, cleaned, listed)
+    hidden_messages = hider.hide(cleaned)
+    hidden_tools = hider.hide(listed)
+    return Chat(tokenizer, hidden_messages, hidden_tools, Form(), hider.words)
+
+
+def list_chats(chat: Chat) -> list[Chat]:
+    """List a conversation in all forms that could make a difference to a template, the plainest first."""
+    return [
+        Chat(chat.tokenizer, chat.messages, chat.tools, form, chat.words)
+        for form in list_forms(chat.messages)
+    ]
+
+
+def check_prompt(chat: Chat, text: str, count: int) -> None:
+    """Check that `text`, rendered of the first `count` messages, has what these and the tools say. An assistant's
+    earlier turns are the template's to shorten. Raises CannotRender: something is missing."""
+    for tool in chat.tools or ():
+        name = (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else None
+        if isinstance(name, str) and name not in text:
+            remedy = f"the chat template does not render tools ({name!r} is missing); drop the tools, or set"
+            raise CannotRender(1, "tools", f"{remedy} model.chat_template to one that does")
+    for message in chat.messages[:count]:
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str):
+            continue
+        if not has_words(text, content):
+            remedy = f"the chat template leaves out this message of the role {message['role']!r}; drop or rename it,"
+            what = describe_message([message])
+            raise CannotRender(
+                1, what, f"{remedy} or set model.chat_template to one that renders it"
+            )
+
+
+def has_words(text: str, content: str) -> bool:
+    """Whether `text` has what `content` says, however a template quotes or trims it."""
+    return content.strip() in text or all(word in text for word in WORDS.findall(content))
+
+
+def describe_message(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the last of some messages for an error: its role and how its content begins."""
+    if not messages:
+        return "no messages"
+    last = messages[-1]
+    content = last.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = [str((call.get("function") or {}).get("name")) for call in last.get("tool_calls", ())]
+    return f"{last['role']}: {text[:60]}" + (f" calls {', '.join(calls)}" if calls else "")
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Encode text by itself; what is spelled like a control token is text, too."""
+    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+@functools.lru_cache(8)
+def list_control_ids(tokenizer: Any) -> frozenset[int]:
+    """List the ids of the control tokens of a tokenizer."""
+    added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset({*added, *tokenizer.all_special_ids})
+
+
+@functools.lru_cache(8)
+def prepends_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself begins a text with its BOS."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
+
+
+@functools.lru_cache(8)
+def compile_control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
+    """Compile a pattern that finds the control tokens of a tokenizer of `size` tokens in folded text."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = sorted({*added, *tokenizer.all_special_tokens})
+    return re.compile("|".join(re.escape(fold_text(name)) for name in names) or "(?!)")
+
+
+def fold_text(text: str) -> str:
+    """Fold text at least as far as any tokenizer's normalizer: compatible forms and upper and lower case are equal."""
+    return unicodedata.normalize("NFKC", text).casefold()
+
+
+class _Hider:
+    """Replaces words that spell control tokens by marks that nobody can write into the conversation."""
+
+    def __init__(self, tokenizer: Any, messages: Any, tools: Any) -> None:
+        self.controls = compile_control_tokens(tokenizer, len(tokenizer))
+        content = json.dumps([messages, tools]).encode("utf-8", "surrogatepass")
+        self.key = hashlib.sha256(content).hexdigest()[:16]
+        self.words: dict[str, str] = {}
+
+    def hide(self, value: Any) -> Any:
+        """Return `value` with marks in all its texts."""
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self.hide(part) for part in value]
+        if not isinstance(value, str) or not self.controls.search(fold_text(value)):
+            return value
+        # A word at a time, so that a template still sees the rest of the text: where reasoning ends, what to trim.
+        hidden = re.sub(r"\S+", lambda match: self._mark(match.group()), value)
+        return self._replace(value) if self.controls.search(fold_text(hidden)) else hidden
+
+    def _mark(self, word: str) -> str:
+        return self._replace(word) if self.controls.search(fold_text(word)) else word
+
+    def _replace(self, text: str) -> str:
+        """Return the mark of a text; equal texts have equal marks."""
+        for mark, word in self.words.items():
+            if word == text:
+                return mark
+        mark = f"@{self.key}x{len(self.words)}@"
+        self.words[mark] = text
+        return mark

@@ -1,0 +1,42 @@
+"""What becomes of rows that are too long, and how many may be dropped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tuneloop.core.errors import UserError
+
+TooLong = Literal["drop", "truncate", "refuse"]
+"""`drop` leaves a row out, `truncate` cuts the end of a demonstration off, `refuse` ends the stage."""
+DROP_AT_MOST = 0.01
+"""The share of rows that may be dropped where nothing else is set."""
+SHOWN = 10
+"""Rows that an error names."""
+
+
+@dataclass(frozen=True)
+class LengthPolicy:
+    """The settings ``data.too_long`` and ``data.drop_at_most``, as an artifact of data states them."""
+
+    action: TooLong = "drop"
+    share: float = DROP_AT_MOST
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> "LengthPolicy":
+        """Read the settings from the facts of the data, or of tokens made of it."""
+        return cls(facts.get("too_long", "drop"), facts.get("drop_at_most", DROP_AT_MOST))
+
+    def check(self, dropped: int, total: int, rows: Sequence[str], problem: str) -> None:
+        """Check that `dropped` of `total` rows may be left out. Raises UserError with the first ones of `rows`,
+        descriptions of these; `problem` ends the sentence about them, with what the user can do."""
+        allowed = 0 if self.action == "refuse" else int(self.share * total)
+        if dropped <= allowed:
+            return
+        if self.action == "refuse":
+            choice = "drop the rows, or set data.too_long=drop"
+        else:
+            choice = (
+                f"drop the rows, or allow more than {self.share:.2%} of them (data.drop_at_most)"
+            )
+        remedy = f"{'; '.join(rows[:SHOWN])}: {problem}, {choice}"
+        raise UserError("data.too_long", f"{dropped} of {total} rows", remedy)
