@@ -1,9 +1,7 @@
 """Rows on their way through `data_prep`: table by table, examined here or by Ray, into Parquet."""
 
 import itertools
-import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -16,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.rewards.scoring import compute_full_marks, parse_spec, score_all
+from tuneloop.rewards.proof import prove_answers
 
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
@@ -56,20 +54,11 @@ def examine_answers(
     to `rewards` (which may be empty); null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
     found: list[str | None] = [None] * len(rows)
-    if asked := [i for i, row in enumerate(rows) if row["answer"] is not None and rewards]:
-        text = json.dumps(rewards, sort_keys=True)
-        best = compute_full_marks(parse_spec(text))
-        golden = [
-            {**rows[i], "completion": rows[i]["solution"], "reward_spec": text} for i in asked
-        ]
-        for i, outcome in zip(
-            asked, score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
-        ):
-            if outcome.score is None or not math.isclose(outcome.score, best):
-                row, got = rows[i], outcome.score if outcome.outcome == "score" else outcome.outcome
-                found[i] = (
-                    f"{row['id']}: answer {row['answer'][:60]!r} scored {got} {outcome.breakdown}"
-                )
+    if rewards:
+        asked = [i for i, row in enumerate(rows) if row["answer"] is not None]
+        troubles = prove_answers([rows[i] for i in asked], rewards, timeout_s, progress)
+        for i, trouble in zip(asked, troubles):
+            found[i] = None if trouble is None else f"{rows[i]['id']}: {trouble}"
     hosts = [socket.gethostname()] * len(rows)
     added = {"trouble": pa.array(found, pa.string()), "host": pa.array(hosts, pa.string())}
     return pa.table({**{name: table[name] for name in SCHEMA.names}, **added}, schema=EXAMINED)

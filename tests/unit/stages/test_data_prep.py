@@ -254,7 +254,7 @@ def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> Non
     with pytest.raises(UserError) as caught:
         prepare(tmp_path / "a", **params, rewards={"numeric": 1.0}, eval=2, sft=3)
     assert "2 of 10 gold answers earn less than 1" in str(caught.value)
-    assert "answer '4' scored 0.0 {'numeric': 0.0}" in str(caught.value)
+    assert "answer '4' as 'it is 5' scored 0.0 {'numeric': 0.0}" in str(caught.value)
 
 
 def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:
