@@ -19,7 +19,7 @@ from tuneloop.rewards.answers.extraction import (
     find_last_expression,
 )
 from tuneloop.rewards.answers.forms import Chain, Form, Several, Words, Writing, read_answer
-from tuneloop.rewards.answers.notation import DOLLARS, normalize_notation, squeeze
+from tuneloop.rewards.answers.notation import DOLLARS, normalize_notation, remove_spaces
 
 NO_ANSWERS = ("proof", "notfound", "not found", "nan", "n/a")
 """What data sets write where a problem has no answer that can be compared."""
@@ -34,7 +34,7 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
     # Whatever the completion makes a parser raise, it is not the answer.
     try:
         final = find_final_answer(completion)
-        if squeeze(normalize_notation(final.text)) == writing:
+        if remove_spaces(normalize_notation(final.text)) == writing:
             return 1.0
         return float(is_same(form, read_final_answer(final)))
     except Exception:
@@ -85,4 +85,4 @@ def _read_gold(answer: str) -> tuple[str, Form] | None:
     normalized = normalize_notation(text)
     if not normalized or normalized.casefold() in NO_ANSWERS:
         return None
-    return squeeze(normalized), read_answer(text)
+    return remove_spaces(normalized), read_answer(text)

@@ -90,7 +90,7 @@ def normalize_notation(text: str) -> str:
     return " ".join(_strip_punctuation(text).split())
 
 
-def squeeze(text: str) -> str:
+def remove_spaces(text: str) -> str:
     """Remove white space that separates neither two digits nor two letters, to compare writing."""
     return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
 
