@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -23,7 +22,8 @@ from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.data.sizes import SPLITS, Split
 from tuneloop.data.splitting import RoutedRow, get_completion, name_row
-from tuneloop.rewards.scoring import compute_full_marks, find_reward, parse_spec, score_all
+from tuneloop.rewards.proof import prove_answers
+from tuneloop.rewards.scoring import find_reward, parse_spec
 
 Examine = Callable[..., pa.Table]
 Preparation = Literal["here", "ray"]
@@ -160,23 +160,17 @@ def examine_answers(
     answer according to the row's judges; null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
     troubles: list[str | None] = [None] * len(rows)
-    judged = [number for number, row in enumerate(rows) if row["judges"] is not None]
-    golden = [
-        {
-            "completion": rows[number]["solution"],
-            "answer": rows[number]["answer"],
-            "metadata": rows[number]["metadata"],
-            "reward_spec": rows[number]["judges"],
-        }
-        for number in judged
-    ]
-    outcomes = score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
-    for number, outcome in zip(judged, outcomes):
-        best = compute_full_marks(parse_spec(rows[number]["judges"]))
-        if outcome.score is None or not math.isclose(outcome.score, best):
-            answer = rows[number]["answer"][:60]
-            result = outcome.score if outcome.outcome == "score" else outcome.outcome
-            troubles[number] = f"answer {answer!r} scored {result} {outcome.breakdown}"
+    # Rows of a mixture have different judges; those of one data set usually share them.
+    places_by_judges: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row["judges"] is not None:
+            places_by_judges.setdefault(row["judges"], []).append(place)
+    for judges, places in places_by_judges.items():
+        judged = [rows[place] for place in places]
+        for place, trouble in zip(
+            places, prove_answers(judged, parse_spec(judges), timeout_s, progress)
+        ):
+            troubles[place] = trouble
     columns = {name: table[name] for name in SCHEMA.names}
     columns["trouble"] = pa.array(troubles, pa.string())
     columns["host"] = pa.array([socket.gethostname()] * len(rows), pa.string())

@@ -56,6 +56,10 @@ class Escape(Exception):
     """Raised by a reward: the program in a completion tried to leave its sandbox, and was stopped."""
 
 
+class Unverifiable(Exception):
+    """Raised by a reward that cannot judge a row, whatever its completion: says what is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of judging one completion.
@@ -80,6 +84,8 @@ class Reward(NamedTuple):
     high: float
     needs_episode: bool = False
     trusted: bool = False
+    write_answers: Callable[[str, dict[str, Any]], list[str]] | None = None
+    """Writes completions that state a gold answer, and earn full marks: see `proof`."""
 
 
 class _Verdict(NamedTuple):
@@ -118,7 +124,12 @@ def find_reward(name: str) -> Reward:
     episode = getattr(function, "NEEDS_EPISODE", getattr(home, "NEEDS_EPISODE", False))
     # Only the plugin's own TRUSTED counts: a wrapper of it, or another function of its module, need not be trusted.
     return Reward(
-        function, float(low), float(high), bool(episode), bool(getattr(plugin, "TRUSTED", False))
+        function,
+        float(low),
+        float(high),
+        needs_episode=bool(episode),
+        trusted=bool(getattr(plugin, "TRUSTED", False)),
+        write_answers=getattr(plugin, "write_answers", None),
     )
 
 
@@ -408,6 +419,8 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         parts = {str(part): float(share) for part, share in parts.items()}
     except Escape as error:
         return _Verdict("escape", str(error)[:300])
+    except Unverifiable as error:
+        return _Verdict("unverifiable", str(error)[:300])
     except MemoryError:  # earlier calls may hold memory, too: a new process will tell
         raise
     except OSError as error:  # a file or a service that it asks

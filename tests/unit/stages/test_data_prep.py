@@ -256,7 +256,8 @@ def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> Non
         prepare(tmp_path / "a", **params, rewards={"numeric": 1.0}, eval=2, sft=3)
     assert "2 of 10 gold answers" in str(caught.value)
     for line in (4, 8):
-        assert f"x.jsonl:{line}: answer '4' scored 0.0 {{'numeric': 0.0}}" in str(caught.value)
+        trouble = f"x.jsonl:{line}: answer '4' as 'it is 5' scored 0.0 {{'numeric': 0.0}}"
+        assert trouble in str(caught.value)
 
 
 def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""Find the final answer that a completion states: a box, "The answer is …", or its last expression."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+JOINED = re.compile(
+    r"(?:[\s$.,;:*]|\\\]|\\\[|\\\(|\\\)|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*"
+)
+"""What may stand between boxes that state one answer together, as in ``\\boxed{1}, \\boxed{2}``."""
+STATED = re.compile(
+    r"(?:\banswers?\b[*_]*[ \t]*(?:is|are|would be|will be|=|:)|####)[*_ \t:]*", re.IGNORECASE
+)
+SENTENCE_END = re.compile(r"(?:[.!](?=\s|$|\*))|\n")
+THOUGHTS_END = "</think>"
+MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$]+)(?<!\\)\$", re.DOTALL)
+NUMBER = re.compile(
+    r"(?<![\w.,])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+    r"(?:\s?/\s?\d+(?![\d/]))?(?:\s?\\?%)?"
+)
+TAIL = 20_000
+"""Characters at the end of a completion in which a statement or an expression is looked for."""
+
+
+@dataclass(frozen=True)
+class FinalAnswer:
+    """The text of a final answer, and how the completion states it.
+
+    Attributes:
+        text: the answer as it is written, perhaps with ``$``.
+        source: ``box``; ``statement`` ("The answer is …", "#### …"); or ``text``: neither.
+    """
+
+    text: str
+    source: Literal["box", "statement", "text"]
+
+
+def find_final_answer(completion: str) -> FinalAnswer:
+    """Find the final answer of `completion`, after its thoughts if they end.
+
+    The last box counts, with those that it is joined with; without a box the last statement;
+    without a statement all of the text.
+    """
+    _, ended, rest = completion.rpartition(THOUGHTS_END)
+    text = rest if ended else completion
+    boxed = _find_last_boxes(text)
+    if boxed is not None:
+        return FinalAnswer(boxed, "box")
+    if BOX.search(text):
+        # The box was never closed: the completion was cut, and states nothing.
+        return FinalAnswer("", "box")
+    stated = _find_last_statement(text)
+    if stated is not None:
+        return FinalAnswer(stated, "statement")
+    return FinalAnswer(text.strip(), "text")
+
+
+def find_last_expression(text: str) -> str | None:
+    """Find the last expression in prose: the last ``$…$`` and those joined with it, or the last
+    number; None if there is neither."""
+    text = text[-TAIL:]
+    formulas = list(MATH.finditer(text))
+    if formulas:
+        last = len(formulas) - 1
+        while last > 0 and _are_joined(text, formulas[last - 1].end(), formulas[last].start()):
+            last -= 1
+        parts = [next(filter(None, formula.groups())) for formula in formulas[last:]]
+        return ", ".join(dict.fromkeys(part.strip() for part in parts))
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def iterate_boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the start, the end and the content of every closed box that stands in no other."""
+    closing = _match_braces(text)
+    position = 0
+    for match in BOX.finditer(text):
+        start = match.end()
+        if match.start() < position:
+            continue
+        if text.startswith("{", start):
+            # A box that never closes was cut, or is a slip of the pen; those after it count.
+            end = closing.get(start)
+            if end is None:
+                continue
+            position = end + 1
+            yield match.start(), position, text[start + 1 : end]
+        else:
+            # `\\boxed 5` takes one sign.
+            position = start + 1
+            yield match.start(), position, text[start:position]
+
+
+def _match_braces(text: str) -> dict[int, int]:
+    """Map each opening brace to the one that closes it; escaped braces do not count."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened:
+            closing[opened.pop()] = brace.start()
+    return closing
+
+
+def _find_last_boxes(text: str) -> str | None:
+    boxes = list(iterate_boxes(text))
+    if not boxes:
+        return None
+    first = len(boxes) - 1
+    while first > 0 and _are_joined(text, boxes[first - 1][1], boxes[first][0]):
+        first -= 1
+    # The same box, repeated, is one answer.
+    contents = dict.fromkeys(content.strip() for _, _, content in boxes[first:])
+    return ", ".join(contents)
+
+
+def _are_joined(text: str, start: int, end: int) -> bool:
+    return JOINED.fullmatch(text, start, end) is not None
+
+
+def _find_last_statement(text: str) -> str | None:
+    text = text[-TAIL:]
+    statements = list(STATED.finditer(text))
+    if not statements:
+        return None
+    rest = text[statements[-1].end() :].lstrip()
+    formula = MATH.match(rest)
+    if formula is not None:
+        end = formula.end()
+        while (following := MATH.search(rest, end)) and _are_joined(rest, end, following.start()):
+            end = following.end()
+        # Units and a second answer may follow the formula in the same sentence.
+        sentence = SENTENCE_END.search(rest, end)
+        return rest[: sentence.start() if sentence else None].strip(" *_")
+    sentence = SENTENCE_END.search(rest)
+    return rest[: sentence.start() if sentence else None].strip(" *_")

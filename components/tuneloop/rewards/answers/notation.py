@@ -1,0 +1,138 @@
+"""Bring the writing of an answer in LaTeX, or in plain text, to one form; its meaning stays."""
+
+import re
+
+SIGNS = {
+    "−": "-",
+    "–": "-",
+    "×": r"\times ",
+    "÷": r"\div ",
+    "·": r"\cdot ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "±": r"\pm ",
+    "°": r"^\circ ",
+    "²": "^2",
+    "³": "^3",
+    "\u00a0": " ",
+    "\u2009": " ",
+    "\u202f": " ",
+}
+SIGN_TABLE = str.maketrans(SIGNS)
+SPELLINGS = [
+    (re.compile(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|middle)(?![a-zA-Z])\.?"), ""),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|normalsize)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le"),
+    (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"\\neq(?![a-zA-Z])"), r"\\ne"),
+    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\(?:lbrack)(?![a-zA-Z])"), "["),
+    (re.compile(r"\\(?:rbrack)(?![a-zA-Z])"), "]"),
+    (re.compile(r"\\(?:lvert|rvert|vert)(?![a-zA-Z])"), "|"),
+    (
+        re.compile(r"\\(?:mathrm|mbox|textbf|textrm|mathbf|textit|textsf|operatorname)\s*\{"),
+        r"\\text{",
+    ),
+    (re.compile(r"\\degrees?(?![a-zA-Z])"), r"^\\circ"),
+    (re.compile(r"\^\s*\{\s*\\circ\s*\}"), r"^\\circ"),
+    (re.compile(r"(?<!\\)\bpi\b"), r"\\pi "),
+    (re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\(?:quad|qquad|thinspace)(?![a-zA-Z])"), " "),
+    (re.compile(r"(?<=\d)\s*(?:\{,\}|,\\!)\s*(?=\d{3})"), ""),
+    (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<!\\)\\[,;:!]"), ""),
+    (re.compile(r"(?<!\\)\\ |~"), " "),
+    # 1.5e-3 is a number, not a product with Euler's.
+    (re.compile(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])"), r"\\times 10^{\1}"),
+    # \frac12, \frac1{2} and \sqrt3 are short for braces.
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"(\\frac\{[^{}]*\})\s*(\d)"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\d+)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\log_(\d)(?=\D)"), r"\\log_{\1}"),
+]
+WRAPPERS = [
+    re.compile(r"\\\((.*)\\\)", re.DOTALL),
+    re.compile(r"\\\[(.*)\\\]", re.DOTALL),
+    re.compile(r"(?:\\boxed|\\fbox)\s*\{(.*)\}", re.DOTALL),
+]
+REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+MIXED = re.compile(r"(?<![\d.}\w])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
+MIXED_PLAIN = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])")
+PLAIN_FRACTION = re.compile(r"(?<![\d./}\w])(\d+)\s*/\s*(\d+)(?![\d./!^])")
+DOLLARS = re.compile(r"(?<!\\)\$")
+
+
+def normalize_notation(text: str) -> str:
+    """Return `text` in one of the ways to write it: without delimiters of formulas and spacing,
+    with one spelling for each command, mixed numbers as sums, repeating decimals as fractions."""
+    text = text.translate(SIGN_TABLE).strip().strip("*").strip()
+    text = DOLLARS.sub("", _keep_currency(text)).strip()
+    text = _unwrap(text)
+    for pattern, replacement in SPELLINGS:
+        text = pattern.sub(replacement, text)
+    text = REPEATING.sub(_write_repeating, text)
+    text = MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
+    text = MIXED_PLAIN.sub(r"(\1+\\frac{\2}{\3})", text)
+    text = PLAIN_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    return " ".join(_strip_punctuation(text).split())
+
+
+def remove_spaces(text: str) -> str:
+    """Remove white space that separates neither two digits nor two letters, to compare writing."""
+    return re.sub(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])", "", text)
+
+
+def _keep_currency(text: str) -> str:
+    """Write the dollar of a price as ``\\$``: a single one, before a number."""
+    if text.count("$") - text.count(r"\$") == 1:
+        return re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\$", text)
+    return text
+
+
+def _unwrap(text: str) -> str:
+    for _ in range(4):
+        for wrapper in WRAPPERS:
+            match = wrapper.fullmatch(text)
+            if match is not None and is_balanced(match[1]):
+                text = match[1].strip()
+                break
+        else:
+            return text
+    return text
+
+
+def is_balanced(text: str) -> bool:
+    """Return whether braces close in the order in which they open."""
+    depth = 0
+    for brace in re.findall(r"(?<!\\)[{}]", text):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _strip_punctuation(text: str) -> str:
+    text = text.strip()
+    while text and text[-1] in ".,;:" and not text.endswith("\\" + text[-1]):
+        text = text[:-1].rstrip()
+    return text
+
+
+def _write_repeating(match: re.Match[str]) -> str:
+    whole, fixed, repeated = match.groups()
+    denominator = (10 ** len(repeated) - 1) * 10 ** len(fixed)
+    numerator = int(whole + fixed + repeated or "0") - int((whole + fixed) or "0")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
