@@ -27,6 +27,7 @@ KINDS = (
     ("workflow", r"/toy/workflow\.yaml$"),
     ("configuration", r"/toy/config\.yaml$"),
     ("journal", r"/toy/nodes\.jsonl$"),
+    ("end of the journal", r"/toy/ended\.json$"),
     ("log", r"/toy/logs/"),
     ("files of pods", r"/toy/nodes/"),
     ("index of the run", r"/toy/index\.zst$"),
@@ -48,7 +49,7 @@ KINDS = (
     ("model", r"/model/|/weights\.json$"),
 )
 
-CHECKED = ("manifest", "record", "failure", "publication", "pull", "replica")
+CHECKED = ("manifest", "record", "end of the journal", "failure", "publication", "pull", "replica")
 """Kinds with a checksum of their own."""
 
 
@@ -239,9 +240,13 @@ def forge(run: SampleRun, path: Path, chance: random.Random) -> Files | None:
     told.pop(CHECKSUM, None)
     if kind_of(path) == "manifest":
         told["digest"] = _compute_digest(told)
-    key = {"manifest": MANIFEST, "record": "toy/run.json", "failure": path.name}.get(
-        str(kind_of(path))
-    )
+    keys = {
+        "manifest": MANIFEST,
+        "record": "toy/run.json",
+        "failure": path.name,
+        "end of the journal": path.name,
+    }
+    key = keys.get(str(kind_of(path)))
     key = key or str(path).partition("/weights/")[2]
     return {path: dump_checked_json(told, key)}
 

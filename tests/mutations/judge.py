@@ -20,7 +20,16 @@ FORGED = "all made to fit"
 OF_KIND = {
     **dict.fromkeys(("manifest",), (*OF_RUN, *OF_FILES)),
     **dict.fromkeys(
-        ("record", "workflow", "configuration", "journal", "index of the run", "failure"), OF_RUN
+        (
+            "record",
+            "workflow",
+            "configuration",
+            "journal",
+            "end of the journal",
+            "index of the run",
+            "failure",
+        ),
+        OF_RUN,
     ),
     **dict.fromkeys(("log", "files of pods", "report"), ("status", "logs", "resume", "stop")),
     **dict.fromkeys(
@@ -33,6 +42,7 @@ MARKS = (
     "manifest",
     "record",
     "journal",
+    "end of the journal",
     "pointer",
     "index of a version",
     "failure",
@@ -132,8 +142,6 @@ def judge(
         and "deleted the files of 1 old checkpoint" in answer.meaning
     ):
         return "absent"  # as `gc --keep` leaves it
-    if (kind, change) == ("journal", "truncated"):
-        return "absent"  # as when the executor was killed then
     if change == "two files swapped" and optional and reader == "stages":
         return "absent"  # a resume point of another stage: it begins anew
     if change == FORGED and (optional or reader not in ("audit", "inputs")):

@@ -134,8 +134,8 @@ def _read_report(run: SampleRun) -> Any:
 
 
 def _forget_files() -> None:
-    samples.open_file.cache_clear()  # the files of a page are proved once a process
-    samples._read_pieces.cache_clear()
+    samples.COMPLETIONS.clear()
+    samples.TOKEN_TEXTS.clear()
 
 
 def _read_samples(run: SampleRun) -> Any:

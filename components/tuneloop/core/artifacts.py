@@ -224,14 +224,14 @@ class Artifact:
             want, where = self.manifest.files[name], f"{self.url}/{self.manifest.root}/{name}"
             if local and not (directory / name).is_file():
                 raise Corrupt("artifact", where, "is missing; " + _MEND)
-            is_whole = functools.partial(_is_whole, want=want)
+            check = functools.partial(is_whole, want=want)
             if local:
-                proof: object = is_whole(directory / name)
+                proof: object = check(directory / name)
             else:
                 fetch = functools.partial(
                     Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size
                 )
-                proof = cache.take_file(directory, name, want.size, is_whole, fetch)
+                proof = cache.take_file(directory, name, want.size, check, fetch)
             if not proof:
                 raise Corrupt(
                     "artifact",
@@ -242,7 +242,8 @@ class Artifact:
         return directory
 
 
-def _is_whole(path: Path, want: File) -> bool:
+def is_whole(path: Path, want: File) -> bool:
+    """Return whether a local file has the size and the xxh3-128 that its manifest states."""
     return path.stat().st_size == want.size and file_digest(path) == want.digest
 
 

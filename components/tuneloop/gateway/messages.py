@@ -108,9 +108,9 @@ class Prompt(Body):
 class SamplingParams(Body):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: Seed | None = None
-    stop: str | list[int] | list[str] | None = None
+    stop: str | Annotated[Ids, Field(max_length=4096)] | list[str] | None = None
     temperature: float = Field(1.0, ge=0)
-    top_k: int = -1
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = 1.0
 
 

@@ -6,6 +6,8 @@
     A line ends with ``"sum"``, the xxh3-64 of what is before it; lines that are damaged or torn are skipped. A resumed
     run appends a session, and nodes of earlier ones are history, except where a run has several workflows: the sessions
     of those that succeeded and go on (output ``next``) count, too.
+``ended.json``: how the newest session that ended did, and how many bytes the journal had then. So one that was cut off
+    since is told from one whose executor was killed.
 ``logs/<node id>.log``: standard output and error of a pod, raw.
 ``nodes/<node id>/``: the pod's private directory: output files, progress file.
 ``lock``: held (flock) by the executor while it lives; shared, for a moment, by a process that looks for an executor."""
@@ -23,13 +25,15 @@ from pathlib import Path
 from typing import IO, TypeVar, cast
 
 import xxhash
+from pydantic import BaseModel, ValidationError
 
-from tuneloop.core.artifacts import get_adapter
+from tuneloop.core.artifacts import dump_checked_json, get_adapter, load_checked_json
 from tuneloop.core.errors import UserError, choose_exit_code, print_diagnostic
 
 DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 """Phases that a node does not leave. The others are ``Pending`` and ``Running``."""
 BROKEN = ("Failed", "Error")
+END = "ended.json"
 KIND = b'{"kind": "node", '
 NODE, SUM = KIND + b'"id": "', b', "sum": "'
 """The start of a node's line, and the text before the digest at the end of any line."""
@@ -95,25 +99,56 @@ class State:
         nodes: id → node of the newest session, and of workflows before it that go on, in the order they appeared.
         alive: an executor holds the work directory; a ``Running`` workflow that is not alive was killed.
         parts: in a run of several workflows (`execute_parts`), where each that succeeded is continued, as JSON.
+        note: what is missing of the journal; empty where nothing is.
     """
 
     workflow: Workflow
     nodes: dict[str, Node]
     alive: bool
     parts: list[str] = field(default_factory=list)
+    note: str = ""
+
+
+class SessionEnd(BaseModel, frozen=True):
+    """The newest end of a session: the `workflow` as it ended, and the `size` of the journal then, in bytes."""
+
+    size: int
+    workflow: Workflow
 
 
 def read_state(workdir: Path) -> State | None:
     """Read the state of the run in `workdir`; None when nothing was run there."""
     path = workdir / "nodes.jsonl"
+    # In this order: an executor writes how the run ended, then lets go.
+    alive = _held(workdir)
+    end = _read_end(workdir)
+    if not path.exists():
+        if end is None:
+            return None
+        note = f"{path}: is missing, so that the stages of the run are not known"
+        _report_once(note)
+        return State(end.workflow, {}, alive, note=note)
+    status = path.stat()
+    workflow, nodes, parts = _read_journal(path, status.st_size, status.st_mtime_ns)
+    if end and status.st_size < end.size:
+        missing = end.size - status.st_size
+        note = f"{path}: its last {missing} bytes are missing; how the run ended is read from {END}"
+        _report_once(note)
+        return State(end.workflow, nodes, alive, parts, note)
+    return State(workflow, nodes, alive, parts) if workflow else None
+
+
+def _read_end(workdir: Path) -> SessionEnd | None:
+    """Read how the newest session ended; None where none has, or where that file is damaged."""
+    path = workdir / END
     if not path.exists():
         return None
-    alive, status = (
-        _held(workdir),
-        path.stat(),
-    )  # in this order: an executor says how the run ended, then lets go
-    workflow, nodes, parts = _read_journal(path, status.st_size, status.st_mtime_ns)
-    return State(workflow, nodes, alive, parts) if workflow else None
+    try:
+        record = load_checked_json(path.read_bytes(), END, str(workdir), "delete it")
+        return SessionEnd.model_validate(record)
+    except (UserError, ValidationError):
+        _report_once(f"{path}: is damaged; how the run ended is read from nodes.jsonl alone")
+        return None
 
 
 @functools.lru_cache(maxsize=1)
@@ -170,6 +205,7 @@ class Journal:
     """Appends records to ``nodes.jsonl``; each in one write, so a reader sees whole lines."""
 
     def __init__(self, workdir: Path) -> None:
+        self._workdir = workdir
         self._file = os.open(workdir / "nodes.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         if os.lseek(self._file, 0, os.SEEK_END):
             os.write(self._file, b"\n")  # ends the torn line of a killed run, if there is one
@@ -181,8 +217,19 @@ class Journal:
         )
         try:
             os.write(self._file, body + SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+            if isinstance(record, Workflow) and record.phase != "Running":
+                self._write_end(record)
         except OSError as error:  # this must not end stages
             _report_once(f"nodes.jsonl: {error.strerror}; what `status` says of this run is behind")
+
+    def _write_end(self, workflow: Workflow) -> None:
+        end = {"size": os.fstat(self._file).st_size, "workflow": asdict(workflow)}
+        partial = self._workdir / f".{END}.{os.getpid()}"
+        try:
+            partial.write_bytes(dump_checked_json(end, END))
+            partial.replace(self._workdir / END)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def close(self) -> None:
         os.close(self._file)

@@ -107,10 +107,14 @@ class ProcessServer:
 
     def _run(self, command: list[str], theirs: socket.socket) -> None:
         with theirs:
-            line, passed = [*command, str(theirs.fileno())], [theirs.fileno()]
-            stdin = subprocess.DEVNULL
+            descriptor = theirs.fileno()
+            # Its own parent, as it would find it, may be another by the time that it looks.
             self._server = subprocess.Popen(
-                line, env=self.env, pass_fds=passed, stdin=stdin, start_new_session=True
+                [*command, str(descriptor), str(os.getpid())],
+                env=self.env,
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self._listen()
 

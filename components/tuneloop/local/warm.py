@@ -4,8 +4,9 @@ A fresh interpreter needs 5 to 15 seconds for torch and transformers; a fork nee
 of its own all the same: own process group, environment, working directory and log. The server's process imports vLLM,
 which no stage needs, beside the first stages; so the server has only its engine left to start.
 
-Run as ``python -m tuneloop.local.warm stages FD``, or ``server FD``, by `tuneloop.local.processes`; it speaks the
-protocol of `tuneloop.local.spawn`. It says ``{"ready": true}`` once it has imported `LIBRARIES`, or
+Run as ``python -m tuneloop.local.warm stages FD PARENT``, or ``server FD PARENT``, by `tuneloop.local.processes`, the
+process PARENT; it speaks the protocol of `tuneloop.local.spawn`.
+It says ``{"ready": true}`` once it has imported `LIBRARIES`, or
 ``{"failed": reason}``: a thread that lives before the fork (an OpenMP pool, a CUDA context) would be missing in the
 child, so none may.
 
@@ -122,7 +123,10 @@ def main() -> None:
         for name, value in os.environ.items()
         if name.startswith(READ_AT_IMPORT + READ_AT_START)
     }
-    die_with_parent(os.getppid())  # while it imports, it cannot see that the channel closes
+    # While it imports, it cannot see that the channel closes. Who started it may have ended by now:
+    # then this process has another parent already.
+    parent = int(more.pop(0)) if own else os.getppid()
+    die_with_parent(parent)
     # Else transformers would open a CUDA context when it looks for GPUs, and no fork could use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     quiet_vllm()

@@ -335,9 +335,10 @@ class _Worker:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pipe, write = os.pipe()
+        parent = os.getpid()
         self.pid = os.fork()
         if not self.pid:
-            _serve(write, self.left[::-1], self.rows, self.rewards, self.limits)
+            _serve(parent, write, self.left[::-1], self.rows, self.rewards, self.limits)
         _own_group(self.pid)
         os.close(write)
         self.partial, self.ready = b"", False
@@ -377,6 +378,7 @@ def _own_group(pid: int) -> None:
 
 
 def _serve(
+    parent: int,
     pipe: int,
     jobs: Sequence[_Job],
     rows: Sequence[Row],
@@ -387,9 +389,10 @@ def _serve(
     try:
         _own_group(os.getpid())
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(
-                1, signal.SIGKILL
-            )  # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage
+            # PR_SET_PDEATHSIG: a hanging reward must not outlive the stage, which may have ended by now.
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(0)
             _limit_memory(limits.memory)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from tuneloop.cluster.run_workflows import list_cluster_runs
-from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.errors import Retryable, UserError, name_disk_errors
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.records import list_runs, read_record
@@ -84,7 +84,8 @@ def build_app(
     def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:
         def answer(request: Request) -> Response:
             name = request.path_params["name"]
-            with locks.setdefault(name, threading.Lock()):  # one request at a time refreshes a run
+            with locks.setdefault(name, threading.Lock()), name_disk_errors():
+                # One request at a time refreshes a run.
                 known[name] = run = read_on(known.pop(name, None), name, whole=path == "/now")
                 return _answer(tell(run, request))
 

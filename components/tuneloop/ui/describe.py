@@ -25,7 +25,7 @@ def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None)
     asked = state.workflow.parameters.get("iterations") if state else None
     most = int(asked) if asked else None
     if state:
-        stands["message"] = state.workflow.message
+        stands["message"] = "; ".join(filter(None, [state.note, state.workflow.message]))
     else:
         try:
             if cluster:
@@ -57,8 +57,13 @@ def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None)
 
 def describe_run(run: Run) -> dict[str, Any]:
     """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow."""
-    curves, rendered = run.curves(), run.record and (run.directory / "workflow.yaml").is_file()
-    workflow = run.read_workflow() if rendered else {}
+    curves = run.curves()
+    workflow: dict[str, Any] = {}
+    note = ""
+    if run.record and (run.directory / "workflow.yaml").is_file():
+        workflow = run.read_workflow()
+    elif run.record:
+        note = f"the graph is left out: {run.directory}/workflow.yaml is missing"
     phases, artifacts = (
         run.phase_seconds().items(),
         [_describe_artifact(run, entry) for entry in run.entries],
@@ -79,6 +84,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             {"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)}
             for k, p in phases
         ],
+        "note": note,
         "medians": run.seconds_an_iteration(),
         "packages": _list_packages(run),
     }

@@ -13,11 +13,12 @@ from urllib.parse import quote
 
 from pydantic_core import to_json
 
+from tuneloop.core.errors import print_diagnostic
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Curve, Entry, Run
 from tuneloop.runs.summary import judge_run
 from tuneloop.ui.describe import describe_run, describe_state
-from tuneloop.ui.samples import FILES, TOKENS, open_file, read_page
+from tuneloop.ui.samples import COMPLETIONS, FILES, TOKENS, read_page
 from tuneloop.weights.inspect import list_versions
 
 STATIC = Path(__file__).parent / "static"
@@ -55,7 +56,10 @@ def render_page(run: Run) -> str:
         "deliveries": list_deliveries(run)[-VERSIONS:],
     }
     samples = {f"{at}/samples/{place}": page for place, page in _read_samples(run)}
-    open_file.cache_clear()  # a server keeps files open, but a report needs them once
+    for note in sorted({page["note"] for page in samples.values()} - {""}):
+        print_diagnostic(f"report: {note}", 0)
+    # A server keeps files open, but a report needs them once.
+    COMPLETIONS.clear()
     answers = {
         at: found,
         f"{at}/now": describe_state(run, None),

@@ -1,8 +1,9 @@
 """The completions of an iteration or of an evaluation, a page at a time: found, ordered, and with their tokens."""
 
-import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import FILE, read_rows
-from tuneloop.runs.run_record import Run
+from tuneloop.runs.run_record import Entry, Run
+from tuneloop.ui.proved_files import ProvedFiles
 
 SIZE = 50
 """Completions on a page."""
@@ -26,95 +27,145 @@ TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
 CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
 
 
+@dataclass(frozen=True)
+class CompletionFile:
+    """An opened file of completions, the columns for filters, and the values for sorting."""
+
+    file: pq.ParquetFile
+    table: pa.Table
+    order: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenTexts:
+    """The piece of each token id, and how pieces become text: ``bytes`` or ``pieces``."""
+
+    pieces: Mapping[int, str]
+    decoder: str
+
+
 def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Read a page of the completions of `at`, an iteration or the key of an evaluation; only the page's row groups and
-    the searched columns are read from the file. `wanted` has filters: ``id``, ``group`` or ``outcome``, and ``search``,
-    a text in the row; ``place``, the row that is shown whole; ``sort``, by ``score`` or ``advantage``, in descending
-    order after ``-``; ``page``, from 1. Raises UserError if there are no completions."""
-    made = [e for e in run.with_role("scorer", "sampler") if str(e.iteration) == at]
-    made = made or [e for e in run.with_role("evaluator") if e.key == at]
-    held = [(e, name) for name in FILES for e in reversed(made) if name in e.manifest.files]
-    if not held:
-        raise UserError(
-            "completions",
-            at,
-            f"has none in {run.name}, which has come to iteration {run.iteration}",
-        )
-    entry, name = held[0]
-    file, table, order = open_file(f"{run.url}/{entry.key}@{entry.manifest.digest}", name)
-    places = _select_places(file, table, wanted)
-    by, number, whole = wanted.get("sort", ""), wanted.get("page", ""), "place" in wanted
-    if (values := order.get(by.removeprefix("-"))) is not None:
-        places = places[
-            np.argsort(-values[places] if by.startswith("-") else values[places], kind="stable")
-        ]
-    start = SIZE * (max(int(number[:9]), 1) - 1 if number.isdecimal() else 0)
-    shown = places[start : start + SIZE].tolist()
-    rows = read_rows(
-        file, shown, [column for column in file.schema_arrow.names if column != "prompt_ids"]
-    )
-    for place, row in zip(shown, rows):
-        row |= {
-            "place": place,
-            "length": len(row.get("completion_ids", ())),
-            "advantage": order["advantage"][place],
-        }
-        row |= {
-            column: row[column][: None if whole else MOST] for column in TOKENS if column in row
-        }
-    policy = next((p for e in made if (p := run.policy_of(e))), None)
-    try:
-        pieces, decoder = (
-            _read_pieces(f"{run.url}/{policy.key}@{policy.manifest.digest}") if policy else ({}, "")
-        )
-    except (
-        UserError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # the checkpoint is gone, or its tokenizer has another form
-        pieces, decoder = {}, ""
-    used = {number for row in rows for number in row.get("completion_ids", ())}
-    return {
-        **{"key": entry.key, "version": run.version_of(entry), "size": SIZE, "decoder": decoder},
-        **{
-            "iteration": run.iteration,
-            "evaluations": [each.key for each in run.with_role("evaluator")],
-        },
-        **{
-            "total": table.num_rows,
-            "found": len(places),
-            "rows": rows,
-            "pieces": {n: pieces.get(n) for n in used},
-        },
-        "outcomes": pc.value_counts(table["outcome"]).to_pylist()
-        if "outcome" in table.column_names
-        else [],
+    """Read a page of the completions of an iteration or of an evaluation.
+
+    Only the page's row groups and the searched columns are read from the file. The file is proved
+    before it is read, and again once it has changed.
+
+    Args:
+        at: the number of the iteration, or the key of the evaluation.
+        wanted: filters ``id``, ``group`` or ``outcome``, and ``search``, a text in the row;
+            ``place``, the row that is shown whole; ``sort``, by ``score`` or ``advantage``, in
+            descending order after ``-``; ``page``, from 1.
+
+    Raises:
+        UserError: there are no completions.
+        Corrupt: their file differs from its manifest, or cannot be read.
+        Unavailable: their file was changed while it was read.
+    """
+    entries = [entry for entry in run.with_role("scorer", "sampler") if str(entry.iteration) == at]
+    if not entries:
+        entries = [entry for entry in run.with_role("evaluator") if entry.key == at]
+    entry, name = _choose_file(run, at, entries)
+    ref = f"{run.url}/{entry.key}@{entry.manifest.digest}"
+    page = COMPLETIONS.use(ref, name, lambda opened: _read_rows(opened, wanted))
+    texts, note = _find_token_texts(run, entries)
+    ids = {number for row in page["rows"] for number in row.get("completion_ids", ())}
+    return page | {
+        "key": entry.key,
+        "version": run.version_of(entry),
+        "size": SIZE,
+        "iteration": run.iteration,
+        "evaluations": [evaluation.key for evaluation in run.with_role("evaluator")],
+        "decoder": texts.decoder,
+        "pieces": {number: texts.pieces.get(number) for number in ids},
+        "note": note,
     }
 
 
-@functools.lru_cache(maxsize=8)
-def open_file(ref: str, name: str) -> tuple[pq.ParquetFile, pa.Table, dict[str, Any]]:
-    """Open a file of completions, verified once, with the columns for filters and the values for sorting."""
-    file = pq.ParquetFile(Artifact(ref).part(name))
-    table = file.read(
-        [column for column in (*CHOICES, "score") if column in file.schema_arrow.names]
-    )
-    return file, table, _compute_order(table)
+def _choose_file(run: Run, at: str, entries: Sequence[Entry]) -> tuple[Entry, str]:
+    """Choose the artifact and the file that has most of what a page shows."""
+    for name in FILES:
+        for entry in reversed(entries):
+            if name in entry.manifest.files:
+                return entry, name
+    remedy = f"has none in {run.name}, which has come to iteration {run.iteration}"
+    raise UserError("completions", at, remedy)
 
 
-@functools.lru_cache(maxsize=4)
-def _read_pieces(policy: str) -> tuple[dict[int, str], str]:
-    """Read the piece of each token id from the policy's tokenizer, and its kind. Raises UserError where it is gone."""
-    about = json.loads(Artifact(policy).part("model/tokenizer.json").read_bytes())
-    words = about["model"]["vocab"]  # piece → id; of Unigram pairs of piece and score
-    pieces = (
-        {n: p for p, n in words.items()}
-        if isinstance(words, dict)
-        else dict(enumerate(p for p, _ in words))
-    )
-    kind = "bytes" if '"ByteLevel"' in json.dumps(about["decoder"]) else "pieces"
-    return pieces | {each["id"]: each["content"] for each in about["added_tokens"]}, kind
+def _read_rows(opened: CompletionFile, wanted: Mapping[str, str]) -> dict[str, Any]:
+    """Read the rows of the page that is wanted, and what is said of all rows."""
+    file = opened.file
+    places = _select_places(file, opened.table, wanted)
+    sort_key = wanted.get("sort", "")
+    values = opened.order.get(sort_key.removeprefix("-"))
+    if values is not None:
+        sign = -1 if sort_key.startswith("-") else 1
+        places = places[np.argsort(sign * values[places], kind="stable")]
+    number = wanted.get("page", "")
+    page = max(int(number[:9]), 1) if number.isdecimal() else 1
+    shown = places[SIZE * (page - 1) : SIZE * page].tolist()
+    columns = [column for column in file.schema_arrow.names if column != "prompt_ids"]
+    rows = read_rows(file, shown, columns)
+    limit = None if "place" in wanted else MOST
+    for place, row in zip(shown, rows):
+        row["length"] = len(row.get("completion_ids", ()))
+        row["place"] = place
+        row["advantage"] = opened.order["advantage"][place]
+        for column in TOKENS:
+            if column in row:
+                row[column] = row[column][:limit]
+    outcomes: list[Any] = []
+    if "outcome" in opened.table.column_names:
+        outcomes = pc.value_counts(opened.table["outcome"]).to_pylist()
+    return {
+        "total": opened.table.num_rows,
+        "found": len(places),
+        "rows": rows,
+        "outcomes": outcomes,
+    }
+
+
+def _find_token_texts(run: Run, entries: Sequence[Entry]) -> tuple[TokenTexts, str]:
+    """Find the texts of tokens in the policy's tokenizer; without one, say why there are none."""
+    policies = [policy for policy in map(run.policy_of, entries) if policy]
+    if not policies:
+        return NO_TEXTS, ""
+    policy = policies[0]
+    if TOKENIZER not in policy.manifest.files:
+        return NO_TEXTS, ""
+    try:
+        ref = f"{run.url}/{policy.key}@{policy.manifest.digest}"
+        return TOKEN_TEXTS.open(ref, TOKENIZER).content, ""
+    except UserError as error:
+        # The checkpoint was deleted, or its tokenizer is damaged or of another form.
+        return NO_TEXTS, f"tokens are shown without their texts: {error}"
+
+
+def _open_completions(path: Path) -> CompletionFile:
+    file = pq.ParquetFile(path)
+    names = file.schema_arrow.names
+    table = file.read([column for column in (*CHOICES, "score") if column in names])
+    return CompletionFile(file, table, _compute_order(table))
+
+
+def _read_token_texts(path: Path) -> TokenTexts:
+    """Read the piece of each token id from a ``tokenizer.json``, and the kind of its pieces."""
+    tokenizer = json.loads(path.read_bytes())
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        pieces = {number: piece for piece, number in vocabulary.items()}
+    else:
+        # Unigram has pairs of piece and score.
+        pieces = dict(enumerate(piece for piece, _ in vocabulary))
+    for token in tokenizer["added_tokens"]:
+        pieces[token["id"]] = token["content"]
+    is_byte_level = '"ByteLevel"' in json.dumps(tokenizer["decoder"])
+    return TokenTexts(pieces, "bytes" if is_byte_level else "pieces")
+
+
+TOKENIZER = "model/tokenizer.json"
+NO_TEXTS = TokenTexts({}, "")
+COMPLETIONS = ProvedFiles(_open_completions, capacity=8)
+TOKEN_TEXTS = ProvedFiles(_read_token_texts, capacity=4)
 
 
 def _select_places(file: pq.ParquetFile, table: pa.Table, wanted: Mapping[str, str]) -> Any:

@@ -63,12 +63,45 @@ def test_a_line_that_is_damaged_counts_no_more_and_is_said_once(
     lines = path.read_bytes().splitlines()[:10]
     lines[9] = lines[9].replace(b"Succeeded", b"Succeedes")
     lines[4] = b"\xff\xfe not json"
+    # As after a kill: no session has ended.
+    (tmp_path / "ended.json").unlink()
     path.write_bytes(b"\n".join(lines) + b'\n{"kind": "node", "id": "torn')
     assert [n.phase for n in read(tmp_path).nodes.values()] == ["Succeeded", "Succeeded", "Running"]
     read(tmp_path)
     assert capsys.readouterr().err == f"{path}: 2 damaged lines are skipped\n", (
         "the last one is being written"
     )
+
+
+def test_a_journal_that_was_cut_off_is_not_one_whose_executor_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that had succeeded was `interrupted`, without a word."""
+    journal = Journal(tmp_path)
+    journal.write(Workflow("w"))
+    journal.write(Node("a", "a", "a", "a", "Pod", phase="Succeeded"))
+    journal.write(Workflow("w", phase="Succeeded"))
+    journal.close()
+    path = tmp_path / "nodes.jsonl"
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        state = read(tmp_path)
+        assert (state.workflow.phase, state.alive) == ("Succeeded", False)
+        assert f"its last {len(whole) - size} bytes are missing" in state.note
+        assert state.note in capsys.readouterr().err
+    path.unlink()
+    assert read(tmp_path).workflow.phase == "Succeeded"
+    assert "is missing, so that the stages of the run are not known" in capsys.readouterr().err
+    # Neither a resumed run that was killed, nor a journal whose end is damaged.
+    path.write_bytes(whole)
+    journal = Journal(tmp_path)
+    journal.write(Workflow("w"))
+    journal.close()
+    assert read(tmp_path).workflow.phase == "Running"
+    (tmp_path / "ended.json").write_text("{}")
+    assert (read(tmp_path).workflow.phase, read(tmp_path).note) == ("Running", "")
+    assert "ended.json: is damaged" in capsys.readouterr().err
 
 
 def test_no_bad_byte_stands_in_the_way_of_who_looks_at_a_run(

@@ -368,6 +368,25 @@ def test_it_runs_on_a_thread_too(tmp_path: Path) -> None:
 SHARED = "from tuneloop.local import warm; warm.LIBRARIES = {'server': ()}; warm.main()"
 
 
+def test_a_warm_process_whose_executor_was_killed_before_it_looked_ends_at_once(
+    tmp_path: Path,
+) -> None:
+    """It took whoever had adopted it for its parent, and imported for 10 to 23 s more."""
+    executor = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    executor.wait()
+    (tmp_path / "endless.py").write_text("import time\nwhile True: time.sleep(1)\n")
+    ours, theirs = socket.socketpair()
+    program = (
+        "from tuneloop.local import warm; warm.LIBRARIES = {'stages': ['endless']}; warm.main()"
+    )
+    with ours, theirs:
+        words = [sys.executable, "-c", program, "stages", str(theirs.fileno()), str(executor.pid)]
+        environment = base_environment({})
+        environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}{os.pathsep}{tmp_path}"
+        warm = subprocess.Popen(words, env=environment, pass_fds=[theirs.fileno()])
+        assert warm.wait(LIMIT_S) == -signal.SIGKILL
+
+
 @pytest.fixture
 def shared() -> Iterator[str]:
     """Its socket, by a name that is short enough for one. Neither it nor its forks have anything to complain of."""

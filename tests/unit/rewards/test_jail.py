@@ -1,7 +1,12 @@
 """The filter of system calls, decided as the kernel would, on both architectures; how long a program is given."""
 
+import ctypes
+import errno
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -159,3 +164,84 @@ def test_a_program_that_waits_for_a_processor_is_not_late(monkeypatch: pytest.Mo
 def test_a_program_that_does_not_wait_for_a_processor_is_late(program: str) -> None:
     ending = sandbox.run_program(program, "", None, sandbox.Limits(1, 256 << 20, 1 << 30))
     assert ending.kind == "timeout"
+
+
+def test_a_program_whose_judge_has_ended_already_is_not_run(tmp_path: Path) -> None:
+    """The kernel ends it with its judge only if that ends later."""
+    source = tmp_path / "source"
+    source.write_text(json.dumps({"program": "print('ran')", "call": None}))
+    notes, written = os.pipe()
+    with source.open() as opened:
+        about = json.loads(sandbox._about(opened.fileno(), written, str(tmp_path), LIMITS))
+        about["parent"] = 1
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(sandbox.JAIL), json.dumps(about)],
+            pass_fds=[opened.fileno(), written],
+            capture_output=True,
+        )
+    os.close(written)
+    with os.fdopen(notes, "rb") as read:
+        assert (done.returncode, done.stdout, read.read()) == (jail.FAILED, b"", b"")
+
+
+LIMITS = sandbox.Limits(2, 256 << 20, 1000)
+NATIVE = """
+import ctypes, importlib.util, json, mmap, os, sys
+spec = importlib.util.spec_from_file_location("jail", sys.argv[1])
+jail = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(jail)
+libc = ctypes.CDLL(None, use_errno=True)
+if int(sys.argv[2]):
+    os.setgroups([])
+    os.setresgid(*3 * [int(sys.argv[2])])
+    os.setresuid(*3 * [int(sys.argv[2])])
+stacks = mmap.mmap(-1, 4096 * 6000)
+first = ctypes.addressof(ctypes.c_char.from_buffer(stacks))
+jail.limit_tasks(os.getcwd())
+print(jail._can_fork(), flush=True)
+jail.libc.prctl(38, 1, 0, 0, 0)
+jail.restrict_calls(1 << 28)
+started = 0
+# CLONE_VM, FS, FILES, SIGHAND, THREAD and SYSVSEM, on stacks that nobody has mapped as such.
+while started < 5999 and libc.clone(libc.pause, ctypes.c_void_p(first + 4096 * (started + 1)), 0x50F00, None) > 0:
+    started += 1
+print(started, os.strerror(ctypes.get_errno()), flush=True)
+os._exit(0)
+"""
+
+
+def run_native(home: str, user: int, program: str = NATIVE) -> list[str]:
+    """Return what a program says that starts tasks by itself, as user `user`, past the interpreter."""
+    # The parent becomes the user: its own interpreter need not be readable for that user.
+    command = [sys.executable, "-I", "-S", "-c", program, str(sandbox.JAIL), str(user)]
+    done = subprocess.run(command, cwd=home, env={}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("user", [0, 54_321], ids=["root", "another user"])
+def test_native_code_has_no_more_tasks_than_a_program(user: int, tmp_path: Path) -> None:
+    """It started 5,000: their stacks need not be what the filter takes for one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    if user and ctypes.CDLL(None).unshare(0) != 0:
+        pytest.skip("no user namespaces here")
+    with tempfile.TemporaryDirectory() as home:
+        may_fork, outcome = run_native(home, user)
+    assert may_fork == "True"
+    assert outcome == f"{jail.TASKS - 1} {os.strerror(errno.EAGAIN)}"
+
+
+def test_without_a_user_of_its_own_a_process_has_room_for_a_program_and_no_end_of_tasks(
+    tmp_path: Path,
+) -> None:
+    """Where neither is allowed, as in a pod of the restricted profile, others of its user count, too."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    program = NATIVE.replace(
+        "jail.limit_tasks(", "jail._make_own_namespace = bool; jail.limit_tasks("
+    )
+    with tempfile.TemporaryDirectory() as home:
+        may_fork, outcome = run_native(home, 54_322, program)
+    assert may_fork == "True"
+    assert jail.TASKS <= int(outcome.split()[0]) <= jail.TASKS + jail.OTHERS

@@ -225,6 +225,8 @@ def _about(source: int, notes: int, home: str, limits: Limits) -> str:
         "seconds": seconds,
         "memory": limits.memory,
         "readable": readable,
+        "home": home,
+        "parent": os.getpid(),
     }
     return json.dumps(about)
 

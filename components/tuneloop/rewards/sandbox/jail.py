@@ -4,7 +4,8 @@
 
 Needs no privilege and no namespace, so it works in a pod of the restricted profile, which forbids both:
 
-- resource limits: processor time, address space, no file written, no core;
+- resource limits: processor time, address space, no file written, no core, and `TASKS` tasks. The
+  kernel counts these by user, so the process takes a user id, or a user namespace, of its own where it may;
 - Landlock: what is not below `readable` cannot be opened, and nothing can be written, made or removed;
 - seccomp: all but harmless system calls kill the process with SIGSYS (network, processes, signals to others,
   tracing, mounts); those that only newer kernels know do not exist; neither can be taken back.
@@ -26,6 +27,13 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 CLONE_THREAD, MAP_STACK = 0x10000, 0x20000
 TASKS, LEAST_STACK = 64, 4 << 20
 """The maximum number of threads, as each stack takes a part of the memory; and the minimum bytes of a stack."""
+OTHERS = 1024
+"""How many tasks a user may have more than it has now, where the process cannot have a user of its own."""
+CLONE_NEWUSER, PR_SET_KEEPCAPS, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x10000000, 8, 1, 2
+CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)
+"""Version 3 of struct __user_cap_header_struct (linux/capability.h), for this process."""
+FIRST_USER = 1 << 30
+"""User ids from here on, up to twice as many, belong to nobody."""
 NEWER = 424
 """System calls from here on have one number on all architectures; C libraries do without them."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -59,6 +67,82 @@ def limit_resources(seconds: int, memory: int) -> None:
         (resource.RLIMIT_NOFILE, 64),
     ):
         resource.setrlimit(what, (most, most))
+
+
+def limit_tasks(home: str) -> None:
+    """Limit the tasks of this process and of all that its user has to `TASKS`, itself among them.
+
+    The kernel counts tasks by user and user namespace, and does not count those of its root. So the process becomes a
+    user of its own where it is root, which gets the directory `home`; else it makes a user namespace. Where neither is
+    allowed, its user may have `OTHERS` tasks more than it has on this node, so that no right program lacks a thread."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = 1 << 22 if hard == resource.RLIM_INFINITY else hard
+    limit = min(TASKS, most)
+    has_own_count = _become_own_user(home) or _make_own_namespace()
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, hard))
+    if not has_own_count or not _can_fork():
+        # The user has other tasks, on this node perhaps: find about how many.
+        while limit < most and not _can_fork():
+            limit = min(2 * limit, most)
+            resource.setrlimit(resource.RLIMIT_NPROC, (limit, hard))
+        limit = min(limit + OTHERS, most)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+
+
+def _can_fork() -> bool:
+    """Return whether this process may have one more task."""
+    try:
+        child = os.fork()
+    except BlockingIOError:
+        return False
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return True
+
+
+def _become_own_user(home: str) -> bool:
+    """Become a user that has no other process, if this one is root.
+
+    Of root's capabilities it keeps one to read files of others, as the interpreter's own may lie below ``/root``.
+    Landlock decides which of them."""
+    if os.geteuid() != 0:
+        return False
+    user = FIRST_USER + int.from_bytes(os.urandom(4), "little") % FIRST_USER
+    try:
+        os.chown(home, user, user)
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setresuid(user, user, user)
+    except OSError:
+        return False
+    permitted = _read_capabilities()
+    kept = [number for number in (CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE) if permitted >> number & 1]
+    _set_capabilities(1 << kept[0] if kept else 0)
+    return True
+
+
+def _make_own_namespace() -> bool:
+    """Make a user namespace, and drop the capabilities that this process has there."""
+    if os.geteuid() == 0 or libc.unshare(CLONE_NEWUSER) != 0:
+        return False
+    _set_capabilities(0)
+    return True
+
+
+def _read_capabilities() -> int:
+    """Read the permitted capabilities of this process, those below 32, as bits."""
+    sets = ctypes.create_string_buffer(24)
+    libc.capget(CAPABILITY_HEADER, sets)
+    return int(struct.unpack("=6I", sets.raw)[1])
+
+
+def _set_capabilities(bits: int) -> None:
+    """Set the effective and permitted capabilities of this process, and no others. Raises OSError if it may not."""
+    if libc.capset(CAPABILITY_HEADER, struct.pack("=6I", bits, bits, 0, 0, 0, 0)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"capabilities cannot be dropped: {os.strerror(code)}")
 
 
 def restrict_paths(readable: list[str]) -> None:
@@ -207,14 +291,17 @@ def confine_process(options: dict[str, Any]) -> None:
     """Restrict this process in every way; a failure is written to the notes, and the program is not run."""
     notes, readable = options["notes"], options["readable"]
     try:
-        libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: dies with who judges it
+        limit_tasks(options["home"])
+        # PR_SET_PDEATHSIG: it dies with who judges it, which may have ended by now. A change of the user undoes it.
+        libc.prctl(1, 9, 0, 0, 0)
+        if os.getppid() != options["parent"]:
+            os._exit(FAILED)
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
         limit_resources(options["seconds"], options["memory"])
         restrict_paths(readable)
         restrict_calls(options["memory"])
-        watch_audit(
-            notes, readable
-        )  # last: what comes before uses ctypes, which the program may not
+        # Last: what comes before uses ctypes, which the program may not.
+        watch_audit(notes, readable)
     except (OSError, ValueError, MemoryError) as error:
         os.write(notes, f"refused: {error!r}".encode())
         os._exit(FAILED)

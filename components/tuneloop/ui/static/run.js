@@ -24,6 +24,7 @@ export async function showRun(name, now, more) {
   show(
     h("h1", null, name, " ", h("span", { class: `state ${now.phase}` }, now.phase)),
     run.verdict && h("p", { class: "verdict" }, run.verdict),
+    run.note && h("p", { class: "alarm", role: "status" }, run.note),
     run.alarms.map((alarm) => h("p", { class: "alarm" }, h("strong", null, "Alarm: "), alarm)),
     Object.entries(run.failures).map(([task, message]) =>
       h("p", { class: "alarm" }, h("strong", null, `${task} failed: `), message),

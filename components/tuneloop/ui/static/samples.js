@@ -62,6 +62,7 @@ export async function showSamples(name, at) {
         page.held < page.total && `This file has ${page.held} of them; tuneloop ui shows all. `,
         moveLinks(name, at, page),
       ),
+      page.note && h("p", { class: "alarm", role: "status" }, page.note),
       controls(page, colour, wanted, choose),
       page.rows.some((row) => row.logprobs) && h("p", { class: "key" }, MEANS[colour]),
       id && compare(page, other, wanted, choose),
