@@ -286,7 +286,7 @@ class Sampler:
 
             model = self.engine.__dict__.get("model")
             if model is None or before is None or before.base.ref != snapshot.base.ref:
-                model = open_model(checkpoint.model_dir(snapshot.base), torch.float32, "sdpa")
+                model = open_model(checkpoint.model_dir(snapshot.base), torch.float32, "auto")
             model.load_state_dict(snapshot.state)
             self.engine.serve(model, snapshot.version, "")
         self._ready = snapshot

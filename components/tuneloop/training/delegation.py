@@ -88,7 +88,7 @@ def train_by_backend(
             stage.check_stop()
             raise _explain_end(name, code, last_line.read_text())
         made = Path(places["out"], f"checkpoint-{max_steps}")
-        trainer.model.load_state_dict(open_model(made, torch.float32, "sdpa").state_dict())
+        trainer.model.load_state_dict(open_model(made, torch.float32, "auto").state_dict())
         rows = json.loads((made / "trainer_state.json").read_text())["log_history"]
     steps = [row for row in rows if "loss" in row]
     for row in steps:

@@ -63,7 +63,8 @@ class Scorer(Policy):
         )
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
-        return _open(directory, dtype, "sdpa")
+        implementation = "eager" if self.layout.attention == "eager" else "auto"
+        return _open(directory, dtype, implementation)
 
 
 class ScoreTrainer(Scorer, Trainer):

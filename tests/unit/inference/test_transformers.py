@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3Config,
+)
 
+from tests.models import write_model
 from tests.policies import commit_policy, model
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
@@ -90,6 +98,39 @@ def test_any_decoder(config: Any, tmp_path: Path) -> None:
             assert said.logprobs == pytest.approx(
                 dense(policy, request.prompt_ids, said.ids, 1.0), abs=1e-4
             )
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "qwen3_5", "lfm2", "gemma3", "deepseek_v3", "gpt_oss"]
+)
+def test_rows_end_apart_with_every_kind_of_cache(name: str, tmp_path: Path) -> None:
+    """Recurrent states, convolutions, windows, latent keys: rows leave the batch, and the others go on as before."""
+    source = write_model(name, tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    engine = Transformers()
+    engine.serve(policy, 0, "digest")
+    stops = tuple(range(0, policy.config.vocab_size, 4))
+    groups = engine.generate(REQUESTS, Sampling(1.0, 12, stops), quiet)
+    lengths = {len(completion.ids) for group in groups for completion in group}
+    assert len(lengths) > 2
+    for request, completions in zip(REQUESTS, groups):
+        for completion in completions:
+            expected = dense(policy, request.prompt_ids, completion.ids, 1.0)
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_attention_that_the_class_does_not_have(tmp_path: Path) -> None:
+    draft = Draft(str(tmp_path / "c"))
+    write_model("gpt_oss", draft.path / "model")
+    draft.commit(stage="base_model", facts={"version": 0})
+    with pytest.raises(UserError, match="attn_implementation: 'sdpa': transformers' class"):
+        Transformers(attn_implementation="sdpa").load(Artifact(str(tmp_path / "c")))
+
+
+def test_a_model_without_a_cache_of_keys_and_values(tmp_path: Path) -> None:
+    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    with pytest.raises(UserError, match=r"cannot sample from MambaForCausalLM.*take vllm"):
+        Transformers().serve(AutoModelForCausalLM.from_config(config), 0, "digest")
 
 
 def test_same_batch_same_bits(engine: Transformers) -> None:

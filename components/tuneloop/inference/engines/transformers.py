@@ -1,9 +1,13 @@
 """The engine that needs only torch and transformers: in process, deterministic, for any decoder of transformers.
 
-Each step is one forward over all live rows. A prompt is prefilled once, however many completions it gets; rows leave
-the batch as they finish. Every completion draws its noise from a generator of its own, so the rest of the batch changes
-it by float rounding only, and the same batch gives the same bits. The cache grows by concatenation, which was measured
-faster than transformers' static one. Both libraries are imported late: options are checked without them.
+Each step is one forward over all live rows. A prompt is prefilled once, however many completions it
+gets; rows leave the batch as they finish. Every completion draws its noise from a generator of its
+own, so the rest of the batch changes it by float rounding only, and the same batch gives the same
+bits. Both libraries are imported late: options are checked without them.
+
+The cache grows by concatenation, which was measured faster than transformers' static one. Rows are
+selected by its `reorder_cache`, which beam search needs of every kind of layer. `batch_select_indices`
+is missing from layers with a recurrent state (linear attention, convolutions).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
+from tuneloop.formats.architectures import find_model_class, supports_attention
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 
@@ -77,8 +82,13 @@ class Transformers:
             return
         self.version, self.digest = -1, ""
         disable_progress_bar()
-        about = {"dtype": self.dtype, "attn_implementation": self.attention}
-        model = AutoModelForCausalLM.from_pretrained(policy.part("model"), **about)
+        directory = policy.part("model")
+        if self.attention and not supports_attention(find_model_class(directory), self.attention):
+            remedy = "transformers' class of this model cannot compute with it; leave it out"
+            raise UserError("--engine-args attn_implementation", self.attention, remedy)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=self.dtype, attn_implementation=self.attention
+        )
         self.serve(model, policy.manifest.facts["version"], policy.manifest.digest)
 
     def serve(self, model: Any, version: int, digest: str) -> None:
@@ -90,6 +100,9 @@ class Transformers:
         )
         self.context = min(limit, self.max_model_len or limit)
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
+        if "past_key_values" not in self.accepts:
+            remedy = f"cannot sample from {type(model).__name__}, whose cache is of another kind; take vllm"
+            raise UserError("engine", self.name, remedy)
         self.version, self.digest = version, digest
 
     def generate(
@@ -163,7 +176,7 @@ class Transformers:
                 lengths[live[ended]], stopped[live[ended]] = step + 1, True
                 going = (~ended).nonzero().squeeze(-1)
                 live, chosen, mask = live[going], chosen[going], mask[going]
-                cache.batch_select_indices(going)
+                cache.reorder_cache(going)
             if not len(live) or step + 1 == sampling.max_tokens:
                 break
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
@@ -188,7 +201,7 @@ class Transformers:
         owner = torch.tensor(
             [i for i, r in enumerate(requests) for _ in r.seeds], device=self.device
         )
-        cache.batch_select_indices(owner)
+        cache.reorder_cache(owner)
         return logits[owner], mask[owner]
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:

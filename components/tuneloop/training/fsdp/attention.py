@@ -18,6 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tuneloop.core.errors import UserError
+from tuneloop.formats.architectures import (
+    choose_dense_attention,
+    find_model_class,
+    find_recurrent_layers,
+    supports_attention,
+)
 from tuneloop.training.batching import Batch
 from tuneloop.training.options import Dtype, Packing
 
@@ -58,12 +64,21 @@ def choose_attention(
     else with torch's own, on a GPU with 16 bits. Otherwise it pads: a dense mask over packed rows was
     measured slower than padding within similar lengths.
 
+    A model that has no sdpa, as gpt-oss, computes with ``eager``.
+
     Raises:
-        UserError: ``varlen`` was asked for, and cannot compute what the model's attention does.
+        UserError: the attention asked for cannot compute what the model's does, or a packed row would mix
+            its documents.
     """
     obstacle = ""
+    model_class = find_model_class(model)
+    if not supports_attention(model_class, attention):
+        remedy = f"transformers' {model_class.__name__} cannot compute with it; take auto or eager"
+        raise UserError("--attn-implementation", attention, remedy)
+    if packing == "packed":
+        _check_layers(model)
     if attention == "auto":
-        attention = "sdpa"
+        attention = choose_dense_attention(model_class)
         if device.type == "cuda" and packing != "padded":
             obstacle = find_device_obstacle(device, dtype) or find_model_obstacle(model)
             if not obstacle:
@@ -75,6 +90,19 @@ def choose_attention(
     has_kernel = attention == VARLEN or "flash" in attention
     packed = has_kernel if packing == "auto" else packing == "packed"
     return Choice(attention, packed, obstacle)
+
+
+def _check_layers(directory: Path) -> None:
+    """Refuse to pack rows of a model that cannot keep their documents apart. Raises UserError: it is one."""
+    from transformers import AutoConfig
+
+    recurrent = find_recurrent_layers(AutoConfig.from_pretrained(directory, local_files_only=True))
+    if recurrent:
+        remedy = (
+            f"this model has layers ({', '.join(recurrent)}) whose state would go on from one document of a row "
+            "into the next; take auto or padded"
+        )
+        raise UserError("--packing", "packed", remedy)
 
 
 def find_device_obstacle(device: torch.device, dtype: Dtype) -> str:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.threads import map_ahead
+from tuneloop.formats.architectures import choose_dense_attention, find_model_class
 from tuneloop.formats.model_files import choose_shard_bytes
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
@@ -282,7 +283,9 @@ class Policy:
         )
 
     def _reopen(self, directory: Path, dtype: torch.dtype) -> Any:
-        return open_model(directory, dtype, "sdpa")
+        # What is written computes the canary, on a CPU, where other kernels than eager cannot run.
+        implementation = "eager" if self.layout.attention == "eager" else "auto"
+        return open_model(directory, dtype, implementation)
 
     def export(self, source: Path, target: Path, dtype: str) -> Any:
         """Write the model to `target` in Hugging Face layout, in `dtype`; called by all ranks. Its files are cut as
@@ -311,12 +314,15 @@ class Policy:
 def open_model(
     directory: Path, dtype: torch.dtype, implementation: str, head: str = "CausalLM", **more: Any
 ) -> Any:
-    """Open a causal language model of transformers, or with another `head`. Raises UserError: it cannot be loaded."""
+    """Open a causal language model of transformers, or with another `head`. The attention ``auto`` is one that a CPU
+    has. Raises UserError: it cannot be loaded."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     attention.register_varlen()
+    if implementation == "auto":
+        implementation = choose_dense_attention(find_model_class(directory))
     about = {
         "dtype": dtype,
         "attn_implementation": implementation,

@@ -1,0 +1,50 @@
+"""What a model's class in transformers can compute, known from the model's configuration alone."""
+
+from pathlib import Path
+from typing import Any
+
+FLASH = "flash_attention_2"
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Kinds of layers that transformers keeps from looking into another document of a packed row."""
+
+
+def find_model_class(directory: Path) -> Any:
+    """Find transformers' class of a causal language model; None for one that it does not have."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except (KeyError, OSError, ValueError):
+        # Whoever loads the model says what is wrong with it.
+        return None
+
+
+def choose_dense_attention(model_class: Any) -> str:
+    """Return transformers' name of the attention that a class has on every device: sdpa, or eager for the few without.
+
+    gpt-oss is one of these: its attention has sinks."""
+    return "sdpa" if supports_attention(model_class, "sdpa") else "eager"
+
+
+def supports_attention(model_class: Any, name: str) -> bool:
+    """Return whether a class of transformers has an attention.
+
+    It is assumed of a class that is not known, and of kernels by other names."""
+    if model_class is None:
+        return True
+    if name == "sdpa":
+        return bool(model_class._supports_sdpa)
+    if name == FLASH:
+        kernels = getattr(model_class, "_compatible_flash_implementations", None)
+        return bool(model_class._supports_flash_attn) and (kernels is None or name in kernels)
+    return True
+
+
+def find_recurrent_layers(config: Any) -> list[str]:
+    """Find the kinds of layers with a state that goes from token to token: linear attention, convolutions.
+
+    In a packed row such a state would go on from one document into the next."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    return sorted(set(kinds) - ATTENTION_LAYERS)
