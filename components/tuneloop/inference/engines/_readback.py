@@ -99,10 +99,13 @@ def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | Non
 def _compare(model: Any, name: str, wanted: Tensor, every: int) -> bool | None:
     """Compare one tensor. A layer of a kind that this module does not know may lack anything that is
     asked of it: its tensors cannot be read."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
     with suppress(*UNKNOWN_LAYOUT):
-        renamed = mapper._map_name(name) if mapper else name
-        return _holds(model, renamed, wanted, every) if renamed else None
+        identical = _holds(model, name, wanted, every)
+        if identical is not None:
+            return identical
+        # The language model of a multimodal class has another prefix in vLLM than in the files.
+        renamed = model.hf_to_vllm_mapper._map_name(name)
+        return _holds(model, renamed, wanted, every)
     return None
 
 
