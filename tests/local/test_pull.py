@@ -33,7 +33,7 @@ from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import open_engine
-from tuneloop.inference.generate import prove_weights
+from tuneloop.inference.proof import prove_weights
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Run
 from tuneloop.weights.inspect import list_versions

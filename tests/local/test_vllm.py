@@ -33,8 +33,8 @@ from tuneloop.inference.engines.transformers import Transformers
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.fleet import open_fleet
 from tuneloop.inference.fleet.refit import make_target, refit_fleet
-from tuneloop.inference.generate import StaleWeights, prove_weights
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
+from tuneloop.inference.proof import StaleWeights, prove_weights
 from tuneloop.stages.rollout import rollout
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]

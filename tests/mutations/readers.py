@@ -21,7 +21,7 @@ from tuneloop.cli import execute, inspect, prove, weights
 from tuneloop.cli.checks import check_local_run
 from tuneloop.cli.exits import run_command
 from tuneloop.core.artifacts import Artifact
-from tuneloop.inference.generate import read_canary
+from tuneloop.inference.proof import read_canary
 from tuneloop.local import journal
 from tuneloop.runs.retention import find_leftovers
 from tuneloop.runs.run_record import Run

@@ -22,6 +22,7 @@ from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json
 from tuneloop.core.component import Input, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import Interrupted
 from tuneloop.core.store import Store
+from tuneloop.formats.canary import Canary, Noise
 from tuneloop.formats.rollouts import FILE, write_rollouts
 from tuneloop.runs.audit import compute_root
 from tuneloop.runs.run_record import Run
@@ -56,9 +57,9 @@ def tune(
     version = policy.manifest.facts["version"] + 1 if policy else 10
     save(stage.out / "model", _STATES[version - 10])
     (stage.out / "model/tokenizer.json").unlink()  # it is none of a real tokenizer
-    (stage.out / "canary.json").write_text(
-        json.dumps({"ids": [3, 1, 4], "logprobs": [-0.5, -1.25 - version]})
-    )
+    noise = Noise(dtype="bfloat16", mean=0.01, max=0.02, rms=0.015)
+    canary = Canary(ids=[3, 1, 4], logprobs=[-0.5, -1.25 - version], noise=noise)
+    canary.write(stage.out / "canary.json")
     stage.metric(iteration, loss=1.0 / version, entropy=0.5)
     state = {"digest": f"{version:032x}"}
     stage.facts.update(

@@ -13,15 +13,13 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.gateway.resident import Snapshot
 from tuneloop.inference.engines import Engine, Sampling
 from tuneloop.inference.engines._client import Client
-from tuneloop.inference.generate import prove_weights
+from tuneloop.inference.proof import prove_weights
 from tuneloop.inference.refusals import Refused
 
 START_S = 900.0
 """Seconds that a request waits for the server (quota, a node, its image), and for it to load weights."""
 KEEP_S = 10.0
 """Seconds for which the server keeps loaded weights, unless they are sampled from sooner."""
-TOLERANCE = 0.05
-"""Maximum difference, in nats, of its log-probabilities of the canary from the trainer's."""
 LOOK_S = 10.0
 """Seconds between two attempts to start a used server, and the maximum between two checks whether it is used."""
 log = logging.getLogger("tuneloop.gateway")
@@ -54,7 +52,7 @@ class SharedSampler:
 
     def _ask(self, snapshot: Snapshot, request: Callable[[], Result]) -> Result:
         def prove(engine: Engine) -> None:
-            prove_weights(engine, snapshot.base, TOLERANCE)
+            prove_weights(engine, snapshot.base)
 
         self._client.prove = prove  # if the server is lost, or has other weights now
         try:

@@ -18,7 +18,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.inference.engines.endpoint import check_url
-from tuneloop.inference.generate import read_canary
+from tuneloop.inference.proof import read_canary
 
 FAR = 1_000_000
 """Added to the served version, this gives one that no run has reached."""
@@ -368,11 +368,12 @@ def check_weights(probe: Probe) -> None:
     want, canary = probe.policy.manifest.facts["version"], read_canary(probe.policy)
     served = probe.one(probe.prompt(7))["end_version"]
     _expect(served == want, f"says version {served}, the checkpoint is version {want}")
-    ours, theirs = canary["logprobs"], probe.scores(canary["ids"])
-    mean = sum(abs(a - b) for a, b in zip(ours, theirs)) / len(ours)
+    theirs = probe.scores(canary.ids)
+    mean = sum(abs(a - b) for a, b in zip(canary.logprobs, theirs)) / len(theirs)
     _expect(
-        mean <= probe.tolerance,
-        f"scores the canary {mean:.3f} nats from the trainer: other weights, or other ids",
+        mean <= canary.tolerance,
+        f"scores the canary {mean:.3f} nats from the trainer (tolerance {canary.tolerance:.3f}, noise of right "
+        f"weights {canary.noise.mean:.3f}): other weights, or other ids",
     )
 
 

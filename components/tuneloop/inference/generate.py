@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
-from tuneloop.formats.canary import SEPARATED, tell_versions_apart
 from tuneloop.formats.model_files import read_vocabulary_size
 from tuneloop.formats.rollouts import (
     Completion,
@@ -26,6 +24,7 @@ from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
+from tuneloop.inference.proof import Proof, StaleWeights, prove_weights
 from tuneloop.inference.rounds import Rounds
 
 COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
@@ -50,10 +49,11 @@ class SamplingOptions(EpisodeOptions):
     temperature: float = Field(1.0, ge=0)
     max_tokens: int = Field(64, ge=1, description="maximum tokens of a completion")
     seed: int = 0
-    canary_tolerance: float = Field(
-        0.05,
+    canary_tolerance: float | None = Field(
+        None,
         gt=0,
-        description="mean absolute log-probability difference between engine and trainer on the canary",
+        description="mean absolute log-probability difference, in nats, between engine and trainer on the canary; "
+        "none: from the noise that the checkpoint states",
     )
     engine_args: dict[str, Any] = Field(
         {},
@@ -85,10 +85,6 @@ def sampling_stage(
     )
 
 
-class StaleWeights(RuntimeError):
-    """The engine does not serve the weights that it should, also after loading them once more."""
-
-
 @dataclass(frozen=True)
 class Job:
     """Completions to make: one request for each row of prompts, with `n` seeds; episodes if there is an environment.
@@ -111,7 +107,7 @@ def generate_completions(
     tokenizer = load_tokenizer(model)
     requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
     _check_embeddings(job, requests, tokenizer, read_vocabulary_size(model))
-    proofs: list[dict[str, float]] = []
+    proofs: list[Proof] = []
 
     def prove(one: Engine) -> None:
         proofs.append(prove_weights(one, policy, options.canary_tolerance))
@@ -154,13 +150,15 @@ def generate_completions(
     tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
     tokens -= job.rounds.begun_tokens if job.rounds else 0
     stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
+    weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
     given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     stage.facts.update(
         version=policy.manifest.facts["version"],
         digest=policy.manifest.digest,
         engine=engine.name,
         sampling={**given, "n": job.n, "top_p": 1.0, "top_k": -1},
-        canary=max(proofs, key=lambda proof: proof["mean_abs_diff"]),
+        canary=weakest.distances,
+        proof=weakest.describe(policy),
     )
     return tokenizer, requests, completions
 
@@ -169,61 +167,6 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
     """Open the engine that `options` name, for a ``with`` block. Raises UserError: it, or an argument, is unknown."""
     create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
-
-
-def prove_weights(engine: Engine, policy: Artifact, tolerance: float) -> dict[str, float]:
-    """Prove that `engine` serves `policy`, by its echo and the canary's log-probabilities; one reload is tried. Return
-    ``mean_abs_diff`` and ``max_abs_diff`` between engine and trainer (nats), the `tolerance` of the mean, and the
-    result of `tell_versions_apart`, if the canary has the previous version: with a separation below `SEPARATED`, only
-    the engine's echo tells the two versions apart. Raises StaleWeights if the weights still differ."""
-    result = compare_with_canary(engine, policy, tolerance)
-    if isinstance(result, str):
-        engine.load(policy, force=True)
-        result = compare_with_canary(engine, policy, tolerance)
-    if isinstance(result, str):
-        raise StaleWeights(
-            f"{result}, also after loading it once more; restart the engine, and if it stays so, compare its dtype "
-            f"with the policy's (canary_tolerance is {tolerance})"
-        )
-    return result
-
-
-def compare_with_canary(
-    engine: Engine, policy: Artifact, tolerance: float
-) -> dict[str, float] | str:
-    """Measure the differences, or say what is wrong."""
-    want, served = (
-        (policy.manifest.facts["version"], policy.manifest.digest),
-        (engine.version, engine.digest),
-    )
-    if served != want:
-        return f"engine {engine.name} serves version {served[0]} ({served[1]}) instead of {want[0]} ({want[1]})"
-    canary = read_canary(policy)
-    answers = engine.score(canary["ids"])
-    differences = [
-        abs(ours - theirs) for ours, theirs in zip(answers, canary["logprobs"], strict=True)
-    ]
-    mean, most = sum(differences) / len(differences), max(differences)
-    if not mean <= tolerance:  # NaN fails, too
-        return (
-            f"engine {engine.name} says it serves version {want[0]}, but its log-probabilities of the canary differ "
-            f"from the trainer's by {mean:.4f} in the mean (tolerance {tolerance}): its weights are stale or wrong"
-        )
-    proof = {"mean_abs_diff": mean, "max_abs_diff": most, "tolerance": tolerance}
-    if before := canary.get("before"):
-        proof |= (found := tell_versions_apart(answers, canary["logprobs"], before))
-        if found["separation"] >= SEPARATED and found["log_likelihood_ratio"] < 0:
-            return (
-                f"engine {engine.name} says it serves version {want[0]}, but its log-probabilities of the canary are "
-                f"those of the version before (log-likelihood ratio {found['log_likelihood_ratio']:.1f})"
-            )
-    return proof
-
-
-def read_canary(policy: Artifact) -> dict[str, Any]:
-    """Read ``canary.json`` of a checkpoint. Raises UserError where it does not have one."""
-    file = policy.part("canary.json", "--policy", "make it with base_model, sft or policy_update")
-    return json.loads(file.read_text())
 
 
 def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:

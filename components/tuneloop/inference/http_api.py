@@ -24,6 +24,8 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._follow import Follower
 from tuneloop.inference.engines._loop import EngineLoop, Mode, Ticket
+from tuneloop.inference.engines._tensors import Readback, digest_model
+from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
 
@@ -99,6 +101,8 @@ class HttpApi:
             "engine": engine.name,
             "context": engine.context,
         }
+        if engine.tensor_proof:
+            status["tensors"] = asdict(engine.tensor_proof)
         if engine.determinism:
             status["determinism"] = engine.determinism
         if self.follower:  # in this order: `pulled` is set before `changing` is reset
@@ -183,12 +187,22 @@ class HttpApi:
         )
 
     def verify(self) -> dict[str, Any]:
-        if self.follower is None:
-            raise UserError(
-                "verify", "--policy", "only a server with --weights keeps the files to compare with"
-            )
-        version, comparison = self.follower.verify()
+        """Compare all that the engine holds with the files that it was loaded from."""
+        if self.follower:
+            version, comparison = self.follower.verify()
+        else:
+            version, comparison = self.loop.call(self._compare_files).result()
         return {"version": version, **asdict(comparison)}
+
+    def _compare_files(self) -> tuple[int, Readback]:
+        engine = self.loop.engine
+        if engine.files is None:
+            raise Refused(503, self.loop.trouble)
+        try:
+            return engine.version, engine.compare_files(engine.files, every=1)
+        except OSError as error:
+            remedy = f"the files of the version are gone ({error}); load it again"
+            raise UserError("verify", str(engine.files), remedy) from error
 
     async def pause(self, mode: Annotated[Mode, Body(embed=True)] = "wait") -> dict[str, str]:
         """Generate nothing until `resume`; Dynamo's callers also say ``clear_cache``, which a change does anyway."""
@@ -305,10 +319,22 @@ class HttpApi:
 
 
 def change_policy(loop: EngineLoop, policy: Artifact) -> Future[dict[str, float]]:
-    """Have `policy` served."""
-    return loop.call(
-        loop.change, policy.part("model"), policy.manifest.facts["version"], policy.manifest.digest
-    )
+    """Have `policy` served, once the tensors that the engine holds are those of its files."""
+    model = policy.part("model")
+    # Reading the files takes as long as changing to them, so it is done before the pause.
+    digest = digest_model(model)
+
+    def check(engine: Vllm) -> None:
+        proof = engine.summarize(engine.compare_files(model), digest)
+        if proof.different:
+            raise RuntimeError(
+                f"{proof.different} of {proof.tensors} tensors of the engine differ from the "
+                f"files, {proof.example} among them"
+            )
+        engine.tensor_proof = proof
+
+    version = policy.manifest.facts["version"]
+    return loop.call(loop.change, model, version, policy.manifest.digest, check=check)
 
 
 def _fetch(ref: str) -> Artifact:

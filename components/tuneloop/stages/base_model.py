@@ -11,7 +11,7 @@ from pydantic import Field
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import UserError
-from tuneloop.formats.canary import write_canary
+from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
 from tuneloop.formats.model_files import choose_shard_bytes, copy_companions
 from tuneloop.formats.template_settings import find_turn_end, read_template, set_chat_template
 from tuneloop.training.pretrained import Pretrained, load_pretrained
@@ -143,7 +143,11 @@ def base_model(
         vocabulary = min(
             len(tokenizer), policy.config.get_text_config().vocab_size
         )  # padding rows are never served
-        write_canary(policy, stage.out / "canary.json", vocabulary)
+        limit = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        length = min(LENGTH, limit - 1) if limit else LENGTH
+        texts = _text(prompts, model) if prompts else ()
+        ids, origin = encode_text(tokenizer, texts, vocabulary, length)
+        make_canary(policy, ids, origin).write(stage.out / FILE)
     parameters = sum(p.numel() for p in policy.parameters())
     stage.facts.update(version=0, model=model, parameters=parameters, save_dtype=dtype)
     stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)

@@ -18,7 +18,12 @@ from tuneloop.core.component import UNTRACKED, Input, Options, Results, Stage, c
 from tuneloop.core.errors import Unavailable, UserError, find_disk_error
 from tuneloop.core.hub import is_unreachable
 from tuneloop.formats.rollouts import SAMPLES, TEXTS
-from tuneloop.inference.generate import compare_with_canary, read_canary
+from tuneloop.inference.proof import (
+    WrongWeights,
+    check_nearest_version,
+    compare_with_canary,
+    read_canary,
+)
 
 
 class LmEvalOptions(Options):
@@ -50,7 +55,7 @@ class LmEvalOptions(Options):
     )
     apply_chat_template: bool = Field(False, description="use the policy's chat template")
     gen_kwargs: dict[str, Any] = Field({}, description="arguments of generation (temperature, …)")
-    canary_tolerance: float = Field(0.05, gt=0, description="for a server, as of `rollout`")
+    canary_tolerance: float | None = Field(None, gt=0, description="for a server, as of `rollout`")
 
 
 def hash_own(params: Any) -> dict[str, Any]:
@@ -170,24 +175,22 @@ def open_model(policy: Artifact, options: LmEvalOptions) -> Any:
     return made(base_url=f"{options.endpoint}/completions", tokenizer=str(files), **given)
 
 
-def prove_server(model: Any, policy: Artifact, tolerance: float) -> dict[str, float]:
-    """Prove that a server has the policy, by log-probabilities of its canary. Raises UserError where it has not."""
-    ids = read_canary(policy)["ids"]
-    logprobs = model.model_call([ids], generate=False)["choices"][0]["logprobs"]["token_logprobs"][
-        1 : len(ids)
-    ]
-    known = {
-        "version": policy.manifest.facts["version"],
-        "digest": policy.manifest.digest,
-    }  # this API has neither
-    proof = compare_with_canary(
-        SimpleNamespace(name="endpoint", score=lambda _: logprobs, **known), policy, tolerance
-    )
-    if isinstance(proof, str):
-        raise UserError(
-            "--endpoint", model.base_url, f"serves something else than {policy.url}: {proof}"
-        )
-    return proof
+def prove_server(model: Any, policy: Artifact, tolerance: float | None) -> dict[str, float]:
+    """Prove that a server has the policy, by log-probabilities of its canary.
+
+    Its API has no versions, so nothing else can be asked. Raises UserError where it has another.
+    """
+    canary = read_canary(policy)
+    answer = model.model_call([canary.ids], generate=False)["choices"][0]
+    logprobs = answer["logprobs"]["token_logprobs"][1 : len(canary.ids)]
+    version = policy.manifest.facts["version"]
+    try:
+        proof = compare_with_canary("endpoint", version, logprobs, canary, tolerance)
+        check_nearest_version("endpoint", version, proof)
+    except WrongWeights as error:
+        remedy = f"serves something else than {policy.url}: {error}"
+        raise UserError("--endpoint", model.base_url, remedy) from error
+    return proof.distances
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tuneloop.formats import rollouts
 from tuneloop.formats.carried import ABOUT, CARRIED, read_carried
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
+from tuneloop.inference.proof import describe_blind_spot, read_canary
 from tuneloop.inference.rounds import Rounds, bound_staleness
 
 
@@ -140,6 +141,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         told = {"carried": len(left), "staleness": stage.facts["staleness"]["mean"]}
     elif options.oversampled_prompts:
         stage.facts["groups"] = {"asked": size, "wanted": wanted}
+    warn_of_blind_spot(stage, policy, iteration)
     _write(stage.out / rollouts.FILE, tokenizer, batch)
     made = [said for *_, group in batch for said in group]
     mean = sum(len(said.ids) for said in made) / len(made)
@@ -148,6 +150,21 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
         iteration, completions=len(made), mean_length=mean, cut=cut, **told, **stage.facts["canary"]
     )
     return {"completions": len(made), "mean_length": mean}
+
+
+def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
+    """Warn, once in a run, where the engine cannot prove that it does not serve the version before.
+
+    The checkpoint names the version from which on this is expected. Where it expects none, and the
+    engine is noisier than that, the first version of the loop that has one before it is taken.
+    """
+    statement = stage.facts["proof"]
+    if statement["tells_versions_apart"]:
+        return
+    since = read_canary(policy).indistinct_since
+    version = policy.manifest.facts["version"]
+    if since == version or (since is None and iteration == 1):
+        stage.log(describe_blind_spot(policy, statement, stage.facts["engine"]))
 
 
 Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]

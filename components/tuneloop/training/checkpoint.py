@@ -32,7 +32,8 @@ from tuneloop.core.artifacts import (
 from tuneloop.core.component import Component, Results, Stage, component
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.threads import BACKGROUND
-from tuneloop.formats.canary import canary_ids, canary_logprobs
+from tuneloop.formats.canary import FILE as CANARY
+from tuneloop.formats.canary import derive_ids, make_canary, read_canary_file
 from tuneloop.formats.model_files import WEIGHTS, drop_sampling_settings, read_dtype
 from tuneloop.training.old_checkpoints import SINCE, STATE, STATE_FACT, delete_old_checkpoints
 from tuneloop.training.options import TrainerOptions
@@ -218,17 +219,7 @@ def write_checkpoint(
                 (stage.out / "trainer" / "state.json").write_text(dump_canonical_json(state))
     if stage.leader:
         with stage.timed("canary"):
-            known = (
-                "canary.json" in policy.manifest.files
-            )  # its ids keep to tokens that the tokenizer knows
-            before = json.loads(policy.part("canary.json").read_text()) if known else {}
-            ids = before.get("ids") or canary_ids(trainer.vocab_size)
-            about = {
-                "ids": ids,
-                "logprobs": canary_logprobs(written, ids),
-                "before": before.get("logprobs"),
-            }
-            (stage.out / "canary.json").write_text(json.dumps(about))
+            write_next_canary(stage, written, policy, version)
     stage.facts.update(version=version, step=trainer.step, save_dtype=dtype)
     kept = ("model", "architecture", "parameters", "vocab_size")
     stage.facts.update(
@@ -244,6 +235,18 @@ def note_dropped_settings(stage: Stage, policy: Artifact, dropped: dict[str, Any
     dropped = policy.manifest.facts.get(DROPPED_SETTINGS) or dropped
     if dropped:
         stage.facts[DROPPED_SETTINGS] = dropped
+
+
+def write_next_canary(stage: Stage, written: Any, policy: Artifact, version: int) -> None:
+    """Write the canary of a model as written, with the tokens of the checkpoint that was trained:
+    they are in its vocabulary, and the two versions can be compared."""
+    previous = None
+    if CANARY in policy.manifest.files:
+        previous = read_canary_file(policy.part(CANARY))
+    ids = previous.ids if previous else derive_ids(written.config.get_text_config().vocab_size)
+    text = previous.text if previous else "derived"
+    canary = make_canary(written, ids, text, version=version, previous=previous)
+    canary.write(stage.out / CANARY)
 
 
 @dataclass

@@ -30,6 +30,7 @@ class Digits(Vllm):
         self.deterministic, self.determinism = False, {}
         self.args, self.context, self.version, self.digest = dict(args), 64, 0, "xxh3-128:00"
         self.engine, self.suspended = None, []
+        self.dtype, self.files, self.tensor_proof = "float32", None, None
         self.duration_s = float(os.environ.get("DURATION_S", 0))
         self.running: dict[str, float] = {}
 

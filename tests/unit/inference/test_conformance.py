@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from tests.unit.inference.peer import VOCABULARY, Model, Peer, serving
 from tuneloop.cli import run_cli
 from tuneloop.core.artifacts import Artifact, Draft
+from tuneloop.formats.canary import Canary, Noise
 from tuneloop.inference.conformance import Probe, run_checks
 
 FAULTS = {
@@ -42,7 +42,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     ids, model = list(range(3, 27)), Model(3)
     logprobs = [float(model.logprobs(ids[:k])[ids[k]]) for k in range(1, len(ids))]
     draft = Draft(url)
-    (draft.path / "canary.json").write_text(json.dumps({"ids": ids, "logprobs": logprobs}))
+    noise = Noise(dtype="float32", mean=0.0, max=0.0, rms=0.0)
+    Canary(ids=ids, logprobs=logprobs, noise=noise).write(draft.path / "canary.json")
     draft.commit(stage="sft", facts={"version": 3})
     return Artifact(url)
 

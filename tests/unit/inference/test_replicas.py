@@ -17,7 +17,7 @@ from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.engines.vllm import open_engine
-from tuneloop.inference.generate import StaleWeights
+from tuneloop.inference.proof import StaleWeights
 from tuneloop.stages.rollout import rollout
 
 HOW = Sampling(1.0, 4, ())

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.formats.canary import LENGTH, canary_ids, canary_logprobs
+from tuneloop.formats.canary import LENGTH, canary_logprobs, derive_ids
 from tuneloop.stages.base_model import base_model, train_tokenizer
 from tuneloop.stages.data_prep import data_prep
 
@@ -53,7 +53,8 @@ def test_tiny_models(prompts: str, tmp_path: Path, name: str, architecture: str)
     assert policy.generation_config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer) == policy.config.vocab_size <= 512
     canary = json.loads((root / "canary.json").read_text())
-    assert canary["ids"] == canary_ids(len(tokenizer)) and len(canary["logprobs"]) == LENGTH - 1
+    assert len(canary["ids"]) == LENGTH and len(canary["logprobs"]) == LENGTH - 1
+    assert canary["text"] == "prompts"
     assert canary["logprobs"] == pytest.approx(canary_logprobs(policy, canary["ids"]), abs=1e-6)
 
 
@@ -166,18 +167,18 @@ def test_a_hub_name_that_is_not_in_the_cache(
         base_model(out=str(tmp_path / "c"), model="nobody/nothing")
 
 
-def test_canary_ids_spread_and_stay_inside() -> None:
+def test_derive_ids_spread_and_stay_inside() -> None:
     for size in (260, 32_000, 151_936):
-        ids = canary_ids(size)
+        ids = derive_ids(size)
         assert (
             len(ids) == LENGTH and all(0 <= i < size for i in ids) and len(set(ids)) > LENGTH // 2
         )
-    assert canary_ids(512) == canary_ids(512) != canary_ids(513)
+    assert derive_ids(512) == derive_ids(512) != derive_ids(513)
 
 
 def test_canary_is_the_log_softmax_and_leaves_the_mode(tiny: Path) -> None:
     policy = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32).train()
-    ids = canary_ids(200, 5)
+    ids = derive_ids(200, 5)
     with torch.no_grad():
         logits = policy(torch.tensor([ids])).logits[0]
     want = [float(logits[i].log_softmax(-1)[ids[i + 1]]) for i in range(4)]

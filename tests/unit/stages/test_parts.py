@@ -12,7 +12,7 @@ from tests.policies import commit_policy
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Corrupt
 from tuneloop.inference import http_api
-from tuneloop.inference.generate import read_canary
+from tuneloop.inference.proof import read_canary
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.stages.evaluate import evaluate

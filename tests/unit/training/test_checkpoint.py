@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from tests.making import checkpoint_artifact, commit, prompts_artifact
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
-from tuneloop.formats.canary import SEPARATED, canary_logprobs
+from tuneloop.formats.canary import SEPARATED, canary_logprobs, measure_noise
 from tuneloop.inference.engines.transformers import open_engine
-from tuneloop.inference.generate import StaleWeights, prove_weights
+from tuneloop.inference.proof import StaleWeights, prove_weights, read_canary
 from tuneloop.stages.sft import sft
 from tuneloop.training import checkpoint
 
@@ -48,36 +48,87 @@ def test_model_is_whole_and_in_save_dtype(trained):
 
 def test_canary_is_of_the_weights_as_saved(trained):
     base, after = trained
-    about = json.loads((after.path / "canary.json").read_text())
+    before, canary = read_canary(base), read_canary(after)
     model = AutoModelForCausalLM.from_pretrained(after.path / "model", dtype="auto")
-    assert about["logprobs"] == canary_logprobs(model, about["ids"])
-    assert about["ids"] == json.loads((base.path / "canary.json").read_text())["ids"]
+    assert canary.logprobs == canary_logprobs(model, canary.ids, torch.float32)
+    assert canary.noise == measure_noise(
+        canary_logprobs(model, canary.ids), canary.logprobs, "bfloat16"
+    )
+    assert (canary.ids, canary.text, canary.before) == (before.ids, before.text, before.logprobs)
 
 
-def test_every_version_that_is_served_as_its_neighbour_is_caught(tmp_path):
-    """Steps of a millionth move the log-probabilities by far less than the tolerance of their mean."""
-    versions = [checkpoint_artifact(tmp_path / "0", dtype=torch.float32)]
-    prompts = prompts_artifact(tmp_path / "prompts")
+class Foreign:
+    """An engine that can be asked for log-probabilities only, as an endpoint can."""
+
+    name = "foreign"
+
+    def __init__(self, engine, policy):
+        self.engine, self.context = engine, engine.context
+        self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+        self.score = engine.score
+
+    def load(self, policy, *, force=False):
+        """Keep what it has."""
+
+
+@pytest.fixture(scope="module")
+def small_steps(tmp_path_factory) -> list[Artifact]:
+    """Four versions in float32, with steps of a hundred-millionth."""
+    work = tmp_path_factory.mktemp("steps")
+    versions = [checkpoint_artifact(work / "0", dtype=torch.float32)]
+    prompts = prompts_artifact(work / "prompts")
     for number in range(1, 4):
         given = {
             "max_steps": 1,
-            "learning_rate": 1e-6,
+            "learning_rate": 1e-8,
             "warmup_steps": 0,
             "device": "cpu",
             "seed": number,
         }
-        sft(out=str(tmp_path / str(number)), policy=versions[-1].ref, prompts=prompts.ref, **given)
-        versions.append(Artifact(str(tmp_path / str(number))))
-    for old, new in itertools.pairwise(versions):
-        with contextlib.closing(open_engine("", {}, 60.0)) as engine:
+        sft(out=str(work / str(number)), policy=versions[-1].ref, prompts=prompts.ref, **given)
+        versions.append(Artifact(str(work / str(number))))
+    return versions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_version_that_is_served_as_its_neighbour_is_caught(small_steps, dtype):
+    """Reading back compares in the dtype of the engine, and names a tensor that differs."""
+    for old, new in itertools.pairwise(small_steps):
+        with contextlib.closing(open_engine("", {"dtype": dtype}, 60.0)) as engine:
             engine.load(new)
-            proof = prove_weights(engine, new, 0.05)
-            assert proof["separation"] >= SEPARATED and proof["log_likelihood_ratio"] > 0
+            proof = prove_weights(engine, new)
+            assert proof.is_by_tensors and proof.tells_versions_apart
+            statement = proof.describe(new)
+            assert (statement["by"], statement["dtype"]) == ("tensors", dtype)
+            assert statement["identical"] == statement["tensors"] > 10
             engine.load(old, force=True)
             engine.version, engine.digest = new.manifest.facts["version"], new.manifest.digest
             engine.load = lambda policy, force=False: None
-            with pytest.raises(StaleWeights, match="are those of the version before"):
-                prove_weights(engine, new, 0.05)
+            with pytest.raises(StaleWeights, match=r"\d+ of \d+ tensors differ from .*among them"):
+                prove_weights(engine, new)
+
+
+def test_a_foreign_float32_engine_tells_versions_apart_and_a_bfloat16_one_says_it_cannot(
+    small_steps,
+):
+    """Small steps move the log-probabilities by far less than the tolerance of their mean."""
+    for old, new in itertools.pairwise(small_steps):
+        for dtype, apart in (("float32", True), ("bfloat16", False)):
+            with contextlib.closing(open_engine("", {"dtype": dtype}, 60.0)) as engine:
+                engine.load(new)
+                proof = prove_weights(Foreign(engine, new), new)
+                statement = proof.describe(new)
+                assert (statement["by"], proof.tells_versions_apart) == ("log-probabilities", apart)
+                assert (statement["separation"] >= SEPARATED) == apart
+                assert statement["learning_rate"] == 1e-8
+                engine.load(old)
+                stale = Foreign(engine, new)
+                if apart:
+                    with pytest.raises(StaleWeights, match="are those of the version before"):
+                        prove_weights(stale, new)
+                else:
+                    assert not prove_weights(stale, new).tells_versions_apart
+    assert [read_canary(policy).indistinct_since for policy in small_steps] == [None, 1, 1, 1]
 
 
 def test_version_and_trainer_state(trained):

@@ -62,6 +62,42 @@ class Remote(Engine, Protocol):
     prove: Callable[[Engine], None]
 
 
+@dataclass(frozen=True)
+class TensorProof:
+    """What reading back said of an engine.
+
+    Attributes:
+        digest: of the files that the engine's tensors were compared with (`digest_model`).
+        dtype: of the engine. The files' tensors were cast to it, if theirs is another.
+        tensors: in the files.
+        identical: equal bit for bit, but for the sign of a zero in packed layers.
+        unread: kept by the engine in a form that cannot be compared.
+        different: the others.
+        example: the name of one that differs, or empty.
+    """
+
+    digest: str
+    dtype: str
+    tensors: int
+    identical: int
+    unread: int = 0
+    different: int = 0
+    example: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor was compared and found equal."""
+        return self.tensors == self.identical > 0
+
+
+@runtime_checkable
+class Readable(Engine, Protocol):
+    """An engine whose tensors can be compared with a checkpoint's."""
+
+    def read_back(self, policy: Artifact) -> TensorProof | None:
+        """Compare the tensors that the engine holds with those of a checkpoint; None if it cannot."""
+
+
 def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
     """Raise UserError for an argument that a shipped engine refuses; its field is `prefix` and the argument's name."""
     if name in plugins.list_shipped_variants("engines"):

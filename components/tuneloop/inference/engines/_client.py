@@ -24,7 +24,7 @@ from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered, is_transient, open_response
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Done, Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
@@ -94,6 +94,7 @@ class Client:
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
+        self._tensor_proof: dict[str, Any] | None = None
         self._renewing = False
         self._given_up = False
 
@@ -161,6 +162,17 @@ class Client:
         request, sampling = Request("score", list(ids), [0]), Sampling(0.0, 1)
         self.generate_into({0: request}, sampling, results, lambda _: None, prompt_logprobs=True)
         return results[0][0].prompt_logprobs or []
+
+    def read_back(self, policy: Artifact) -> TensorProof | None:
+        """Return what the server found when it read back the tensors of the version that it serves;
+        None from a server that does not do that."""
+        if self._tensor_proof is None:
+            return None
+        try:
+            return TensorProof(**self._tensor_proof)
+        except TypeError as error:
+            remedy = f"describes its tensors in another form ({error}); update the server"
+            raise UserError("--endpoint", self.endpoint, remedy) from error
 
     def close(self) -> None:
         """Release the device if it is shared in turns; connections live only as long as a call."""
@@ -254,6 +266,7 @@ class Client:
             served["digest"],
         )
         self.pulled = served.get("pulled") or {}
+        self._tensor_proof = served.get("tensors")
         self.determinism = served.get("determinism") or {}
         if self.deterministic and not self.determinism:
             remedy = "its server is not deterministic; start it with --engine-args '{\"deterministic\": true}'"

@@ -19,16 +19,14 @@ from typing import Any
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._loop import EngineLoop, Mode
-from tuneloop.inference.engines._readback import Readback, read_back
-from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.engines._readback import read_back
+from tuneloop.inference.engines._tensors import Readback, digest_model
+from tuneloop.inference.engines.vllm import PROBE, Vllm
 from tuneloop.inference.refusals import Refused
 from tuneloop.weights import live, pointer
 from tuneloop.weights.materialize import MARKER, Materialized, materialize_version
 from tuneloop.weights.publication import read_publication
 from tuneloop.weights.versions import Chain
-
-PROBE = 16
-"""After each change, one column in so many is read back from the layers that are packed."""
 
 
 class Follower(threading.Thread):
@@ -150,9 +148,12 @@ class Follower(threading.Thread):
                 return  # a step that changed nothing gives another version the same digest
             self.pulled, self.changing = {}, version
             comparisons: list[Readback] = []
+            files_digest = digest_model(self.directory)
 
             def prove(engine: Vllm) -> None:
-                comparisons.append(prove_tensors(engine, self.directory))
+                comparison = prove_tensors(engine, self.directory)
+                comparisons.append(comparison)
+                engine.tensor_proof = engine.summarize(comparison, files_digest)
 
             try:
                 took = self.loop.call(

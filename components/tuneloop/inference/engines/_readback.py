@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tuneloop.inference.engines._tensors import Readback, is_same, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 EXPERT = re.compile(
     r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|up|down)_proj\.weight$"
 )
+UNKNOWN_LAYOUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""What a layer that lacks what is asked of it may raise."""
 
 
 def reload_weights(engine: Any, model: Path) -> None:
@@ -58,17 +63,6 @@ def _repack_head(worker: Any) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-@dataclass(frozen=True)
-class Readback:
-    """How many `tensors` the files have, and how many of them the engine holds `identical`. `different` names those
-    that differ in at least one worker, `unread` those that the engine keeps in a form unknown to this module."""
-
-    tensors: int
-    identical: int
-    different: list[str]
-    unread: list[str]
-
-
 def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
     """Compare `engine`'s tensors with those below `model` in its dtype; of packed layers, one column in `every`."""
     ranks = engine.collective_rpc(compare_tensors, args=(str(model), every))
@@ -80,27 +74,39 @@ def read_back(engine: Any, model: Path, every: int = 1) -> Readback:
 
 
 def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | None]:
-    """Map each tensor to whether this worker holds its part; None where it cannot be read. Runs in vLLM's worker."""
-    from safetensors import safe_open
+    """Map each tensor to whether this worker holds its part; None where it cannot be read.
 
+    Runs in vLLM's worker.
+    """
     module = worker.get_model()
     identical: dict[str, bool | None] = {}
     experts: dict[str, _Experts] = {}
-    for path in sorted(Path(model).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if (place := EXPERT.match(name)) and (
-                    layer := _module(module, f"{place['layer']}.routed_experts")
-                ):
-                    identical[name] = None
-                    experts.setdefault(place["layer"], _Experts(layer)).add(
-                        name, place, file.get_tensor(name)
-                    )
-                else:
-                    identical[name] = _holds(module, name, file.get_tensor(name), every)
+    for name, wanted in read_tensors(Path(model)):
+        place = EXPERT.match(name)
+        layer = _module(module, f"{place['layer']}.routed_experts") if place else None
+        if place and layer is not None:
+            identical[name] = None
+            with suppress(*UNKNOWN_LAYOUT):
+                experts.setdefault(place["layer"], _Experts(layer)).add(name, place, wanted)
+        else:
+            identical[name] = _compare(module, name, wanted, every)
     for those in experts.values():
-        identical |= those.held()
+        with suppress(*UNKNOWN_LAYOUT):
+            identical |= those.held()
     return identical
+
+
+def _compare(model: Any, name: str, wanted: Tensor, every: int) -> bool | None:
+    """Compare one tensor. A layer of a kind that this module does not know may lack anything that is
+    asked of it: its tensors cannot be read."""
+    with suppress(*UNKNOWN_LAYOUT):
+        identical = _holds(model, name, wanted, every)
+        if identical is not None:
+            return identical
+        # The language model of a multimodal class has another prefix in vLLM than in the files.
+        renamed = model.hf_to_vllm_mapper._map_name(name)
+        return _holds(model, renamed, wanted, every)
+    return None
 
 
 def _module(model: Any, name: str) -> Any:
@@ -159,21 +165,13 @@ def _views(
 
     want = want.to(tensor.dtype)
     if tensor.numel():
-        yield _same(tensor[rows].cpu(), want)
+        yield is_same(tensor[rows].cpu(), want)
     if leaf == "weight" and want.ndim == 2 and hasattr(layer, "cpu_linear"):
         columns = torch.arange(0, want.shape[1], every)
         units = torch.zeros(len(columns), want.shape[1], dtype=want.dtype)
         units[torch.arange(len(columns)), columns] = 1
         answer = layer.cpu_linear(units, layer.weight, None)[:, rows]
         yield torch.equal(answer, want[:, columns].t())
-
-
-def _same(tensor: Tensor, want: Tensor) -> bool:
-    import torch
-
-    return tensor.shape == want.shape and torch.equal(
-        tensor.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
-    )
 
 
 @dataclass
@@ -217,6 +215,6 @@ class _Experts:
                 from vllm._custom_ops import cpu_prepack_moe_weight
 
                 want = cpu_prepack_moe_weight(want, isa)
-            same = [_same(a.cpu(), b.cpu()) for a, b in zip(packed, want)]
+            same = [is_same(a.cpu(), b.cpu()) for a, b in zip(packed, want)]
             identical |= {name: same[expert] for name, (expert, _, _) in mine.items()}
         return identical

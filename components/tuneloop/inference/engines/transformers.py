@@ -24,7 +24,8 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.architectures import find_model_class, supports_attention
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Done, Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
+from tuneloop.inference.engines._tensors import compare_state, digest_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,6 +129,14 @@ class Transformers:
                 self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
             )
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()  # type: ignore[no-any-return]
+
+    def read_back(self, policy: Artifact) -> TensorProof:
+        """Compare the tensors of the model with those of a checkpoint."""
+        model = policy.part("model")
+        comparison = compare_state(self.model.state_dict(), model)
+        return comparison.summarize(
+            digest_model(model), str(self.model.dtype).removeprefix("torch.")
+        )
 
     def close(self) -> None:
         self.version, self.digest = -1, ""

@@ -22,10 +22,11 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Done, Engine, Sampling
+from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._client import Client
-from tuneloop.inference.engines._readback import reload_weights, reset_prefix_cache
+from tuneloop.inference.engines._readback import read_back, reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
+from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend_process
 
 DETERMINISTIC, SNAPSHOT = OWN = "deterministic", "snapshot"
@@ -34,6 +35,8 @@ OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "l
 """Engine arguments that tuneloop sets: with other values a rollout would not be what its manifest says."""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Fields of a model's configuration that may differ between versions of one policy."""
+PROBE = 16
+"""After each change, one column in so many is read back from the layers that are packed."""
 INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
 
 
@@ -103,7 +106,8 @@ class Vllm:
     """`Engine` over vLLM's engine in this process. `generate` and `score` are for one caller; a server drives
     `begin_batch`, `submit`, `step` and `abort` from the thread that owns the engine. `determinism`: of a deterministic
     engine with weights, what decides the bits: ``device``, ``threads``, ``batch_invariant``. `suspended`: processes of
-    an engine with ``snapshot`` that is asleep, in which calls of CUDA wait."""
+    an engine with ``snapshot`` that is asleep, in which calls of CUDA wait. `files`: the model directory that was
+    loaded last. `tensor_proof`: what a server found when it read back the tensors after that."""
 
     name = "vllm"
 
@@ -123,6 +127,10 @@ class Vllm:
         self.determinism: dict[str, Any] = {}
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""
+        self.dtype = ""
+        self.files: Path | None = None
+        self.tensor_proof: TensorProof | None = None
+        self._opaque: frozenset[str] = frozenset()
         self._spans: dict[str, list[int]] = {}
         self._streamed: dict[str, Tokens] = {}
 
@@ -142,6 +150,9 @@ class Vllm:
             self.engine = _start(model, self.args, self.deterministic)
             self.determinism = _describe_kernels() if self.deterministic else {}
             self.shape, self.context = shape, self.engine.model_config.max_model_len
+            self.dtype = str(self.engine.model_config.dtype).removeprefix("torch.")
+            # What differs right after vLLM's own first load of these files, it keeps in another form.
+            self._opaque = frozenset(read_back(self.engine, model, PROBE).different)
         elif shape != self.shape:
             raise UserError(
                 "policy", str(model), "is a model of another shape; start another engine for it"
@@ -158,7 +169,25 @@ class Vllm:
                 )  # the version that made each token
                 spans += [before] * (state.detokenizer.num_output_tokens() - len(spans))
             reload_weights(self.engine, model)
+        self.files, self.tensor_proof = model, None
         self.version, self.digest = version, digest
+
+    def compare_files(self, model: Path, every: int = PROBE) -> Readback:
+        """Compare the tensors that vLLM holds with those below `model`.
+
+        Of a layer that is packed for a CPU, one column in `every` is read. A tensor that vLLM keeps
+        in another form (transposed, quantized, reordered) counts as unread.
+        """
+        return read_back(self.engine, model, every).without(self._opaque)
+
+    def read_back(self, policy: Artifact) -> TensorProof:
+        """Compare the tensors that vLLM holds with those of a checkpoint."""
+        model = policy.part("model")
+        return self.summarize(self.compare_files(model), digest_model(model))
+
+    def summarize(self, comparison: Readback, digest: str) -> TensorProof:
+        """Add the digest of the files that were compared, and the dtype of the engine."""
+        return comparison.summarize(digest, self.dtype)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Done
@@ -192,6 +221,7 @@ class Vllm:
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         self.engine, self.version, self.digest = None, -1, ""
+        self.files = self.tensor_proof = None
 
     def flush(self) -> None:
         """Drop all cached keys and values; does nothing in a deterministic engine, which does so before each batch."""
@@ -206,6 +236,7 @@ class Vllm:
     def poison(self) -> None:
         """Serve nothing until the next change succeeds."""
         self.version, self.digest = -1, ""
+        self.tensor_proof = None
 
     def sleep(self, level: int) -> None:
         """Release the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them;

@@ -1,0 +1,92 @@
+"""What an engine's tensors are compared with, and what the comparison found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuneloop.inference.engines import TensorProof
+from tuneloop.weights.delta import compute_checksums
+from tuneloop.weights.layout import Checkpoint
+from tuneloop.weights.versions import digest_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Readback:
+    """How many `tensors` the files have, and how many of them the engine holds `identical`.
+
+    `different` names those that differ in at least one worker, `unread` those that the engine keeps
+    in a form unknown to us.
+    """
+
+    tensors: int
+    identical: int
+    different: list[str]
+    unread: list[str]
+
+    def without(self, opaque: frozenset[str]) -> Readback:
+        """Count the tensors in `opaque` as unread where they differ."""
+        unread = {*self.unread, *(name for name in self.different if name in opaque)}
+        different = [name for name in self.different if name not in opaque]
+        return replace(self, different=different, unread=sorted(unread))
+
+    def summarize(self, digest: str, dtype: str) -> TensorProof:
+        """Count, for a client or a manifest: a mixture of experts has thousands of names."""
+        return TensorProof(
+            digest=digest,
+            dtype=dtype,
+            tensors=self.tensors,
+            identical=self.identical,
+            unread=len(self.unread),
+            different=len(self.different),
+            example=self.different[0] if self.different else "",
+        )
+
+
+def digest_model(model: Path) -> str:
+    """Compute the xxh3-128 of all tensors of a model directory, with their names and shapes."""
+    checkpoint = Checkpoint(model)
+    return digest_weights(checkpoint.headers, compute_checksums(checkpoint))
+
+
+def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
+    """Compare a state by the names of the files with the files below `model`, in the state's dtypes.
+
+    Names that the state lacks are unread: transformers fuses some layers while it loads them.
+    """
+    unread: list[str] = []
+    different: list[str] = []
+    tensors = 0
+    for name, wanted in read_tensors(model):
+        tensors += 1
+        held = state.get(name)
+        if held is None or held.shape != wanted.shape:
+            unread.append(name)
+        elif not is_same(held.cpu(), wanted.to(held.dtype)):
+            different.append(name)
+    identical = tensors - len(unread) - len(different)
+    return Readback(tensors, identical, different, unread)
+
+
+def read_tensors(model: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model directory, one at a time."""
+    from safetensors import safe_open
+
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+def is_same(tensor: Tensor, wanted: Tensor) -> bool:
+    """Compare two tensors of one dtype bit for bit."""
+    import torch
+
+    return tensor.shape == wanted.shape and torch.equal(
+        tensor.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)
+    )
