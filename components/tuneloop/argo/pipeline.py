@@ -16,13 +16,11 @@ from tuneloop.argo.loop import (
 from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
+from tuneloop.config.loop import LoopConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
-
-LIMITS = {"iterations", "per_workflow", "target_reward"}
-"""Settings of a loop that are parameters of its workflow."""
 
 
 def build_workflow(
@@ -36,7 +34,7 @@ def build_workflow(
     a `LoopPipelineConfig`. Raises UserError at a step of the loop that is not among the stages."""
     if loop:
         loop.check_specs(specs)
-    limits = config.loop.model_dump(include=LIMITS) if loop else {}
+    limits = read_limits(config.loop) if loop else {}
     with define_workflow(name, limits, cluster=config.cluster) as built:
         templates = build_templates(config, specs, loop)
         if loop:
@@ -44,6 +42,15 @@ def build_workflow(
         with DAG(name="main"):
             draw(Tasks(config, templates, loop))
     return built
+
+
+def read_limits(loop: LoopConfig) -> dict[str, Any]:
+    """Return the settings of a loop that are parameters of its workflow."""
+    return {
+        "iterations": loop.iterations,
+        "per_workflow": loop.per_workflow,
+        "target_reward": loop.ending_reward,
+    }
 
 
 def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:

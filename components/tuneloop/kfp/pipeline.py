@@ -55,7 +55,7 @@ def build_pipeline(
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
-        **({TARGET: (float, config.loop.target_reward)} if loop else {}),
+        **({TARGET: (float, config.loop.ending_reward)} if loop else {}),
     }
 
     def built(*values: Any) -> None:
