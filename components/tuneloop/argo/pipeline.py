@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hera.workflows import DAG, Workflow
+from hera.workflows import DAG, NodeNameConflict, Workflow
 
 from tuneloop.argo.loop import (
     Templates,
@@ -19,8 +19,9 @@ from tuneloop.argo.template import define_workflow, server_template, stage_templ
 from tuneloop.config.loop import LoopConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
-from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
+from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, check_drawing
 
 
 def build_workflow(
@@ -39,8 +40,13 @@ def build_workflow(
         templates = build_templates(config, specs, loop)
         if loop:
             templates["part"] = build_part(loop, templates, config)
-        with DAG(name="main"):
-            draw(Tasks(config, templates, loop))
+        try:
+            with DAG(name="main"):
+                draw(Tasks(config, templates, loop))
+        except NodeNameConflict as error:  # with a task that the loop draws itself
+            taken = str(error).rpartition(": ")[2]
+            remedy = "is the name of two stages that are drawn: give one of them another name"
+            raise UserError("stages", taken, remedy) from None
     return built
 
 
@@ -98,6 +104,7 @@ class Tasks:
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
+        check_drawing(component, name, self._templates, self._before)
         arguments = {
             to_kebab_case(k): value
             for k, value in {**inputs, component.output: f"{RUN}/{name}"}.items()
