@@ -304,7 +304,8 @@ def _choose_total_limit(draft: Draft, section: str) -> Choice | None:
 
 
 def _choose_keep_every(draft: Draft, section: str) -> Choice | None:
-    if draft.get(section, "save_total_limit") is None:
+    # Whoever sets a limit says which checkpoints stay.
+    if draft.is_set(section, "save_total_limit") or not _is_pruned(draft):
         return None
     return Choice(10, "the model of each tenth iteration stays")
 
@@ -408,6 +409,6 @@ RULES: tuple[Rule, ...] = (
         "keep_every",
         (None,),
         _choose_keep_every,
-        "10 where `save_total_limit` is set",
+        "10 where `save_total_limit` is 2 by the rule above",
     ),
 )

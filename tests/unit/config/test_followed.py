@@ -90,7 +90,10 @@ def test_a_pretrained_model_on_a_cpu(smollm2: Path) -> None:
         "sft.gradient_accumulation_steps": 8,
         "loop.target_reward": None,
         "update.save_total_limit": 2,
+        "update.keep_every": 10,
     }
+    own = follow("grpo", CPU, f"base_model={smollm2}", "update.save_total_limit=5")
+    assert "update.keep_every" not in own, "who sets a limit says what stays"
 
 
 def test_a_large_model_on_accelerators(llama_8b: Path) -> None:
