@@ -11,7 +11,7 @@ from tests.cluster.conftest import STORE, kubectl
 from tests.cluster.making import RUN, digests, draw_tiny_model, submit_workflow
 from tests.waiting import LIMIT_S
 from tuneloop.argo.lint import lint_workflow
-from tuneloop.argo.pipeline import LIMITS, Tasks, build_templates, template_of
+from tuneloop.argo.pipeline import Tasks, build_templates, read_limits, template_of
 from tuneloop.argo.tasks import Output
 from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cluster import run_workflows
@@ -123,7 +123,7 @@ def updated(grpo: Any, config: Any) -> dict[str, Any]:
     """data-prep → base-model → the pipeline's loop, then both of its updates anew, each in a pod of two processes."""
     from hera.workflows import DAG
 
-    with define_workflow("updated", config.loop.model_dump(include=LIMITS)) as built:
+    with define_workflow("updated", read_limits(config.loop)) as built:
         templates = build_templates(config, grpo.stages(config), grpo.LOOP)
         single = grpo.stages(config.model_copy(update={"nodes": 1, "processes": 2}))
         again = template_of(

@@ -13,6 +13,16 @@ from tuneloop.workflow.manifest import find_ancestors, list_calls, parse_depends
 from tuneloop.workflow.settings import QUEUE_LABEL
 
 NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+CALL_NAME = re.compile(r"^[a-zA-Z0-9][-a-zA-Z0-9]{0,127}$")
+"""Argo's own rule for the names of tasks and steps (`workflowFieldNameFmt`, `workflowFieldMaxLength`)."""
+PARAMETER_NAME = re.compile(r"^[-a-zA-Z0-9_]+$")
+"""Argo's own rule for the names of parameters and artifacts (`paramOrArtifactNameRegex`)."""
+OBJECT_NAME = re.compile(r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$")
+"""Names of objects in Kubernetes, as RFC 1123 has them."""
+LONGEST_WORKFLOW = 63
+"""Argo labels pods with the name of their workflow, and labels are not longer."""
+SUFFIX_LENGTH = 5
+"""Characters that Kubernetes adds to `generateName`."""
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
 
 
@@ -20,7 +30,7 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
     """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
-    found = [*_spec(spec, templates), *_expressions(spec)]
+    found = [*_spec(spec, templates), *_expressions(spec), *_names(workflow, templates)]
     for at, value in _walk(spec, "spec"):
         if isinstance(value, Mapping) and value.get("name") in (
             "y",
@@ -66,6 +76,36 @@ def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Use
         yield UserError(
             "spec.parallelism", spec["parallelism"], f"the daemon {daemons[0]} counts, too: add one"
         )
+
+
+def _names(workflow: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
+    """Find names of the workflow, of calls and of parameters that Kubernetes or Argo refuse."""
+    metadata = workflow.get("metadata") or {}
+    for field, suffix in (("name", 0), ("generateName", SUFFIX_LENGTH)):
+        name = metadata.get(field)
+        if not name:
+            continue
+        whole = f"{name}{'0' * suffix}"
+        if not OBJECT_NAME.match(whole) or len(whole) > LONGEST_WORKFLOW:
+            most = LONGEST_WORKFLOW - suffix
+            remedy = f"name the pipeline with at most {most} lower-case letters, digits and dashes"
+            yield UserError(f"metadata.{field}", name, remedy)
+    for template in templates.values():
+        kind = "dag.tasks" if "dag" in template else "steps"
+        for call in list_calls(template):
+            if not CALL_NAME.match(str(call.get("name"))):
+                remedy = (
+                    "names of stages in a graph are at most 128 letters, digits and dashes, "
+                    "and begin with a letter or digit"
+                )
+                yield UserError(f"templates.{template['name']}.{kind}", call.get("name"), remedy)
+        for side in ("inputs", "outputs"):
+            for kind in ("parameters", "artifacts"):
+                for item in (template.get(side) or {}).get(kind) or ():
+                    if not PARAMETER_NAME.match(str(item.get("name"))):
+                        at = f"templates.{template['name']}.{side}.{kind}"
+                        remedy = "names are letters, digits, dashes and underscores"
+                        yield UserError(at, item.get("name"), remedy)
 
 
 def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:

@@ -13,17 +13,19 @@ and optimizer state on their way from or to the store."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.jobset import dump_manifest
-from tuneloop.core.errors import UserError
-from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
-from tuneloop.stages.export import count_parameters
+from tuneloop.config.model_facts import (
+    Model,
+    ModelFacts,
+    count_activation_numbers,
+    read_model_facts,
+)
+from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import LOGITS, TrainerOptions
 from tuneloop.workflow.manifest import labels_of, parse_applied_object
@@ -40,90 +42,24 @@ STEP = 1 << 28
 """Memory is requested in multiples of this."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """Shape of a decoder. `linears` maps a layer's linears, for adapters, to (inputs, outputs); empty: not known."""
-
-    name: str
-    parameters: int
-    how: str
-    layers: int
-    hidden: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of KV cache a token, at 2 bytes a number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * 2
-
-
 def model_of(stages: list[Stage]) -> Model | str:
     """Return the model of the stage `base_model`, or why it is unknown."""
+    facts = facts_of(stages)
+    return f"unknown: no stage {base_model.name}" if facts is None else facts.shape
+
+
+def facts_of(stages: list[Stage]) -> ModelFacts | None:
+    """Return what is known of the model of the stage `base_model`; None where there is no such stage."""
     base = next((stage for stage in stages if stage.component is base_model), None)
     if base is None:
-        return f"unknown: no stage {base_model.name}"
-    if (name := base.flags.get("model", TINY[0])) in TINY:
-        vocab = int(
-            base.number("vocab_size") or base_model.Params.model_fields["vocab_size"].default
-        )
-        return shape_of(
-            name,
-            {**TINY_SHAPE, "vocab_size": vocab, "model_type": name.removeprefix("tiny-")},
-            None,
-        )
-    directory = Path(name)
-    if not (directory / "config.json").is_file():
-        return f"{name}: not estimated, there is no directory here with a config.json"
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise UserError("base_model", name, f"its config.json is not JSON ({error})") from error
-    return shape_of(name, config.get("text_config", config), directory)
-
-
-def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
-    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the Llama formula."""
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
-    except KeyError as error:
-        return f"{name}: not estimated, its config.json has no {error}"
-    kv = config.get("num_key_value_heads") or heads
-    head = config.get("head_dim") or hidden // heads
-    counted = sum(map(count_parameters, directory.glob("*.safetensors"))) if directory else 0
-    dense = "intermediate_size" in config and not any("experts" in key for key in config)
-    linears = {}
-    if dense:
-        inner, queries, keys = (
-            config["intermediate_size"],
-            (hidden, heads * head),
-            (hidden, kv * head),
-        )
-        linears = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries[::-1]}
-        linears |= {
-            "gate_proj": (hidden, inner),
-            "up_proj": (hidden, inner),
-            "down_proj": (inner, hidden),
-        }
-    shape = (layers, hidden, kv, head, vocab, linears)
-    if counted:
-        return Model(name, counted, "counted in the headers of its safetensors files", *shape)
-    if not dense:
-        return f"{name}: not estimated, it has no weights here to count and is not a dense Llama-like decoder"
-    attention = 2 * hidden * heads * head + 2 * hidden * kv * head
-    kind = config.get("model_type")
-    extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
-    mlp = 3 * hidden * config["intermediate_size"]
-    tied = 1 if config.get("tie_word_embeddings") else 2
-    total = tied * vocab * hidden + layers * (attention + extra + mlp + 2 * hidden) + hidden
-    how = (
-        f"{'' if directory else 'at most '}{tied} × {vocab} × {hidden} embeddings + {layers} layers"
-        f" × ({attention:,} attention + {mlp:,} MLP + {2 * hidden + extra:,} norms and biases) + {hidden}"
+        return None
+    revision = base.flags.get("revision", "null")
+    return read_model_facts(
+        base.flags.get("model", TINY[0]),
+        None if revision == "null" else revision,
+        vocab_size=int(base.number("vocab_size") or 0) or None,
+        max_position_embeddings=int(base.number("max_position_embeddings") or 0) or None,
     )
-    return Model(name, total, how, *shape)
 
 
 def count_adapter_parameters(stage: Stage, model: Model) -> int | None:
@@ -215,12 +151,13 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         )
         tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
         layers = f"{model.layers} layers × 34"
-        numbers = model.layers * 34
-        if stage.flags.get("gradient_checkpointing") == "true":
-            layers, numbers = f"({model.layers} layers × 2 + 34 of one)", model.layers * 2 + 34
+        is_checkpointed = stage.flags.get("gradient_checkpointing") == "true"
+        if is_checkpointed:
+            layers = f"({model.layers} layers × 2 + 34 of one)"
         each = f" × {ranks} ranks" if ranks > 1 else ""
         text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}{each}"
-        parts.append((f"{text} activations", tokens * numbers * model.hidden * wide * ranks))
+        numbers = tokens * count_activation_numbers(model, is_checkpointed)
+        parts.append((f"{text} activations", numbers * wide * ranks))
         logits = tokens * model.vocab
         whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= LOGITS else f"{LOGITS:,}"
         parts.append((f"{whole} logits at once × 8{each}", min(logits, LOGITS) * 8 * ranks))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hera.workflows import DAG, Workflow
+from hera.workflows import DAG, NodeNameConflict, Workflow
 
 from tuneloop.argo.loop import (
     Templates,
@@ -16,13 +16,12 @@ from tuneloop.argo.loop import (
 from tuneloop.argo.resize import resize_while_asleep
 from tuneloop.argo.tasks import RUN, Output
 from tuneloop.argo.template import define_workflow, server_template, stage_template
+from tuneloop.config.loop import LoopConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
+from tuneloop.core.errors import UserError
 from tuneloop.core.program import to_kebab_case
-from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec
-
-LIMITS = {"iterations", "per_workflow", "target_reward"}
-"""Settings of a loop that are parameters of its workflow."""
+from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, check_drawing
 
 
 def build_workflow(
@@ -36,14 +35,28 @@ def build_workflow(
     a `LoopPipelineConfig`. Raises UserError at a step of the loop that is not among the stages."""
     if loop:
         loop.check_specs(specs)
-    limits = config.loop.model_dump(include=LIMITS) if loop else {}
+    limits = read_limits(config.loop) if loop else {}
     with define_workflow(name, limits, cluster=config.cluster) as built:
         templates = build_templates(config, specs, loop)
         if loop:
             templates["part"] = build_part(loop, templates, config)
-        with DAG(name="main"):
-            draw(Tasks(config, templates, loop))
+        try:
+            with DAG(name="main"):
+                draw(Tasks(config, templates, loop))
+        except NodeNameConflict as error:  # with a task that the loop draws itself
+            taken = str(error).rpartition(": ")[2]
+            remedy = "is the name of two stages that are drawn: give one of them another name"
+            raise UserError("stages", taken, remedy) from None
     return built
+
+
+def read_limits(loop: LoopConfig) -> dict[str, Any]:
+    """Return the settings of a loop that are parameters of its workflow."""
+    return {
+        "iterations": loop.iterations,
+        "per_workflow": loop.per_workflow,
+        "target_reward": loop.ending_reward,
+    }
 
 
 def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
@@ -91,6 +104,7 @@ class Tasks:
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:
         name = name or component.template
+        check_drawing(component, name, self._templates, self._before)
         arguments = {
             to_kebab_case(k): value
             for k, value in {**inputs, component.output: f"{RUN}/{name}"}.items()

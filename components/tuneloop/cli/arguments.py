@@ -50,6 +50,13 @@ DRY_RUN = Annotated[
 PRIORITY = Annotated[
     str | None, typer.Option("--priority", help="WorkloadPriorityClass of queued stages.")
 ]
+IGNORE_LIMITS = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-limits",
+        help="Start although an estimate says that memory or the store's room is too small.",
+    ),
+]
 JSON = Annotated[
     bool,
     typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md."),

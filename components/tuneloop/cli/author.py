@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.arguments import CONFIG, OUTPUT, PIPELINE, SETS
+from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, OUTPUT, PIPELINE, SETS
 from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import UserError
 from tuneloop.training.devices import DEVICES
@@ -56,15 +56,22 @@ def plan_pipeline(
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the graph as a picture to this file.")
     ] = None,
+    ignore_limits: IGNORE_LIMITS = False,
 ) -> None:
     """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
     from rich.console import Console
 
+    from tuneloop.cli.checks import check_limits, print_followed
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.config.rules import choose_machine
+    from tuneloop.planning.disk import describe_footprint, estimate_footprint
+    from tuneloop.planning.limits import find_limits
     from tuneloop.planning.plan import render_plan
 
     found = find_pipeline(pipeline)
-    configured = found.configure(config, sets or ())
+    machine = choose_machine(found.read_values(config, sets or ()))
+    draft = found.configure_for(machine, config, sets or ())
+    configured = draft.settings
     built, runs = found.build(configured), measured or []
     if price is not None and (share or not (runs or device is not None)):
         raise UserError(
@@ -96,6 +103,9 @@ def plan_pipeline(
     run = open_run(runs[0], store) if runs else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built))
+    if footprint := estimate_footprint(built):
+        typer.echo("\n".join(describe_footprint(footprint)))
+    print_followed(draft.followed)
     if run or device is not None:
         from tuneloop.planning.cost import estimate_cost, read_seconds
 
@@ -107,15 +117,20 @@ def plan_pipeline(
             else ("about", f"by arithmetic for {device}, not measured")
         )
         typer.echo("\n".join([*estimate_cost(built, seconds, *how, price), *lines]))
+    check_limits(find_limits(configured, built, machine), ignore=ignore_limits)
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
     """Check the rendered workflow by tuneloop's rules. For Argo's: `render -o FILE`, `argo lint --offline FILE`."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.planning.limits import find_limits, read_pods
 
     found = find_pipeline(pipeline)
-    problems = lint_workflow(found.build(found.configure(config, sets or ())))
+    settings = found.configure(config, sets or ())
+    workflow = found.build(settings)
+    limits = find_limits(settings, workflow, read_pods(settings))
+    problems = [*lint_workflow(workflow), *(limit.error for limit in limits)]
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
     typer.echo(f"{found.name}: {len(problems)} problems")

@@ -1,14 +1,19 @@
 """The checks that are made before a run changes anything."""
 
 import importlib.util
+import json
 import socket
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from tuneloop.core.errors import UserError
-from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import Store
+
+if TYPE_CHECKING:
+    from tuneloop.config.followed import Followed
+    from tuneloop.planning.limits import Limit
 
 
 def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
@@ -38,13 +43,38 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
             )
 
 
-def check_model(config: Mapping[str, Any]) -> None:
-    """Refuse a base model's path that does not exist, before a new run does other work."""
-    model, _ = split_hub_address("base_model", str(config.get("base_model", "")), None)
-    if model.startswith(("/", "./", "../")) and not Path(model).is_dir():
-        raise UserError(
-            "base_model", model, "is not a directory here; name one, or a model of the hub"
-        )
+def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
+    """Refuse what a run would break, all of it, before it does any work. With `ignore` an estimate is only printed.
+    Raises UserError for the first; the others are printed before it."""
+    refused: list[UserError] = []
+    for limit in limits:
+        if ignore and limit.is_estimate:
+            typer.echo(f"note: {limit.error}", err=True)
+            continue
+        remedy = limit.error.remedy
+        if limit.is_estimate:
+            remedy += "; or start it as it is with --ignore-limits"
+        refused.append(UserError(limit.error.field, limit.error.value, remedy))
+    for error in refused[1:]:
+        typer.echo(f"error: {error}", err=True)
+    if refused:
+        raise refused[0]
+
+
+def print_followed(followed: Sequence["Followed"]) -> None:
+    """Print the settings that follow the base model and the machine, each with its reason."""
+    if not followed:
+        return
+    typer.echo("settings that follow the base model (docs/defaults.md):")
+    width = max(len(f"{each.setting}={format_value(each.value)}") for each in followed)
+    for each in followed:
+        setting = f"{each.setting}={format_value(each.value)}"
+        typer.echo(f"  {setting:{width}}  {each.reason}")
+
+
+def format_value(value: object) -> str:
+    """Format a setting's value as `--set` takes it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def demo_engine() -> tuple[str, str]:

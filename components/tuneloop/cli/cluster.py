@@ -13,6 +13,7 @@ from tuneloop.cli.arguments import (
     CONTEXT,
     DRY_RUN,
     FOLLOW,
+    IGNORE_LIMITS,
     JSON,
     NAMESPACE,
     PIPELINE,
@@ -58,16 +59,19 @@ def submit_run(
     fork: Annotated[
         tuple[str, int] | None, typer.Option(metavar="RUN ITERATION", help="Start from its end.")
     ] = None,
+    ignore_limits: IGNORE_LIMITS = False,
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
     """Submit a pipeline to a cluster, after checking that the cluster has everything it needs."""
     from tuneloop.argo.claim_steps import add_graph_end
+    from tuneloop.cli.checks import check_limits
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster import run_workflows
     from tuneloop.cluster import submit as argo
     from tuneloop.config.loading import dump_workflow, find_pipeline, read_yaml_documents
     from tuneloop.inference.fleet.graph import bring_up, render_graph
+    from tuneloop.planning.limits import find_limits, read_pods
     from tuneloop.runs import forking
     from tuneloop.workflow.settings import RUN_LABEL
 
@@ -91,6 +95,7 @@ def submit_run(
     )
     if graph:
         add_graph_end(workflow, settings.cluster)
+    check_limits(find_limits(settings, workflow, read_pods(settings)), ignore_limits)
     made = run_workflows.prepare_workflow(
         workflow, run=run, store=store, namespace=namespace, priority=priority
     )
@@ -194,11 +199,15 @@ def schedule_pipeline(
     context: CONTEXT = None,
 ) -> None:
     """Run a pipeline whenever its data has changed. Checks at given times; the same name again changes the schedule."""
+    from tuneloop.cli.checks import check_limits
     from tuneloop.cluster.schedule import apply_schedule
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.planning.limits import find_limits, read_pods
 
     found = find_pipeline(pipeline)
-    workflow = found.build(found.configure(config, sets or ()))
+    settings = found.configure(config, sets or ())
+    workflow = found.build(settings)
+    check_limits(find_limits(settings, workflow, read_pods(settings)), ignore=False)
     there = connect_to_cluster(namespace, context)
     apply_schedule(
         there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuneloop.cli.arguments import CONFIG, PIPELINE, RUN, SETS, STORE
+from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, PIPELINE, RUN, SETS, STORE
 from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.store import local_path
@@ -46,28 +46,38 @@ def run_pipeline(
     parallelism: PARALLELISM = None,
     track: TRACK = True,
     warm: WARM = True,
+    ignore_limits: IGNORE_LIMITS = False,
 ) -> int:
     """Run a pipeline on this machine. The same run again resumes it: committed stages end at once.
 
     A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
-    from tuneloop.cli.checks import check_local_run, check_model
+    from tuneloop.cli.checks import check_limits, check_local_run, print_followed
     from tuneloop.config.loading import dump_workflow, find_pipeline
+    from tuneloop.config.machine import read_machine
     from tuneloop.core.store import normalize_url
+    from tuneloop.planning.disk import check_store
+    from tuneloop.planning.limits import find_limits
     from tuneloop.runs import records, run_record
 
     found = find_pipeline(pipeline)
-    resolved = found.configure(config, sets or ()).model_dump(mode="json")
+    machine = read_machine()
+    configured = found.configure_for(machine, config, sets or ())
+    resolved = configured.settings.model_dump(mode="json")
     if name is None:
         name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (record := records.read_record(name, store)) is not None:
         standing = run_record.Run(name, store, record)
         if _same(standing, found.name, resolved, normalize_url(store)):
             return _continue(standing, parallelism, track, warm)
-    workflow = found.build(found.validate(resolved))
+    settings = found.validate(resolved)
+    workflow = found.build(settings)
+    limits = find_limits(settings, workflow, machine)
     if record is None:
-        check_model(resolved)
+        limits += check_store(workflow, store)
+    check_limits(limits, ignore_limits)
     check_local_run(resolved, workflow, store)
+    print_followed(configured.followed)
     _check_trackers(track)
     at = normalize_url(store)
     fresh = records.Record(

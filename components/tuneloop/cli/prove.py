@@ -50,8 +50,8 @@ def audit_run(
         "files": f"{sum(proof.files or 0 for proof in own)} as committed, by SHA-256",
     }
     if deleted := sum(proof.deleted for proof in own):
-        facts["deleted"] = (
-            f"the files of {deleted} old checkpoints; their manifests are as committed"
+        facts["pruned"] = (
+            f"by retention the files of {deleted} old checkpoints; their manifests are as committed"
         )
     if outside := len(proofs) - len(own):
         facts["from outside"] = f"{outside} inputs: their manifests were read, their files were not"

@@ -7,8 +7,9 @@ from typing import Any
 import typer
 
 from tuneloop.argo.colocation import format_gib
-from tuneloop.argo.memory_estimate import Model, estimate_memory_parts, model_of
+from tuneloop.argo.memory_estimate import estimate_memory_parts, model_of
 from tuneloop.cli.tables import print_table
+from tuneloop.config.model_facts import Model
 from tuneloop.core.errors import UserError
 from tuneloop.planning.phases import find_device, read_recorded_tasks
 from tuneloop.runs.records import read_records

@@ -14,8 +14,19 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tuneloop.config.followed import Followed, merge_followed
+from tuneloop.config.machine import Machine
+from tuneloop.config.rules import follow_model
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A pipeline's configuration, and which of its settings follow the base model and the machine."""
+
+    settings: BaseModel
+    followed: tuple[Followed, ...]
 
 
 @dataclass(frozen=True)
@@ -32,13 +43,28 @@ class Pipeline:
 
     def configure(self, file: Path | None = None, sets: Iterable[str] = ()) -> BaseModel:
         """Make the configuration: defaults, then `file` (YAML), then each ``a.b=value`` of `sets` (parsed as YAML).
+        What all of these leave out follows the base model and the pods that the settings describe.
         Raises UserError at an unreadable file, an unparsable value, an unknown key, and a wrong type or value."""
+        return self.configure_for(None, file, sets).settings
+
+    def configure_for(
+        self, machine: Machine | None, file: Path | None = None, sets: Iterable[str] = ()
+    ) -> "Configured":
+        """Make the configuration as `configure` does, and tell which settings follow the base model and `machine`
+        (None: the pods that the settings describe)."""
+        values = self.read_values(file, sets)
+        followed = follow_model(self.Config, values, machine)
+        settings = self.validate(merge_followed(values, followed))
+        return Configured(settings, tuple(followed.values()))
+
+    def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> dict[str, Any]:
+        """Read what the user sets: `file`, then `sets`. Raises UserError at an unreadable file or value."""
         values = _read(file) if file else {}
         _expand_data(values)
         for item in sets:
             _set(values, item)
             _expand_data(values)
-        return self.validate(values)
+        return values
 
     def validate(self, values: dict[str, Any]) -> BaseModel:
         """Return `values` as a configuration."""

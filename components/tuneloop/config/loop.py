@@ -164,6 +164,10 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         return {**given, "fleet": self.fleet} if self.fleet else given
 
 
+UNREACHED = 1e9
+"""The target of a loop that has none: a number, as Argo's and KFP's parameters need one."""
+
+
 class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     """When the loop ends."""
 
@@ -183,12 +187,18 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
         False,
         description="sample the next batch while the policy is updated on this one: rollouts are then one version old",
     )
-    target_reward: float = Field(
-        0.98, description="stop once a batch of rollouts earns this mean reward"
+    target_reward: float | None = Field(
+        0.98,
+        description="stop once a batch of rollouts earns this mean reward; none: after the iterations",
     )
     evaluate_every: int = Field(
         0, ge=0, description="iterations between evaluations; 0: only before and after"
     )
+
+    @property
+    def ending_reward(self) -> float:
+        """The mean reward at which a workflow's loop ends, as its parameter states it."""
+        return UNREACHED if self.target_reward is None else self.target_reward
 
     @field_validator("iterations_per_pod", mode="before")
     @classmethod

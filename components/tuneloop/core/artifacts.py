@@ -46,6 +46,8 @@ from tuneloop.core.store import (
 )
 
 MANIFEST = "manifest.json"
+PRUNED = "pruned.txt"
+"""The file beside a manifest whose artifact's files retention has deleted, with the rule by which it did."""
 PARTS, CHECKSUM = ".parts", "checksum"
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
@@ -223,6 +225,7 @@ class Artifact:
                 continue
             want, where = self.manifest.files[name], f"{self.url}/{self.manifest.root}/{name}"
             if local and not (directory / name).is_file():
+                self._check_pruned(where)
                 raise Corrupt("artifact", where, "is missing; " + _MEND)
             check = functools.partial(is_whole, want=want)
             if local:
@@ -231,7 +234,11 @@ class Artifact:
                 fetch = functools.partial(
                     Store(self.url).copy_file, f"{self.manifest.root}/{name}", size=want.size
                 )
-                proof = cache.take_file(directory, name, want.size, check, fetch)
+                try:
+                    proof = cache.take_file(directory, name, want.size, check, fetch)
+                except Corrupt:
+                    self._check_pruned(where)
+                    raise
             if not proof:
                 raise Corrupt(
                     "artifact",
@@ -240,6 +247,15 @@ class Artifact:
                 )
             self._proved[name] = proof
         return directory
+
+    def _check_pruned(self, where: str) -> None:
+        """Raise Corrupt, with the rule, where retention has deleted files of this artifact."""
+        rule = Store(self.url).get(PRUNED)
+        if rule is not None:
+            remedy = (
+                f"was pruned by retention ({rule.decode(errors='replace')}); take a newer version"
+            )
+            raise Corrupt("artifact", where, remedy)
 
 
 def is_whole(path: Path, want: File) -> bool:

@@ -24,7 +24,16 @@ from tuneloop.kfp.io import SAME
 from tuneloop.kfp.iterations import get_output_name
 from tuneloop.kfp.stage import TARGET
 from tuneloop.kfp.template import define_uncached_step, stage_step
-from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, Step, output_of, step_of
+from tuneloop.workflow.loop import (
+    Graph,
+    Loop,
+    Outputs,
+    StageSpec,
+    Step,
+    check_drawing,
+    output_of,
+    step_of,
+)
 
 ABOUT = {
     "store": "URL of the store, as pods reach it: s3://bucket/prefix",
@@ -55,7 +64,7 @@ def build_pipeline(
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
         **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
-        **({TARGET: (float, config.loop.target_reward)} if loop else {}),
+        **({TARGET: (float, config.loop.ending_reward)} if loop else {}),
     }
 
     def built(*values: Any) -> None:
@@ -157,9 +166,12 @@ class Tasks:
     ) -> None:
         self.config, self._steps, self._loop, self._url = config, steps, loop, url
         self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
+        self._names: set[str] = set()
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
         name = name or component.template
+        check_drawing(component, name, self._steps, self._names)
+        self._names.add(name)
         shared = {
             k: value for k, value in self._shared.items() if k in component.Params.model_fields
         }

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tuneloop.argo.memory_estimate import Model, context_of, model_of
+from tuneloop.argo.memory_estimate import context_of, model_of
+from tuneloop.config.model_facts import Model
 from tuneloop.core.errors import UserError
 from tuneloop.planning.cost import count_replicas
 from tuneloop.planning.plan import count_pods, count_prompts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo import colocation, memory_estimate
 from tuneloop.argo.claims import TAKE
-from tuneloop.argo.memory_estimate import Model
+from tuneloop.config.model_facts import Model
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.pod_loop import PerPod, expand_pod
@@ -47,6 +47,7 @@ def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
             column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left"
         )
     model, context = memory_estimate.model_of(stages), memory_estimate.context_of(stages)
+    facts = memory_estimate.facts_of(stages)
     sums = []
     for stage in stages:
         parts = (
@@ -89,7 +90,8 @@ def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
         for s in stages
         if s.role == "trainer" and s.component and s.component.kind == "checkpoint"
     ]
-    written = [f"  {stage.name}: {describe_checkpoint(stage, model)}" for stage in training]
+    stored = facts.dtype if facts else None
+    written = [f"  {stage.name}: {describe_checkpoint(stage, model, stored)}" for stage in training]
     lines = [
         "work at most",
         *work,
@@ -150,6 +152,11 @@ def count_all_pods(
     return sum(count for stage, count in pods.items() if stage not in shared) + together, together
 
 
+def count_iterations(workflow: Mapping[str, Any]) -> int:
+    """Count the iterations of a workflow's loop at most; 1 where it has none."""
+    return _parameter(workflow, "iterations")
+
+
 def count_prompts(stage: Stage) -> float | None:
     """Count the prompts whose completions a pod of a sampler hands on; of groups that are carried, those of a batch."""
     more = None if stage.number("carry_after") else stage.number("oversampled_prompts")
@@ -190,15 +197,13 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
             yield stage.name, f"{times} × at most {limit:g} completions"
 
 
-def describe_checkpoint(stage: Stage, model: Model | str) -> str:
-    """Describe what a checkpoint takes in the store: ``model/`` in `save_dtype`; and ``trainer/``, float32 parameters
-    and AdamW's two moments of what is trained, 12 bytes each."""
+def describe_checkpoint(stage: Stage, model: Model | str, stored: str | None = "float32") -> str:
+    """Describe what a checkpoint takes in the store: ``model/`` in `save_dtype`, by default that of the base model,
+    `stored`; and ``trainer/``, float32 parameters and AdamW's two moments of what is trained: 12 bytes each."""
     if not isinstance(model, Model):
         return "not estimated"
     dtype = stage.flags.get("save_dtype", "auto")
-    width = (
-        4 if (stage.flags.get("dtype", "float32") if dtype == "auto" else dtype) == "float32" else 2
-    )
+    width = 4 if (stored if dtype == "auto" else dtype) == "float32" else 2
     adapters, served = (
         memory_estimate.count_adapter_parameters(stage, model),
         model.parameters * width,

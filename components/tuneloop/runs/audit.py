@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tuneloop.core.artifacts import (
     DIGEST,
     MANIFEST,
+    PRUNED,
     Artifact,
     hash_canonical_json,
     parse_manifest,
@@ -93,10 +94,11 @@ def _prove(run: Run, entry: Entry, problems: list[str]) -> Proof:
     followed = [
         checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None
     ][:-1]
-    deleted = (
-        left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files}
-        and entry.key in followed
-    )
+    is_bare = left == {HISTORY} & {*entry.manifest.files} != {*entry.manifest.files}
+    # A kill may have left some files of a checkpoint that is being pruned.
+    is_partial = len(left) < len(entry.manifest.files) and entry.key in followed
+    is_pruned = is_partial and Store(run.url).get(f"{entry.key}/{PRUNED}") is not None
+    deleted = entry.key in followed and (is_bare or is_pruned)
     wrong = [one for one in checked if not one.good and not (deleted and one.found is None)]
     problems += [
         f"{one.key} " + ("is missing" if one.found is None else "was changed") for one in wrong

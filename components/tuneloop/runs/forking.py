@@ -15,7 +15,7 @@ from tuneloop.core.store import Store
 from tuneloop.runs.records import check_name
 from tuneloop.runs.replay import locate_artifact
 from tuneloop.runs.run_record import FORK, Run
-from tuneloop.training.old_checkpoints import pin_artifact
+from tuneloop.training.old_checkpoints import check_trainable, pin_artifact
 from tuneloop.weights.publish import publish_version
 from tuneloop.workflow.loop import step_of
 from tuneloop.workflow.manifest import (
@@ -74,7 +74,10 @@ def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any)
     )
     if (standing := store.get(FORK)) != data and (standing or store.parts()):
         raise UserError("--name", name, "is the name of another run; choose one that is free")
+    is_reset = getattr(getattr(settings, "update", None), "reset_optimizer", False)
     for ref in values.values():
+        if not is_reset:
+            check_trainable(Artifact(ref))
         pin_artifact(Artifact(ref), f"fork-{name}")
     store.put(FORK, data)
     if published := settings.published(store.url) if isinstance(settings, PipelineConfig) else {}:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tuneloop.core.artifacts import MANIFEST, find_manifest, parse_manifest
+from tuneloop.core.artifacts import MANIFEST, PRUNED, find_manifest, parse_manifest
 from tuneloop.core.errors import Corrupt, UserError
 from tuneloop.core.store import STAGED, Store
 from tuneloop.runs.run_record import Run
@@ -16,11 +16,13 @@ from tuneloop.training.old_checkpoints import HISTORY, STATE, list_needed, list_
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something to delete: its key below the run's URL, why in words, and its bytes."""
+    """Something to delete: its key below the run's URL, why in words, and its bytes. `checkpoint`: the key of the old
+    checkpoint that it is part of; empty for other data."""
 
     key: str
     why: str
     size: int
+    checkpoint: str = ""
 
 
 def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) -> list[Leftover]:
@@ -61,6 +63,8 @@ def find_leftovers(run: Run, *, keep: int | None = None, idle: float = 86400.0) 
 def delete_leftovers(run: Run, items: list[Leftover]) -> None:
     """Delete the leftovers of a run."""
     store = Store(run.url)
+    for place in sorted({item.checkpoint for item in items if item.checkpoint}):
+        store.put(f"{place}/{PRUNED}", b"gc --keep")
     for item in items:
         store.delete(item.key)
 
@@ -119,4 +123,5 @@ def _old(run: Run, keep: int, files: Mapping[str, tuple[int, float]]) -> Iterato
         *place, part, name = key.split("/", 4) if key.count("/") > 3 else ("", "")
         made = old.get("/".join(place))
         if made and part in (made.root, STATE) and name != HISTORY:
-            yield Leftover(key, f"checkpoint of version {made.facts['version']}", size)
+            why = f"checkpoint of version {made.facts['version']}"
+            yield Leftover(key, why, size, "/".join(place))

@@ -71,6 +71,7 @@ class PolicyUpdateOptions(TrainerOptions):
             "device",
             "state_every",
             "save_total_limit",
+            "keep_every",
         ),
         "expected_world_size",
     )
@@ -102,6 +103,12 @@ class PolicyUpdateOptions(TrainerOptions):
         None,
         ge=2,
         description="newest checkpoints of the loop to keep, with all that continuing from them needs; none: all",
+        json_schema_extra=UNTRACKED,
+    )
+    keep_every: int | None = Field(
+        None,
+        ge=2,
+        description="iterations between models that stay, without the trainer's state, when save_total_limit passes on",
         json_schema_extra=UNTRACKED,
     )
 

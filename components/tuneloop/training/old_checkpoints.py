@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 
-from tuneloop.core.artifacts import Artifact, Manifest, find_manifest, split_ref
+from tuneloop.core.artifacts import PRUNED, Artifact, Manifest, find_manifest, split_ref
 from tuneloop.core.context import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
@@ -59,9 +59,12 @@ def list_needed(url: str, made: Manifest, find: Callable[[str], Manifest | None]
 def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     """Delete the files of all but the newest ``save_total_limit`` checkpoints of a loop, if the stage has that limit.
 
-    Also kept are pinned checkpoints, those needed to continue training from a kept one, and all manifests and
-    histories: a run resumes and reports as before. Running stages read one of the newest two. It is idempotent."""
-    if (keep := getattr(stage.params, "save_total_limit", None)) is None:
+    Also kept are pinned checkpoints, those needed to continue training from a kept one, the models of each
+    ``keep_every``th iteration, and all manifests and histories: a run resumes and reports as before. Running stages
+    read one of the newest two. It is idempotent."""
+    keep = getattr(stage.params, "save_total_limit", None)
+    keep_every = getattr(stage.params, "keep_every", None)
+    if keep is None:
         return
     chain = _walk_back(stage.out_url, manifest)
     kept = [*itertools.islice(chain, keep)]
@@ -73,10 +76,34 @@ def delete_old_checkpoints(stage: Stage, manifest: Manifest) -> None:
     for url, made in reversed(old):  # oldest first, so that none before a deleted one is kept
         if url in list_pinned(run):  # it was pinned meanwhile
             break
-        Store(url).delete(STATE)
-        for part in {name.split("/")[0] for name in made.files} - {HISTORY}:
-            Store(url).delete(f"{made.root}/{part}")
+        if keep_every and made.params.get("iteration", 1) % keep_every == 0:
+            Store(url).delete(STATE)
+            continue
+        prune_checkpoint(url, made, f"save_total_limit={keep}")
         stage.log(f"deleted version {made.facts['version']}: save_total_limit is {keep}")
+
+
+def prune_checkpoint(url: str, made: Manifest, rule: str) -> None:
+    """Delete the files of the checkpoint at `url` but for its manifest and history, and leave beside them by what
+    `rule`. The rule is there first, so that no file is missing without it."""
+    store = Store(url)
+    store.put(PRUNED, rule.encode())
+    store.delete(STATE)
+    for part in sorted({name.split("/")[0] for name in made.files} - {HISTORY}):
+        store.delete(f"{made.root}/{part}")
+
+
+def check_trainable(made: Artifact) -> None:
+    """Check that training can go on from a checkpoint: its trainer's state is there, or what restores it. Raises
+    UserError where retention has deleted that."""
+    if STATE_FACT not in made.manifest.facts or find_manifest(f"{made.url}/{STATE}"):
+        return
+    for url in list_needed(made.url, made.manifest, find_manifest):
+        if Store(url).get(PRUNED) is not None:
+            version = made.manifest.facts["version"]
+            remedy = f"the trainer's state of version {version} was pruned by retention, and that from which it"
+            remedy += " could be restored; fork from a newer iteration, or export the model and train on from that"
+            raise UserError("ITERATION", version, remedy)
 
 
 def _walk_back(url: str, made: Manifest | None) -> Iterator[tuple[str, Manifest]]:

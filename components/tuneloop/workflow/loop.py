@@ -2,7 +2,7 @@
 and `tuneloop.kfp.pipeline` draw. A pipeline with branches or nested loops writes its graph for the engine itself."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,6 +173,19 @@ def step_of(wire: str) -> str:
 def output_of(wire: str) -> str:
     """Return the output that a wire such as ``reward.rewards`` is."""
     return wire.partition(".")[2]
+
+
+def check_drawing(
+    component: Component, name: str, described: Container[str], drawn: Container[str]
+) -> None:
+    """Check that a stage which a pipeline draws under `name` is one of the `described` ones, and has this name alone
+    among those that were `drawn` before. Raises UserError."""
+    if component.template not in described:
+        remedy = "is drawn, and `stages` has no StageSpec of it: add one"
+        raise UserError("stages", component.template, remedy)
+    if name in drawn:
+        remedy = "is the name of two stages that are drawn: give one of them another name"
+        raise UserError("stages", name, remedy)
 
 
 class Outputs:

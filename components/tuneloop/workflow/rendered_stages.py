@@ -53,6 +53,13 @@ class Stage:
         except ValueError:
             return {}
 
+    def read_json(self, name: str) -> Any:
+        """Return a flag whose value is JSON; None where it is absent, or decided while the workflow runs."""
+        try:
+            return json.loads(self.flags.get(name, "null"))
+        except ValueError:
+            return None
+
     def number(self, name: str) -> float | None:
         """Return a flag as a number; None where it is absent, null or decided while the workflow runs."""
         try:

@@ -1,7 +1,9 @@
 """Each rule finds its fault in an otherwise clean workflow, and nothing else."""
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.unit.local.making import dag, given, shell, task, workflow
 from tuneloop.argo.lint import lint_workflow
 from tuneloop.config.loading import find_pipeline, list_pipelines
+from tuneloop.core.errors import UserError
 
 
 def clean() -> dict[str, Any]:
@@ -189,6 +192,94 @@ RULES: list[tuple[Change, str, str]] = [
         "the daemon pod counts, too",
     ),
 ]
+
+
+DRAWN = """
+from tuneloop.cli.pipeline_file import make_builders
+from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig
+from tuneloop.stages.base_model import base_model
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.loop import StageSpec
+
+Config = PipelineConfig.with_sections(data=data_prep.settings(without=SET_BY_PIPELINE))
+
+def stages(config):
+    return [StageSpec(data_prep, config.data)]
+
+def draw(graph):
+    "Names."
+    graph.stage(data_prep, @names[0])
+    for name in @names[1:]:
+        graph.stage(data_prep if name else base_model, name)
+
+build_argo, build_kfp = make_builders(@pipeline, stages, draw)
+"""
+
+
+def draw_stages(tmp_path: Path, *names: str, pipeline: str = "mine") -> list[str]:
+    """Return what lint says of a pipeline that draws a stage under each of these names."""
+    source = DRAWN.replace("@names", repr(names)).replace("@pipeline", repr(pipeline))
+    # A module of one path is loaded once.
+    file = tmp_path / f"mine_{len([*tmp_path.iterdir()])}.py"
+    file.write_text(source)
+    found = find_pipeline(str(file))
+    return [str(problem) for problem in lint_workflow(found.build(found.configure()))]
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("measure", True),
+        ("Measure-It", True),
+        ("m" * 128, True),
+        ("m" * 129, False),
+        ("Measure_It", False),
+        ("_measure", False),
+        ("-measure", False),
+        ("measure it", False),
+        ("measure.it", False),
+    ],
+)
+def test_names_of_stages_are_those_that_argo_takes(tmp_path: Path, name: str, good: bool) -> None:
+    problems = draw_stages(tmp_path, name)
+    assert len(problems) == (0 if good else 1)
+    assert good or f"templates.main.dag.tasks: {name!r}"[:100] in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "good"), [("p" * 57, True), ("p" * 58, False), ("My-Own", False), ("a_b", False)]
+)
+def test_names_of_pipelines_are_those_that_kubernetes_takes(
+    tmp_path: Path, pipeline: str, good: bool
+) -> None:
+    problems = draw_stages(tmp_path, "measure", pipeline=pipeline)
+    assert len([line for line in problems if "name the pipeline with" in line]) == 1 - good
+
+
+def test_two_stages_under_one_name_are_one_line(tmp_path: Path) -> None:
+    line = (
+        "stages: 'measure': is the name of two stages that are drawn: give one of them another name"
+    )
+    with pytest.raises(UserError, match=re.escape(line)):
+        draw_stages(tmp_path, "measure", "measure")
+    with pytest.raises(
+        UserError, match="stages: 'base-model': is drawn, and `stages` has no Stage"
+    ):
+        draw_stages(tmp_path, "measure", "")
+
+
+def test_a_stage_under_the_name_of_one_that_the_loop_draws(tmp_path: Path) -> None:
+    source = (list_pipelines()["grpo"]).read_text()
+    taken = source.replace(
+        "model = graph.stage(base_model, prompts=data.prompts)\n    start = model.checkpoint\n",
+        'model = graph.stage(base_model, "evaluate-before", prompts=data.prompts)\n'
+        "    start = model.checkpoint\n",
+    )
+    assert taken != source
+    (tmp_path / "taken.py").write_text(taken)
+    found = find_pipeline(str(tmp_path / "taken.py"))
+    with pytest.raises(UserError, match="stages: 'evaluate-before': is the name of two stages"):
+        found.build(found.configure())
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.unit.planning.test_plan import PUBLISHED, leaf
-from tuneloop.argo import memory_estimate
 from tuneloop.cli import run_cli
 from tuneloop.core.errors import UserError
 from tuneloop.planning.arithmetic import estimate_seconds
@@ -219,8 +220,7 @@ def test_an_engine_has_the_devices_of_its_pipeline(tmp_path: Path) -> None:
 def test_a_model_with_experts_is_not_estimated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_estimate, "count_parameters", lambda _: 10**9)
-    (tmp_path / "model.safetensors").touch()
+    save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "model.safetensors")
     monkeypatch.setitem(PUBLISHED["Qwen3-0.6B"][1], "num_experts", 8)
     with pytest.raises(UserError, match=r"--device: 'H100': needs a dense model: .* has experts"):
         estimate(tmp_path, leaf("sft", "sft", "--max-steps", "1", *TRAINED, resources=gpus(1)))

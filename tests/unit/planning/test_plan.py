@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from tuneloop.argo import memory_estimate
-from tuneloop.argo.memory_estimate import Model
 from tuneloop.config.loading import find_pipeline
+from tuneloop.config.model_facts import Model, shape_of
 from tuneloop.planning import plan
 from tuneloop.workflow import rendered_stages
 
@@ -35,7 +35,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_formula_gives_the_published_size(name: str) -> None:
     count, config = PUBLISHED[name]
-    model = memory_estimate.shape_of(name, config, None)
+    model = shape_of(name, config, None)
     assert isinstance(model, Model)
     assert model.parameters == count
 
@@ -46,17 +46,15 @@ def test_stored_weights_are_counted_before_any_formula(tmp_path: Path) -> None:
 
     save_file({"a": np.zeros((3, 5), np.float16)}, tmp_path / "model-1.safetensors")
     save_file({"b": np.zeros(7, np.float32)}, tmp_path / "model-2.safetensors")
-    model = memory_estimate.shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
+    model = shape_of("m", PUBLISHED["Llama-3.2-1B"][1], tmp_path)
     assert isinstance(model, Model)
     assert (model.parameters, model.how) == (22, "counted in the headers of its safetensors files")
 
 
 def test_what_the_formula_does_not_cover_is_not_guessed(tmp_path: Path) -> None:
     experts = {**PUBLISHED["Llama-3.2-1B"][1], "num_local_experts": 8}
-    assert "not estimated" in str(memory_estimate.shape_of("m", experts, None))
-    assert "no 'hidden_size'" in str(
-        memory_estimate.shape_of("m", {"num_attention_heads": 2}, None)
-    )
+    assert "not estimated" in str(shape_of("m", experts, None))
+    assert "no 'hidden_size'" in str(shape_of("m", {"num_attention_heads": 2}, None))
 
 
 def leaf(name: str, stage: str, *args: str, **more: Any) -> dict[str, Any]:
@@ -208,7 +206,7 @@ def test_state_that_is_written_now_and_then_is_counted_so() -> None:
 
     def told(*flags: str) -> str:
         return plan.describe_checkpoint(
-            rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model
+            rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model, "bfloat16"
         )
 
     whole = "model/ 7,000,000,000 × 2 = 14 GB, trainer/ 7,000,000,000 × 12 = 84 GB"

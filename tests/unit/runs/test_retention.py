@@ -9,10 +9,12 @@ from tests.making import checkpoint_artifact, rewards_artifact
 from tests.unit import toy
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.runs.audit import audit_run
 from tuneloop.runs.retention import delete_leftovers, find_leftovers
 from tuneloop.runs.run_record import Run
 from tuneloop.stages.policy_update import policy_update
 from tuneloop.training.checkpoint import RESIDENT
+from tuneloop.training.old_checkpoints import check_trainable
 from tuneloop.weights.inspect import list_versions
 
 
@@ -90,7 +92,9 @@ def test_old_checkpoints_keep_their_manifest_and_history(run: Run) -> None:
     again = Run("x", run.store_url)
     assert again.curves() == curves and len(again.checkpoints) == len(run.checkpoints)
     assert toy.make(run.url, iterations=3).keys()  # nothing has to be made again
-    with pytest.raises(Corrupt, match="is missing"):
+    with pytest.raises(
+        Corrupt, match=r"was pruned by retention \(gc --keep\); take a newer version"
+    ):
         _ = Artifact(f"{run.url}/iterations/1/policy-update").path
     assert Artifact(f"{run.url}/iterations/3/policy-update").path.is_dir()
     with pytest.raises(UserError, match="must be at least 1"):
@@ -184,3 +188,51 @@ def test_a_loop_deletes_what_it_has_left_behind(
         "a run that is begun again walks over what was committed"
     )
     assert [listed.version for listed in list_versions(f"{tmp_path}/x/weights")] == [1, 2, 3, 4, 5]
+
+
+def test_models_of_some_iterations_stay_without_the_trainers_state(tmp_path: Path) -> None:
+    """What is left says that retention took the rest: to a reader, to the audit and to a fork."""
+    policy = checkpoint_artifact(tmp_path / "x/sft")
+    for i in range(1, 7):
+        place = tmp_path / f"x/iterations/{i}"
+        rewards = rewards_artifact(place / "reward", policy)
+        options = {"save_total_limit": 2, "keep_every": 2, "iteration": i, "device": "cpu"}
+        policy_update(
+            out=f"{place}/policy-update", policy=policy.ref, rewards=rewards.ref, **options
+        )
+        policy = Artifact(f"{place}/policy-update")
+        RESIDENT.take(policy, policy_update.options["options"].model_construct())
+    models = {path.parts[-5] for path in tmp_path.glob("x/iterations/*/*/data-*/model/config.json")}
+    states = {path.parts[-3] for path in tmp_path.glob("x/iterations/*/policy-update/state")}
+    assert (models, states) == ({"2", "4", "5", "6"}, {"5", "6"})
+    assert Artifact(f"{tmp_path}/x/iterations/2/policy-update").part("model").is_dir()
+    with pytest.raises(Corrupt, match=r"was pruned by retention \(save_total_limit=2\)"):
+        Artifact(f"{tmp_path}/x/iterations/3/policy-update").part("model")
+    run = Run("x", str(tmp_path))
+    proofs = {proof.key: proof for proof in audit_run(run)}
+    assert not [problem for proof in proofs.values() for problem in proof.problems]
+    assert {key for key, proof in proofs.items() if proof.deleted} == {
+        "iterations/1/policy-update",
+        "iterations/3/policy-update",
+    }
+    check_trainable(Artifact(f"{tmp_path}/x/iterations/5/policy-update"))
+    with pytest.raises(
+        UserError, match="ITERATION: 4: the trainer's state of version 4 was pruned"
+    ):
+        check_trainable(Artifact(f"{tmp_path}/x/iterations/4/policy-update"))
+
+
+def test_a_checkpoint_that_was_being_pruned_is_no_damage(run: Run) -> None:
+    """As a kill leaves it: the rule is there, and some of the files."""
+    checkpoint = run.checkpoints[1]
+
+    def find_problems() -> tuple[str, ...]:
+        (proof,) = [proof for proof in audit_run(run) if proof.key == checkpoint.key]
+        return proof.problems
+
+    first = sorted(checkpoint.manifest.files)[0]
+    assert not find_problems()
+    Path(run.directory, checkpoint.key, checkpoint.manifest.root, first).unlink()
+    assert [line for line in find_problems() if line.endswith(f"{first} is missing")]
+    Path(run.directory, checkpoint.key, "pruned.txt").write_text("save_total_limit=2")
+    assert not find_problems()

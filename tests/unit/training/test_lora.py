@@ -13,8 +13,8 @@ from tests.unit.training.test_fsdp import ADAM
 from tuneloop.argo.memory_estimate import (
     count_adapter_parameters,
     is_memory_estimate_complete,
-    shape_of,
 )
+from tuneloop.config.model_facts import shape_of
 from tuneloop.core.artifacts import hash_files
 from tuneloop.core.errors import UserError
 from tuneloop.formats.token_files import Document

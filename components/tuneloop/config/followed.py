@@ -1,0 +1,159 @@
+"""Defaults that follow the base model and the machine, where a configuration leaves settings out.
+
+The defaults that stages declare are those of the demo, whose model is made here and has less than a
+million parameters. For any other base model the table `RULES` (`tuneloop.config.rules`) replaces them
+before the configuration is checked, so that everything rendered from it has concrete values. What a user
+sets stands, and so does a default of a pipeline's author that differs from the demo's."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from tuneloop.config.machine import Machine
+from tuneloop.config.model_facts import ModelFacts
+
+SECTION_SUFFIX = "_settings"
+"""Ends the name of a section's class, after the name of its stage (`Component.settings`)."""
+PLAIN_SECTIONS = ("engine", "loop")
+"""Sections that configure no stage."""
+ENGINE_CONTEXT = "engine.args.max_model_len"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The value that a rule chooses, and why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A setting that was left out, the value that it gets, and why."""
+
+    setting: str
+    value: Any
+    reason: str
+
+
+@dataclass
+class Draft:
+    """A configuration in the making: what a user has set, and what was chosen so far.
+
+    Attributes:
+        config: the pipeline's configuration class, whose defaults fill what is in neither.
+        values: what the user has set, by section; not checked yet, so any type may be anywhere.
+    """
+
+    config: type[BaseModel]
+    values: Mapping[str, Any]
+    facts: ModelFacts
+    machine: Machine
+    chosen: dict[str, Followed] = field(default_factory=dict)
+
+    def find_sections(self, stage: str) -> list[str]:
+        """Return the sections that configure `stage`; of ``engine`` and ``loop`` these themselves."""
+        if stage in PLAIN_SECTIONS:
+            return [stage] if stage in self.config.model_fields else []
+        return [
+            name
+            for name, info in self.config.model_fields.items()
+            if getattr(info.annotation, "__name__", "") == f"{stage}{SECTION_SUFFIX}"
+        ]
+
+    def is_set(self, section: str, name: str) -> bool:
+        """Return whether the user has set a field of a section."""
+        values = self.values.get(section)
+        return isinstance(values, Mapping) and name in values
+
+    def read_default(self, section: str, name: str) -> Any:
+        """Return the default that a section's class declares; None where it has no such field."""
+        info = self.config.model_fields.get(section)
+        fields = getattr(info.annotation, "model_fields", {}) if info else {}
+        return fields[name].get_default(call_default_factory=True) if name in fields else None
+
+    def get(self, section: str, name: str) -> Any:
+        """Return a field of a section: as set, else as chosen, else its default."""
+        if self.is_set(section, name):
+            return self.values[section][name]
+        if followed := self.chosen.get(f"{section}.{name}"):
+            return followed.value
+        return self.read_default(section, name)
+
+    def get_count(self, section: str, name: str) -> int | None:
+        """Return a field that counts something; None where it is no whole number above 0."""
+        value = self.get(section, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return value if is_count else None
+
+    def has_field(self, section: str, name: str) -> bool:
+        """Return whether a section has a field."""
+        info = self.config.model_fields.get(section)
+        return info is not None and name in getattr(info.annotation, "model_fields", {})
+
+    def get_engine_args(self) -> Mapping[str, Any]:
+        """Return the engine's own arguments as set or chosen; empty where there are none."""
+        value = self.get("engine", "args")
+        args = dict(value) if isinstance(value, Mapping) else {}
+        if followed := self.chosen.get(ENGINE_CONTEXT):
+            args["max_model_len"] = followed.value
+        return args
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a setting that was left out follows the model and the machine.
+
+    Attributes:
+        stages: whose sections have the setting; ``engine`` and ``loop`` are sections themselves.
+        setting: the field.
+        demo: the defaults that the rule replaces; another one is of a pipeline's author, and stands.
+        choose: returns the value for a section, or None to leave the default.
+        summary: what it does, for the documentation.
+        for_demo: whether it holds for the demo's models, too.
+    """
+
+    stages: tuple[str, ...]
+    setting: str
+    demo: tuple[Any, ...]
+    choose: Callable[[Draft, str], Choice | None]
+    summary: str
+    for_demo: bool = False
+
+    def apply(self, draft: Draft) -> Iterator[Followed]:
+        """Yield what the rule chooses for each section that left the setting out."""
+        for stage in self.stages:
+            for section in draft.find_sections(stage):
+                choice = self._choose(draft, section)
+                if choice is not None:
+                    yield Followed(f"{section}.{self.setting}", choice.value, choice.reason)
+
+    def _choose(self, draft: Draft, section: str) -> Choice | None:
+        if draft.facts.is_demo and not self.for_demo:
+            return None
+        if not draft.has_field(section, self.setting) or draft.is_set(section, self.setting):
+            return None
+        default = draft.read_default(section, self.setting)
+        if default not in self.demo:
+            return None
+        choice = self.choose(draft, section)
+        return None if choice is None or choice.value == default else choice
+
+
+def merge_followed(values: Mapping[str, Any], followed: Mapping[str, Followed]) -> dict[str, Any]:
+    """Return what the user has set together with what was chosen for the rest."""
+    merged = dict(values)
+    for setting, chosen in followed.items():
+        merged = _merge(merged, setting.split("."), chosen.value)
+    return merged
+
+
+def _merge(values: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    name, *deeper = path
+    if not deeper:
+        return {**values, name: value}
+    below = values.get(name, {})
+    # A section that is no mapping is refused when the configuration is checked.
+    return {**values, name: _merge(below, deeper, value) if isinstance(below, Mapping) else below}

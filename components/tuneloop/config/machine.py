@@ -1,0 +1,111 @@
+"""What the stages of a run compute on: this machine, or the pods that a cluster's settings describe."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+DEVICES = Path("/dev")
+"""Where NVIDIA's driver has a file for each GPU, also in containers."""
+ROLES = ("trainer", "sampler", "scorer")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What stages compute on.
+
+    Attributes:
+        is_cluster: whether stages are pods, each with devices of its own; else all share this machine.
+        trainer_gpus: accelerators of a stage that trains.
+        sampler_gpus: accelerators of the rollout server.
+        gpu_memory: bytes of an accelerator; None: not known.
+        memory: bytes of host memory of this machine; None: pods get what they need.
+    """
+
+    is_cluster: bool = True
+    trainer_gpus: int = 0
+    sampler_gpus: int = 0
+    gpu_memory: int | None = None
+    memory: int | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether nothing here trains on an accelerator."""
+        return self.trainer_gpus == 0
+
+    @property
+    def has_shared_gpu(self) -> bool:
+        """Whether trainer and rollout server have to use one accelerator."""
+        return not self.is_cluster and self.trainer_gpus == 1
+
+
+def describe_pods(cluster: Mapping[str, Any]) -> Machine:
+    """Return what the pods of a pipeline's section `cluster` compute on."""
+    gpus: dict[str, int] = {}
+    for role in ROLES:
+        resources = cluster.get(role)
+        number = resources.get("gpus") if isinstance(resources, Mapping) else None
+        gpus[role] = number if isinstance(number, int) else 0
+    share = cluster.get("share")
+    if isinstance(share, Mapping) and share.get("device_class"):
+        devices = share.get("count", 1)
+        gpus = dict.fromkeys(ROLES, devices if isinstance(devices, int) else 1)
+    return Machine(trainer_gpus=gpus["trainer"], sampler_gpus=gpus["sampler"])
+
+
+def has_pod_resources(cluster: Mapping[str, Any]) -> bool:
+    """Return whether the settings say what pods of a role have: then the run is meant for a cluster."""
+    return any(cluster.get(role) for role in (*ROLES, "cpu", "share"))
+
+
+def read_machine() -> Machine:
+    """Return what stages compute on that run here. NVIDIA's devices are counted without loading CUDA."""
+    memories = read_gpu_memories()
+    return Machine(
+        is_cluster=False,
+        trainer_gpus=len(memories),
+        sampler_gpus=len(memories),
+        gpu_memory=min(memories, default=0) or None,
+        memory=read_host_memory(),
+    )
+
+
+def read_host_memory() -> int:
+    """Return the bytes of memory that processes here may use: the machine's, or less by a control group."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def read_gpu_memories() -> list[int]:
+    """Return the bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; 0 where that is not known."""
+    devices = sorted(DEVICES.glob("nvidia[0-9]*"))
+    if not devices:
+        return []
+    memories = query_gpu_memories() or [0] * len(devices)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return memories
+    names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return memories[: len(names)]
+
+
+def query_gpu_memories() -> list[int]:
+    """Return the bytes of each GPU by nvidia-smi; empty where that cannot be asked."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = answer.stdout.split()
+    return [int(line) << 20 for line in lines] if all(map(str.isdigit, lines)) else []

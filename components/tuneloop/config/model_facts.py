@@ -1,0 +1,263 @@
+"""What is known of a base model without loading it: its shape, context, dtype and chat template.
+
+Everything is read from the files beside the weights and from the headers of the weights. The model
+may be a directory here, or a hub name whose files are in the hub's cache; of any other model nothing
+is known, and nothing is fetched."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.errors import UserError
+from tuneloop.core.hub import split_hub_address
+from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
+from tuneloop.stages.export import count_parameters
+from tuneloop.training.options import LOGITS
+from tuneloop.weights.layout import read_header
+
+OLDER_NAMES = {
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+}
+"""Keys of today's configurations, and what GPT-2 calls them."""
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Keys under which configurations state the longest sequence, the most usual first."""
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of dtypes in the headers of safetensors files, as torch names them."""
+
+
+DEMO_PARAMETERS = 5_000_000
+"""Models with fewer parameters are trained as the demo's are, which have less than a million."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a decoder. `linears` maps a layer's linears, for adapters, to (inputs, outputs); empty: not known."""
+
+    name: str
+    parameters: int
+    how: str
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache a token, at 2 bytes a number."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a base model.
+
+    Attributes:
+        name: as `base_model` names it.
+        directory: where its files are on this machine; None: they are elsewhere, or it is made here.
+        shape: its shape, or why it is not known.
+        context: tokens of its longest sequence; None: not known.
+        dtype: of its weights, as torch names it; None: not known.
+        has_chat_template: None: not known.
+        stop_ids: token ids that its generation_config.json ends a completion with.
+    """
+
+    name: str
+    directory: Path | None
+    shape: Model | str
+    context: int | None = None
+    dtype: str | None = None
+    has_chat_template: bool | None = None
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether it is as small as the models that are made here: no pretrained model is."""
+        small = isinstance(self.shape, Model) and self.shape.parameters < DEMO_PARAMETERS
+        return self.name in TINY or small
+
+
+def read_model_facts(
+    name: str,
+    revision: str | None = None,
+    *,
+    vocab_size: int | None = None,
+    max_position_embeddings: int | None = None,
+) -> ModelFacts:
+    """Read what is known of the base model `name`. `vocab_size` and `max_position_embeddings` are those of a tiny
+    model, by default the defaults of the stage `base_model`. Raises UserError for a file that is not JSON."""
+    if name in TINY:
+        return describe_tiny_model(name, vocab_size, max_position_embeddings)
+    directory = find_model_directory(name, revision)
+    if directory is None or not (directory / "config.json").is_file():
+        missing = f"{name}: not estimated, there is no directory here with a config.json"
+        return ModelFacts(name=name, directory=directory, shape=missing)
+    whole = read_json(directory / "config.json")
+    config = whole.get("text_config") or whole
+    generation = read_json(directory / "generation_config.json")
+    stops = generation.get("eos_token_id", whole.get("eos_token_id"))
+    listed = stops if isinstance(stops, list) else [stops]
+    return ModelFacts(
+        name=name,
+        directory=directory,
+        shape=shape_of(name, config, directory),
+        context=read_context(config),
+        dtype=read_dtype(whole, config, directory),
+        has_chat_template=find_chat_template(directory),
+        stop_ids=tuple(sorted(stop for stop in listed if isinstance(stop, int))),
+    )
+
+
+def describe_tiny_model(
+    name: str, vocab_size: int | None, max_position_embeddings: int | None
+) -> ModelFacts:
+    """Return the facts of a model that the stage `base_model` makes itself."""
+    defaults = base_model.Params.model_fields
+    config = {
+        **TINY_SHAPE,
+        "vocab_size": vocab_size or defaults["vocab_size"].default,
+        "model_type": name.removeprefix("tiny-"),
+    }
+    return ModelFacts(
+        name=name,
+        directory=None,
+        shape=shape_of(name, config, None),
+        context=max_position_embeddings or defaults["max_position_embeddings"].default,
+        dtype="float32",
+        has_chat_template=True,
+    )
+
+
+def find_model_directory(name: str, revision: str | None = None) -> Path | None:
+    """Find the directory of a model: the path itself, or the snapshot of a hub name in the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    hub_name, hub_revision = split_hub_address("base_model", name, revision)
+    cached = find_hub_cache() / f"models--{hub_name.replace('/', '--')}"
+    reference = cached / "refs" / (hub_revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else hub_revision
+    snapshot = cached / "snapshots" / (commit or "none")
+    return snapshot if snapshot.is_dir() else None
+
+
+def find_hub_cache() -> Path:
+    """Return the directory where huggingface_hub keeps models, by the variables that it reads."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache)
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(home) / "hub"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a mapping from a file beside a model's weights; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(
+            "base_model", str(path.parent), f"its {path.name} is not JSON ({error})"
+        ) from error
+    return values if isinstance(values, dict) else {}
+
+
+def read_context(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of a model's longest sequence, as its configuration states them."""
+    stated = (config.get(key) for key in CONTEXT_KEYS)
+    return next((int(length) for length in stated if isinstance(length, int)), None)
+
+
+def read_dtype(whole: Mapping[str, Any], config: Mapping[str, Any], directory: Path) -> str | None:
+    """Return the dtype of a model's weights: as configured, else that of most tensors in its first file."""
+    for part in (whole, config):
+        stated = part.get("dtype") or part.get("torch_dtype")
+        if isinstance(stated, str) and stated != "auto":
+            return stated.removeprefix("torch.")
+    first = min(directory.glob("*.safetensors"), default=None)
+    if first is None:
+        return None
+    dtypes = [tensor.dtype for tensor in read_header(first).tensors.values()]
+    return DTYPES.get(max(dtypes, key=dtypes.count, default=""))
+
+
+def find_chat_template(directory: Path) -> bool | None:
+    """Return whether the tokenizer in `directory` has a chat template; None where there is no tokenizer."""
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((directory / name).exists() for name in files):
+        return True
+    if not any(
+        (directory / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")
+    ):
+        return None
+    return bool(read_json(directory / "tokenizer_config.json").get("chat_template"))
+
+
+def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
+    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the Llama formula."""
+    config = {
+        **{now: config[then] for now, then in OLDER_NAMES.items() if then in config},
+        **config,
+    }
+    try:
+        heads = config["num_attention_heads"]
+        hidden = config["hidden_size"]
+        layers = config["num_hidden_layers"]
+        vocab = config["vocab_size"]
+    except KeyError as error:
+        return f"{name}: not estimated, its config.json has no {error}"
+    kv = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or hidden // heads
+    counted = sum(map(count_parameters, directory.glob("*.safetensors"))) if directory else 0
+    dense = "intermediate_size" in config and not any("experts" in key for key in config)
+    linears = {}
+    if dense:
+        inner = config["intermediate_size"]
+        queries = (hidden, heads * head)
+        keys = (hidden, kv * head)
+        linears = {
+            "q_proj": queries,
+            "k_proj": keys,
+            "v_proj": keys,
+            "o_proj": queries[::-1],
+            "gate_proj": (hidden, inner),
+            "up_proj": (hidden, inner),
+            "down_proj": (inner, hidden),
+        }
+    shape = (layers, hidden, kv, head, vocab, linears)
+    if counted:
+        return Model(name, counted, "counted in the headers of its safetensors files", *shape)
+    if not dense:
+        return f"{name}: not estimated, it has no weights here to count and is not a dense Llama-like decoder"
+    attention = 2 * hidden * heads * head + 2 * hidden * kv * head
+    kind = config.get("model_type")
+    extra = (heads + 2 * kv) * head if kind == "qwen2" else 2 * head if kind == "qwen3" else 0
+    mlp = 3 * hidden * config["intermediate_size"]
+    tied = 1 if config.get("tie_word_embeddings") else 2
+    total = tied * vocab * hidden + layers * (attention + extra + mlp + 2 * hidden) + hidden
+    how = (
+        f"{'' if directory else 'at most '}{tied} × {vocab} × {hidden} embeddings + {layers} layers"
+        f" × ({attention:,} attention + {mlp:,} MLP + {2 * hidden + extra:,} norms and biases) + {hidden}"
+    )
+    return Model(name, total, how, *shape)
+
+
+def count_activation_numbers(model: Model, is_checkpointed: bool) -> int:
+    """Count the numbers that training keeps of a token: 34 × hidden a layer, or with gradient checkpointing each
+    layer's input and one whole layer. `tuneloop.argo.memory_estimate` has the source."""
+    kept = model.layers * 2 + 34 if is_checkpointed else model.layers * 34
+    return kept * model.hidden
+
+
+def estimate_activation_bytes(
+    model: Model, tokens: float, *, is_checkpointed: bool, dtype: str
+) -> float:
+    """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and logits."""
+    width = 1 if dtype == "bfloat16" else 2
+    kept = tokens * count_activation_numbers(model, is_checkpointed) * width
+    return kept + min(tokens * model.vocab, LOGITS) * 8

@@ -1,0 +1,276 @@
+"""Limits that can be known before anything starts: of the base model, its context, memory and devices.
+
+`find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything is read
+from the rendered workflow and from the model's files; nothing is loaded."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from tuneloop.argo.colocation import parse_resource_quantity
+from tuneloop.argo.memory_estimate import (
+    compute_memory_request,
+    context_of,
+    estimate_memory_parts,
+    facts_of,
+)
+from tuneloop.config.followed import SECTION_SUFFIX
+from tuneloop.config.machine import Machine, describe_pods
+from tuneloop.config.model_facts import Model, ModelFacts
+from tuneloop.core.errors import UserError
+from tuneloop.core.hub import split_hub_address
+from tuneloop.core.store import local_path
+from tuneloop.runs.summary import format_size
+from tuneloop.stages.base_model import TINY
+from tuneloop.stages.data_prep import data_prep
+from tuneloop.workflow.manifest import parse_applied_object
+from tuneloop.workflow.pod_loop import expand_pod
+from tuneloop.workflow.rendered_stages import Stage, container_of, read_stage
+
+LARGEST_NODE = 8 << 40
+"""Bytes of memory that no node has: a pod that needs more is never scheduled."""
+GPU_SHARE = 0.95
+"""The part of an accelerator's memory that programs can use: the driver and CUDA's context have the rest."""
+SHARED_UTILIZATION = 0.6
+"""The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some room."""
+MODEL_FILES = {
+    "config.json": ("config.json",),
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"),
+    "weights": ("*.safetensors", "*.bin"),
+}
+"""What a model's directory has to hold, as file patterns."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that a run would break. `is_estimate`: by arithmetic that a user may overrule."""
+
+    error: UserError
+    is_estimate: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the checks read: the settings, the rendered stages, the model and what it all runs on."""
+
+    settings: BaseModel
+    stages: list[Stage]
+    memory_limits: Mapping[str, float]
+    facts: ModelFacts
+    machine: Machine
+
+    def name_setting(self, stage: Stage, parameter: str) -> str:
+        """Return the setting of a stage's parameter: its section's, where the configuration has one."""
+        component = stage.component
+        name = component.name if component else stage.name
+        sections = (
+            section
+            for section, info in type(self.settings).model_fields.items()
+            if getattr(info.annotation, "__name__", "") == f"{name}{SECTION_SUFFIX}"
+        )
+        return f"{next(sections, name)}.{parameter}"
+
+
+def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machine) -> list[Limit]:
+    """Return what a run of a rendered workflow would break, on this machine or in pods."""
+    unfolded, _ = expand_pod(workflow)
+    stages: list[Stage] = []
+    memory_limits: dict[str, float] = {}
+    for template in unfolded["spec"].get("templates") or ():
+        stage = read_stage(template)
+        if stage.module is None:
+            continue
+        stages.append(stage)
+        container = container_of(template, parse_applied_object(template))
+        stated = container.get("resources", {}).get("limits", {}).get("memory")
+        if stated:
+            memory_limits[stage.name] = float(parse_resource_quantity(stated))
+    facts = facts_of(stages)
+    if facts is None:
+        return []
+    subject = Subject(settings, stages, memory_limits, facts, machine)
+    return [
+        *check_base_model(subject),
+        *check_data_files(subject),
+        *check_context(subject),
+        *check_devices(subject),
+        *check_memory(subject),
+    ]
+
+
+def read_pods(settings: BaseModel) -> Machine:
+    """Return what the pods of a pipeline's settings compute on."""
+    cluster = getattr(settings, "cluster", None)
+    return describe_pods(cluster.model_dump() if isinstance(cluster, BaseModel) else {})
+
+
+def check_base_model(subject: Subject) -> Iterator[Limit]:
+    """Find a base model that is neither a complete directory here nor a name on the hub. What pods see is not known."""
+    name = subject.facts.name
+    if subject.machine.is_cluster or name in TINY:
+        return
+    if Path(name).is_dir():
+        for what, patterns in MODEL_FILES.items():
+            if not any(any(Path(name).glob(pattern)) for pattern in patterns):
+                remedy = f"has no {what} ({' or '.join(patterns)}); add it"
+                yield Limit(UserError("base_model", name, remedy))
+        return
+    hub_name, _ = split_hub_address("base_model", name, None)
+    if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(hub_name):
+        remedy = "is not a directory here; name one, or a model of the hub"
+        yield Limit(UserError("base_model", name, remedy))
+
+
+def check_data_files(subject: Subject) -> Iterator[Limit]:
+    """Find files of `data_prep`'s source that are not on this machine."""
+    if subject.machine.is_cluster:
+        return
+    for stage in subject.stages:
+        if stage.component is not data_prep:
+            continue
+        arguments = stage.read_json("source_args")
+        for argument, value in arguments.items() if isinstance(arguments, dict) else ():
+            path = local_path(value) if is_path(value) else None
+            if path is not None and not path.exists():
+                setting = subject.name_setting(stage, f"source_args.{argument}")
+                yield Limit(UserError(setting, value, "no such file or directory here"))
+
+
+def is_path(value: object) -> bool:
+    """Return whether an argument of a source can only be the path of a file: it has a folder and an ending, or is a
+    whole path. Names of data sets have neither, and patterns match what they match."""
+    if not isinstance(value, str) or any(sign in value for sign in "*?["):
+        return False
+    whole = value.startswith(("/", "./", "../", "file://"))
+    return whole or ("://" not in value and bool(re.search(r"\.(jsonl?|csv|parquet|arrow)", value)))
+
+
+def check_context(subject: Subject) -> Iterator[Limit]:
+    """Find completions that leave no room for a prompt in the engine's context, and a context above the model's."""
+    own = subject.facts.context
+    stated = context_of(subject.stages)
+    if own and stated and stated > own:
+        remedy = f"is more than the context of {subject.facts.name}: set it to at most {own}"
+        yield Limit(UserError("engine.args.max_model_len", stated, remedy))
+    samplers = [stage for stage in subject.stages if stage.role == "sampler"]
+    evaluators = [stage for stage in subject.stages if stage.role == "evaluator"]
+    refused: set[float] = set()
+    for stage in [*samplers, *evaluators]:
+        tokens = stage.number("max_tokens")
+        # An evaluation follows the sampler: one line is enough for both.
+        if tokens is None or tokens in refused:
+            continue
+        engine = stage.engine_args.get("max_model_len")
+        limits = {"the model's context": own, "engine.args.max_model_len": engine}
+        known = {name: int(limit) for name, limit in limits.items() if limit}
+        name = min(known, key=lambda limit: known[limit], default=None)
+        if name and tokens >= known[name]:
+            refused.add(tokens)
+            remedy = f"leaves no room for a prompt in {name} ({known[name]}): lower it"
+            remedy += "" if name == "the model's context" else ", or raise that"
+            setting = subject.name_setting(stage, "max_tokens")
+            yield Limit(UserError(setting, int(tokens), remedy))
+
+
+def check_devices(subject: Subject) -> Iterator[Limit]:
+    """Find a trainer and a rollout server that would both take the one GPU of this machine."""
+    server = next((stage for stage in subject.stages if stage.serves), None)
+    if server is None or not subject.machine.has_shared_gpu or subject.facts.is_demo:
+        return
+    args = server.engine_args
+    share = args.get("gpu_memory_utilization", 0.9)
+    limited = "kv_cache_memory_bytes" in args or (
+        isinstance(share, float | int) and share <= SHARED_UTILIZATION
+    )
+    if not args.get("enable_sleep_mode") and not limited:
+        remedy = (
+            "trainer and vLLM would both take the one GPU here: set it to true, or limit "
+            "engine.args.gpu_memory_utilization, or use engine.name=transformers"
+        )
+        yield Limit(UserError("engine.colocate", False, remedy))
+
+
+def check_memory(subject: Subject) -> Iterator[Limit]:
+    """Find stages whose model, optimizer and activations take more memory than there is."""
+    model = subject.facts.shape
+    if not isinstance(model, Model):
+        return
+    context = context_of(subject.stages)
+    for stage in subject.stages:
+        parts = estimate_memory_parts(stage, model, context)
+        needed = sum(size for _, size in parts)
+        room = find_room(subject, stage, model, context)
+        if not parts or room is None or needed <= room.size:
+            continue
+        sums = " + ".join(f"{text} = {format_size(size)}" for text, size in parts)
+        setting, value = name_largest(subject, stage, parts)
+        remedy = (
+            f"{stage.name} takes about {format_size(needed)} ({sums}); {room.owner} "
+            f"{format_size(room.size)}: lower it, or {suggest_savings(stage, parts)}"
+        )
+        yield Limit(UserError(setting, value, remedy), is_estimate=True)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a stage may use, and whose they are."""
+
+    size: float
+    owner: str
+
+
+def find_room(subject: Subject, stage: Stage, model: Model, context: int | None) -> Room | None:
+    """Return the memory that a stage may use for its model; None where nothing limits it."""
+    machine = subject.machine
+    limit = subject.memory_limits.get(stage.name)
+    if machine.is_cluster:
+        if stage.accelerators:
+            return None
+        if limit and limit < LARGEST_NODE:
+            return Room(limit, "its pod has")
+        return Room(LARGEST_NODE, "no node has more than")
+    if not machine.is_cpu:
+        if machine.gpu_memory is None:
+            return None
+        devices = stage.ranks if stage.role == "trainer" else machine.sampler_gpus
+        return Room(GPU_SHARE * machine.gpu_memory * devices, "the accelerators here have")
+    if machine.memory is None:
+        return None
+    # The rollout server stays while other stages run.
+    servers = [each for each in subject.stages if each.serves and each is not stage]
+    held = sum(
+        compute_memory_request([server], estimate_memory_parts(server, model, context))
+        for server in servers
+    )
+    owner = "this machine has beside the rollout server" if held else "this machine has"
+    return Room(max(0, machine.memory - held), owner)
+
+
+def name_largest(
+    subject: Subject, stage: Stage, parts: list[tuple[str, float]]
+) -> tuple[str, object]:
+    """Return the setting, and its value, on which the largest part of a stage's memory depends."""
+    text, _ = max(parts, key=lambda part: part[1])
+    if "activations" in text or "logits" in text:
+        batch = stage.number("per_device_train_batch_size") or 0
+        return subject.name_setting(stage, "per_device_train_batch_size"), int(batch)
+    if "KV cache" in text and not stage.serves:
+        return "engine.args.max_num_seqs", stage.engine_args.get("max_num_seqs")
+    return "base_model", subject.facts.name
+
+
+def suggest_savings(stage: Stage, parts: list[tuple[str, float]]) -> str:
+    """Return the settings that save memory of a stage and are not in use."""
+    if stage.role != "trainer":
+        return "use a smaller model"
+    savings = []
+    if stage.flags.get("gradient_checkpointing") != "true":
+        savings.append("set gradient_checkpointing")
+    if stage.flags.get("lora", "null") == "null":
+        savings.append("train adapters (lora)")
+    return ", or ".join([*savings, "use more devices, or a smaller model"])

@@ -1,0 +1,249 @@
+"""Settings that follow the base model and the machine where a configuration leaves them out."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.test_plan import PUBLISHED
+from tuneloop.config.loading import find_pipeline
+from tuneloop.config.machine import Machine
+from tuneloop.config.model_facts import Model, read_model_facts
+from tuneloop.config.rules import RULES, choose_machine
+from tuneloop.stages import evaluate, policy_update, preference, rollout, sft
+
+GB = 10**9
+ONE_GPU = Machine(False, trainer_gpus=1, sampler_gpus=1, gpu_memory=80 * GB, memory=200 * GB)
+TWO_GPUS = Machine(False, trainer_gpus=2, sampler_gpus=2, gpu_memory=80 * GB, memory=200 * GB)
+CPU = Machine(is_cluster=False, memory=24 * GB)
+PODS = Machine(trainer_gpus=8, sampler_gpus=1)
+LLAMA_8B = {
+    **PUBLISHED["Llama-2-7b"][1],
+    "vocab_size": 128256,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> Path:
+    """A directory with the configuration of a Llama of 8 billion parameters, and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def follow(pipeline: str, machine: Machine | None, *sets: str) -> dict[str, Any]:
+    configured = find_pipeline(pipeline).configure_for(machine, None, sets)
+    return {followed.setting: followed.value for followed in configured.followed}
+
+
+def test_facts_of_a_pretrained_model(smollm2: Path) -> None:
+    facts = read_model_facts(str(smollm2))
+    assert isinstance(facts.shape, Model) and facts.shape.parameters == 134_515_008
+    assert (facts.context, facts.dtype, facts.has_chat_template) == (8192, "bfloat16", True)
+    assert facts.stop_ids == (2,) and not facts.is_demo
+
+
+def test_a_hub_name_is_looked_up_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    for commit, context in (("abc", 100), ("def", 200)):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        stated = {**LLAMA_8B, "max_position_embeddings": context}
+        (cached / "snapshots" / commit / "config.json").write_text(json.dumps(stated))
+    assert read_model_facts("some/model").context == 100
+    assert read_model_facts("hf://some/model@def").context == 200
+    assert read_model_facts("some/model", "def").context == 200
+    absent = read_model_facts("some/other")
+    assert (absent.directory, absent.context, absent.has_chat_template) == (None, None, None)
+
+
+@pytest.mark.parametrize("pipeline", ["sft", "grpo", "sft_then_grpo", "dpo"])
+@pytest.mark.parametrize("machine", [CPU, ONE_GPU, None])
+def test_the_demo_keeps_its_own_values(pipeline: str, machine: Machine | None) -> None:
+    assert follow(pipeline, machine) == {}
+    assert find_pipeline(pipeline).configure() == find_pipeline(pipeline).Config()
+
+
+def test_a_pretrained_model_on_a_cpu(smollm2: Path) -> None:
+    followed = follow("sft_then_grpo", CPU, f"base_model={smollm2}")
+    assert followed == {
+        "data.chat": True,
+        "rollout.max_tokens": 128,
+        "evaluate.max_tokens": 128,
+        "rollout.prompts_per_iteration": 8,
+        "evaluate.limit": 64,
+        "engine.args": {"max_model_len": 1024, "enforce_eager": True},
+        "sft.max_length": 1024,
+        "sft.learning_rate": 2e-5,
+        "update.learning_rate": 1e-6,
+        "sft.per_device_train_batch_size": 4,
+        "update.per_device_train_batch_size": 4,
+        "sft.gradient_accumulation_steps": 8,
+        "loop.target_reward": None,
+        "update.save_total_limit": 2,
+        "update.keep_every": 10,
+    }
+    own = follow("grpo", CPU, f"base_model={smollm2}", "update.save_total_limit=5")
+    assert "update.keep_every" not in own, "who sets a limit says what stays"
+
+
+def test_a_large_model_on_accelerators(llama_8b: Path) -> None:
+    base = f"base_model={llama_8b}"
+    followed = follow("sft_then_grpo", PODS, base, "update.lora={r: 16}", "processes=8")
+    assert {followed[f"{section}.dtype"] for section in ("sft", "update")} == {"bfloat16"}
+    assert (followed["rollout.max_tokens"], followed["evaluate.max_tokens"]) == (512, 512)
+    assert followed["engine.args"] == {"max_model_len": 2048}
+    assert followed["sft.gradient_checkpointing"] and followed["update.gradient_checkpointing"]
+    assert (followed["sft.learning_rate"], followed["update.learning_rate"]) == (2e-5, 1e-5)
+    # A sequence of 2048 tokens keeps 2048 × (2 × 32 layers + 34) × 4096 = 0.82 GB. An eighth of the states, 16 GB,
+    # leaves 56 GB of a device, half of which are for activations: 32 sequences; alone a device has 5 GB for them.
+    assert followed["update.per_device_train_batch_size"] == 32
+    assert followed["sft.per_device_train_batch_size"] == 4, "eight processes take 32 together"
+    assert "sft.gradient_accumulation_steps" not in followed
+    alone = follow("sft_then_grpo", PODS, base)
+    assert alone["sft.per_device_train_batch_size"] == 4
+    assert alone["sft.gradient_accumulation_steps"] == 8
+    assert "data.chat" not in followed, "there is no tokenizer to read"
+
+
+def test_what_a_user_sets_stands(smollm2: Path) -> None:
+    sets = [
+        f"base_model={smollm2}",
+        "data.chat=false",
+        "update.learning_rate=5e-4",
+        "rollout.max_tokens=8",
+        "sft.per_device_train_batch_size=2",
+        "loop.target_reward=0.98",
+    ]
+    followed = follow("sft_then_grpo", CPU, *sets)
+    settings: Any = find_pipeline("sft_then_grpo").configure_for(CPU, None, sets).settings
+    assert not followed.keys() & {item.partition("=")[0] for item in sets}
+    assert (settings.update.learning_rate, settings.rollout.max_tokens) == (5e-4, 8)
+    assert settings.evaluate.max_tokens == 8, "as rollout's"
+    assert settings.sft.gradient_accumulation_steps == 1, "the batch is the user's"
+
+
+def test_the_whole_configuration_follows_nothing_more(smollm2: Path, tmp_path: Path) -> None:
+    """As a resume and a fork read it: concrete values, of another machine perhaps."""
+    pipeline = find_pipeline("sft_then_grpo")
+    first = pipeline.configure_for(CPU, None, [f"base_model={smollm2}"]).settings
+    (tmp_path / "config.yaml").write_text(json.dumps(first.model_dump(mode="json")))
+    again = pipeline.configure_for(ONE_GPU, tmp_path / "config.yaml")
+    assert again.settings == first and again.followed == ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context"), [(8, 256), (128, 256), (300, 600), (512, 1024), (900, 1024)]
+)
+def test_the_engines_context_follows_long_completions_of_the_demo(
+    tokens: int, context: int
+) -> None:
+    sets = [f"rollout.max_tokens={tokens}", f"evaluate.max_tokens={tokens}"]
+    settings: Any = find_pipeline("grpo").configure(None, sets)
+    assert settings.engine.options["max_model_len"] == context
+    longer: Any = find_pipeline("grpo").configure(
+        None, [*sets, "model.max_position_embeddings=4096"]
+    )
+    assert longer.engine.options["max_model_len"] == max(256, 2 * tokens)
+
+
+def test_arguments_of_the_engine_keep_a_context_that_fits(smollm2: Path) -> None:
+    base = f"base_model={smollm2}"
+    share = "engine.args.gpu_memory_utilization=0.5"
+    settings: Any = find_pipeline("grpo").configure_for(PODS, None, [base, share]).settings
+    assert settings.engine.args == {"gpu_memory_utilization": 0.5, "max_model_len": 2048}
+    own = follow("grpo", PODS, base, "engine.args.max_model_len=4096")
+    assert not [setting for setting in own if setting.startswith("engine.")]
+    assert "engine.args" not in follow("grpo", PODS, base, "engine.name=transformers")
+
+
+def test_completions_are_at_most_half_of_a_short_context(llama_8b: Path) -> None:
+    stated = {**LLAMA_8B, "max_position_embeddings": 512}
+    (llama_8b / "config.json").write_text(json.dumps(stated))
+    followed = follow("sft_then_grpo", PODS, f"base_model={llama_8b}")
+    assert followed["rollout.max_tokens"] == 256
+    assert followed["engine.args"] == {"max_model_len": 512}
+    assert followed["sft.max_length"] == 512
+
+
+def test_one_gpu_is_shared(smollm2: Path) -> None:
+    base = f"base_model={smollm2}"
+    assert follow("grpo", ONE_GPU, base)["engine.colocate"] is True
+    assert "engine.colocate" not in follow("grpo", TWO_GPUS, base)
+    assert "engine.colocate" not in follow("grpo", PODS, base)
+    for other in ("engine.colocate=false", "loop.asynchronous=true", "loop.iterations_per_pod=2"):
+        assert "engine.colocate" not in follow("grpo", ONE_GPU, base, other)
+
+
+def test_pairs_count_twice_and_adapters_learn_faster(llama_8b: Path) -> None:
+    followed = follow("dpo", PODS, f"base_model={llama_8b}", "preference.lora={r: 8}")
+    assert followed["preference.learning_rate"] == 1e-5
+    assert followed["preference.per_device_train_batch_size"] == 8
+    full = follow("dpo", PODS, f"base_model={llama_8b}")
+    assert full["preference.per_device_train_batch_size"] == 2
+    assert full["preference.gradient_accumulation_steps"] == 16
+
+
+def test_a_default_of_a_pipelines_author_stands(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tuneloop.cli.pipeline_file import make_builders\n"
+        "from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig\n"
+        "from tuneloop.stages.sft import sft\n"
+        "Config = PipelineConfig.with_sections(\n"
+        "    tuning=sft.settings(without=SET_BY_PIPELINE, learning_rate=3e-5),\n"
+        ")\n"
+        "build_argo, build_kfp = make_builders('mine', lambda config: [], lambda graph: None)\n"
+    )
+    followed = follow(str(tmp_path / "mine.py"), CPU, f"base_model={smollm2}")
+    assert followed.keys() == {
+        "tuning.max_length",
+        "tuning.per_device_train_batch_size",
+        "tuning.gradient_accumulation_steps",
+    }
+
+
+@pytest.mark.parametrize(
+    "item", ["rollout=7", "rollout.max_tokens=many", "engine.args=7", "cluster=[]", "engine=x"]
+)
+def test_a_wrong_value_is_refused_as_before(smollm2: Path, item: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(item.partition("=")[0])):
+        follow("grpo", PODS, f"base_model={smollm2}", item)
+
+
+def test_the_machine_is_the_pods_where_the_settings_describe_them() -> None:
+    assert choose_machine({"cluster": {"trainer": {"gpus": 2}}}) == Machine(trainer_gpus=2)
+    assert not choose_machine({"cluster": {"queue": "mine"}}).is_cluster
+    shared = choose_machine({"cluster": {"share": {"device_class": "gpu", "count": 4}}})
+    assert (shared.trainer_gpus, shared.sampler_gpus) == (4, 4)
+
+
+def test_rules_replace_defaults_that_exist() -> None:
+    """A default of a stage that changes alone would silently end its rule."""
+    components = {
+        part.name: part
+        for part in (
+            evaluate.evaluate,
+            policy_update.policy_update,
+            preference.preference,
+            rollout.rollout,
+            sft.sft,
+        )
+    }
+    for rule in RULES:
+        for name in set(rule.stages) & components.keys():
+            fields = components[name].Params.model_fields
+            if rule.setting not in fields or rule.setting == "max_tokens":
+                continue
+            assert fields[rule.setting].default in rule.demo, (name, rule.setting)
+    for pipeline in ("sft", "grpo", "dpo"):
+        config: Any = find_pipeline(pipeline).Config()
+        assert config.evaluate.max_tokens == 8

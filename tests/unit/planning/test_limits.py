@@ -1,0 +1,188 @@
+"""Limits that are refused before anything starts, by `plan`, `lint`, `run` and `submit` alike."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.config.test_followed import CPU, LLAMA_8B, ONE_GPU, PODS
+from tuneloop.cli import run_cli
+from tuneloop.config.loading import find_pipeline
+from tuneloop.config.machine import Machine
+from tuneloop.planning.disk import check_store, estimate_footprint
+from tuneloop.planning.limits import find_limits, read_pods
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> Path:
+    """A directory with the configuration of a Llama of 8 billion parameters, and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def limits(pipeline: str, machine: Machine | None, *sets: str) -> list[str]:
+    """Return the limits that a pipeline with these settings would break, as its user reads them."""
+    found = find_pipeline(pipeline)
+    settings = found.configure_for(machine, None, sets).settings
+    broken = find_limits(settings, found.build(settings), machine or read_pods(settings))
+    return [str(limit.error) for limit in broken]
+
+
+@pytest.mark.parametrize("pipeline", ["sft", "grpo", "sft_then_grpo", "dpo"])
+@pytest.mark.parametrize("machine", [CPU, ONE_GPU, PODS, None])
+def test_the_demo_breaks_nothing(pipeline: str, machine: Machine | None) -> None:
+    assert limits(pipeline, machine) == []
+
+
+def test_a_pretrained_model_breaks_nothing_by_default(smollm2: Path) -> None:
+    for pipeline in ("sft", "grpo", "sft_then_grpo", "dpo"):
+        for machine in (CPU, ONE_GPU, PODS, Machine(is_cluster=False, memory=12 * 10**9)):
+            assert limits(pipeline, machine, f"base_model={smollm2}") == [], (pipeline, machine)
+
+
+def test_what_readme_prints_works(smollm2: Path) -> None:
+    sets = ["rollout.max_tokens=512", "evaluate.max_tokens=512"]
+    for base in ("tiny-qwen3", str(smollm2)):
+        assert limits("grpo", CPU, f"base_model={base}", *sets) == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "line"),
+    [
+        (
+            ["rollout.max_tokens=8192"],
+            "rollout.max_tokens: 8192: leaves no room for a prompt in the model's context (8192): lower it",
+        ),
+        (
+            ["evaluate.max_tokens=512", "engine.args.max_model_len=512"],
+            "evaluate.max_tokens: 512: leaves no room for a prompt in engine.args.max_model_len (512)",
+        ),
+        (
+            ["engine.args.max_model_len=16384"],
+            "engine.args.max_model_len: 16384: is more than the context of",
+        ),
+        (
+            ["update.per_device_train_batch_size=128"],
+            "update.per_device_train_batch_size: 128: policy-update takes about 156 GB",
+        ),
+        (
+            ["sft.per_device_train_batch_size=32"],
+            "sft.per_device_train_batch_size: 32: sft takes about 40.9 GB",
+        ),
+        (["data.source=jsonl", "data.source_args.train=/no/such.jsonl"], "no such file"),
+    ],
+)
+def test_a_limit_is_one_line_that_names_the_setting(
+    smollm2: Path, sets: list[str], line: str
+) -> None:
+    (found, *_) = limits("sft_then_grpo", CPU, f"base_model={smollm2}", *sets)
+    assert line in found and "\n" not in found
+
+
+def test_a_model_that_is_too_large_names_what_saves_memory(llama_8b: Path) -> None:
+    found = limits("sft", CPU, f"base_model={llama_8b}")
+    assert [line for line in found if "has no tokenizer" in line]
+    (memory,) = [line for line in found if "sft takes about" in line]
+    assert memory.startswith("base_model: ") and "this machine has 24 GB" in memory
+    assert "train adapters (lora)" in memory
+    (device,) = [
+        line for line in limits("sft", ONE_GPU, f"base_model={llama_8b}") if "accelerators" in line
+    ]
+    assert "the accelerators here have 76 GB" in device
+
+
+def test_memory_of_pods_is_what_the_settings_say(smollm2: Path) -> None:
+    base = f"base_model={smollm2}"
+    assert limits("sft", None, base, "cluster.trainer.memory=8Gi") == []
+    (line,) = limits("sft", None, base, "cluster.trainer.memory=2Gi")
+    assert "sft takes about" in line and "its pod has 2.15 GB" in line
+    (vast,) = limits("sft", None, base, "sft.per_device_train_batch_size=16384")
+    assert "no node has more than" in vast
+
+
+def test_activations_of_terabytes_are_refused_or_not_chosen(llama_8b: Path) -> None:
+    base = f"base_model={llama_8b}"
+    assert limits("grpo", None, base) == []
+    batch = ["update.per_device_train_batch_size=128", "engine.args.max_model_len=32768"]
+    off = "update.gradient_checkpointing=false"
+    (line,) = limits("grpo", None, base, *batch, off)
+    assert re.search(r"128 × 32768 tokens × 32 layers .* activations = 37.4 TB", line)
+
+
+def test_one_gpu_for_trainer_and_server(smollm2: Path) -> None:
+    base = f"base_model={smollm2}"
+    (line,) = limits("grpo", ONE_GPU, base, "engine.colocate=false")
+    assert line.startswith("engine.colocate: False: trainer and vLLM would both take the one GPU")
+    smaller = "engine.args.gpu_memory_utilization=0.4"
+    assert limits("grpo", ONE_GPU, base, "engine.colocate=false", smaller) == []
+    transformers = "engine.name=transformers"
+    assert limits("grpo", ONE_GPU, base, transformers) == []
+
+
+@pytest.mark.parametrize("name", ["./nope", "/no/where", "~/model", "a/b/c", "some model"])
+def test_a_base_model_that_is_nowhere(name: str) -> None:
+    (line,) = limits("sft", CPU, f"base_model={name}")
+    assert line == f"base_model: {name!r}: is not a directory here; name one, or a model of the hub"
+    assert limits("sft", None, f"base_model={name}") == [], "pods may have it"
+
+
+def test_names_on_the_hub_pass() -> None:
+    for name in ("gpt2", "org/name", "hf://org/name@main"):
+        assert limits("sft", CPU, f"base_model={name}") == []
+
+
+def test_every_command_says_it(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["--set", f"base_model={smollm2}", "--set", "rollout.max_tokens=9000"]
+    remote = ["--run", "x", "--store", "s3://bucket/runs", "--dry-run"]
+    for words in (
+        ["plan", "grpo", *sets],
+        ["lint", "grpo", *sets],
+        ["run", "grpo", *sets, "--run", "never"],
+        ["submit", "grpo", *sets, *remote],
+    ):
+        assert run_cli(words) == 2, words
+        assert "rollout.max_tokens: 9000: leaves no room" in capsys.readouterr().err, words
+
+
+def test_a_plan_says_each_default_and_the_bytes_of_the_run(
+    smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pods = ["--set", "cluster.trainer.gpus=1", "--set", "cluster.sampler.gpus=1"]
+    assert run_cli(["plan", "grpo", "--set", f"base_model={smollm2}", *pods]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "update.learning_rate=1e-06 TRL's, for all parameters" in text
+    assert "data.chat=true the model has a chat template" in text
+    assert "60 iterations write 1.88 GB each, 113 GB in all" in text
+    assert "the newest 2 stay, and the model of each 10th iteration: 7.26 GB" in text
+
+
+def footprint(*sets: str) -> Any:
+    found = find_pipeline("sft_then_grpo")
+    return estimate_footprint(found.build(found.configure(None, sets)))
+
+
+def test_the_bytes_of_a_run(llama_8b: Path) -> None:
+    parameters = 8_030_261_248
+    base = f"base_model={llama_8b}"
+    whole = footprint(base, "update.save_total_limit=null", "loop.iterations=10")
+    assert whole.iteration == parameters * 14
+    # The base model, the model and state of SFT, the export, and ten checkpoints.
+    assert whole.total == parameters * (2 + 14 + 2) + 10 * parameters * 14
+    kept = footprint(base, "loop.iterations=100")
+    # Three checkpoints while the next one is written, and the model of each tenth.
+    assert kept.kept == parameters * (3 * 14 + 10 * 2) and kept.iterations == 100
+    adapters = footprint(base, "update.lora={r: 8}", "loop.iterations=10")
+    assert parameters * 2 < adapters.iteration < parameters * 2.1
+
+
+def test_a_store_without_room_is_refused(llama_8b: Path, tmp_path: Path) -> None:
+    found = find_pipeline("sft_then_grpo")
+    vast = [f"base_model={llama_8b}", "update.save_total_limit=null", "loop.iterations=100000"]
+    workflow = found.build(found.configure(None, vast))
+    (limit,) = check_store(workflow, str(tmp_path / "not" / "there"))
+    assert limit.is_estimate and "free, and the run takes up to 1.12e+04 TB" in str(limit.error)
+    assert "all of them stay: set update.save_total_limit" in str(limit.error)
+    assert [*check_store(workflow, "s3://bucket/runs")] == []
+    assert [*check_store(found.build(found.configure()), str(tmp_path))] == []
