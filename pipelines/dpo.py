@@ -1,9 +1,11 @@
 """Preference optimization: data_prep → base_model → sft → reference_logprobs → preference → evaluate → export.
 
-    tuneloop run dpo --set preference.algorithm=ipo
+    tuneloop run dpo --set base_model=path/to/a/hugging-face-model --set data=pairs.jsonl
 
-With its defaults it learns from demonstrations most of which copy digits, and then from pairs to prefer reversing them.
-The reference is the policy after SFT; its log-probabilities are computed once, by a stage of their own.
+With its defaults it is a demo: it learns from demonstrations most of which copy digits, and then from
+pairs to prefer reversing them. A model that was trained before starts with the pairs (`sft` is null).
+The reference is the policy before the pairs; its log-probabilities are computed once, by a stage of
+their own.
 """
 
 from typing import Any
@@ -20,11 +22,13 @@ from tuneloop.stages.sft import sft
 from tuneloop.stages.tokenize_data import tokenize_data
 from tuneloop.workflow.loop import Graph, StageSpec
 
+TUNING = sft.settings(without=SET_BY_PIPELINE)
+
 Config: Any = PipelineConfig.with_sections(
     tokenize=(Tokenize, False),
     data=data_prep.settings(without=SET_BY_PIPELINE),
     model=base_model.settings(without=SET_BY_PIPELINE),
-    sft=sft.settings(without=SET_BY_PIPELINE),
+    sft=(TUNING | None, TUNING()),
     reference=reference_logprobs.settings(without={*SET_BY_PIPELINE, "mismatched_pairs"}),
     preference=preference.settings(without=SET_BY_PIPELINE),
     evaluate=evaluate.settings(without=SET_BY_PIPELINE, max_tokens=8),
@@ -66,11 +70,12 @@ def draw(graph: Graph) -> None:
     rows = data.prompts
     if graph.config.tokenize:
         rows = graph.stage(tokenize_data, policy=model.checkpoint, prompts=rows).tokens
-    tuned = graph.stage(sft, policy=model.checkpoint, prompts=rows)
-    graph.stage(evaluate, "evaluate-before", policy=tuned.checkpoint, prompts=data.prompts)
-    shown = {"policy": tuned.checkpoint, "prompts": rows}
-    known = graph.stage(reference_logprobs, **shown)
-    preferred = graph.stage(preference, **shown, logprobs=known.logprobs)
+    reference = model.checkpoint
+    if graph.config.sft:
+        reference = graph.stage(sft, policy=model.checkpoint, prompts=rows).checkpoint
+    graph.stage(evaluate, "evaluate-before", policy=reference, prompts=data.prompts)
+    logprobs = graph.stage(reference_logprobs, policy=reference, prompts=rows).logprobs
+    preferred = graph.stage(preference, policy=reference, prompts=rows, logprobs=logprobs)
     graph.stage(evaluate, "evaluate-after", policy=preferred.checkpoint, prompts=data.prompts)
     graph.stage(export, policy=preferred.checkpoint)
 

@@ -7,9 +7,10 @@ sets stands, and so does a default of a pipeline's author that differs from the 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from tuneloop.config.machine import Machine
 from tuneloop.config.model_facts import ModelFacts
@@ -60,8 +61,15 @@ class Draft:
         return [
             name
             for name, info in self.config.model_fields.items()
-            if getattr(info.annotation, "__name__", "") == f"{stage}{SECTION_SUFFIX}"
+            if getattr(find_section_class(info), "__name__", "") == f"{stage}{SECTION_SUFFIX}"
+            and not self.is_left_out(name)
         ]
+
+    def is_left_out(self, section: str) -> bool:
+        """Return whether a section is null, as set or as chosen."""
+        if section in self.values:
+            return self.values[section] is None
+        return section in self.chosen and self.chosen[section].value is None
 
     def is_set(self, section: str, name: str) -> bool:
         """Return whether the user has set a field of a section."""
@@ -71,7 +79,7 @@ class Draft:
     def read_default(self, section: str, name: str) -> Any:
         """Return the default that a section's class declares; None where it has no such field."""
         info = self.config.model_fields.get(section)
-        fields = getattr(info.annotation, "model_fields", {}) if info else {}
+        fields = getattr(find_section_class(info), "model_fields", {}) if info else {}
         return fields[name].get_default(call_default_factory=True) if name in fields else None
 
     def get(self, section: str, name: str) -> Any:
@@ -91,7 +99,7 @@ class Draft:
     def has_field(self, section: str, name: str) -> bool:
         """Return whether a section has a field."""
         info = self.config.model_fields.get(section)
-        return info is not None and name in getattr(info.annotation, "model_fields", {})
+        return info is not None and name in getattr(find_section_class(info), "model_fields", {})
 
     def get_engine_args(self) -> Mapping[str, Any]:
         """Return the engine's own arguments as set or chosen; empty where there are none."""
@@ -100,6 +108,12 @@ class Draft:
         if followed := self.chosen.get(ENGINE_CONTEXT):
             args["max_model_len"] = followed.value
         return args
+
+
+def find_section_class(field_info: FieldInfo) -> Any:
+    """Return the class of a section; of one that may be left out (``X | None``) it is X."""
+    classes = [each for each in get_args(field_info.annotation) if each is not type(None)]
+    return classes[0] if classes else field_info.annotation
 
 
 @dataclass(frozen=True)

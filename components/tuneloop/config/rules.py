@@ -6,7 +6,7 @@ measured by Schulman et al., "LoRA Without Regret" (2025), and as TRL's guide of
 of 512 tokens are GRPOConfig's `max_completion_length`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from tuneloop.config.followed import ENGINE_CONTEXT, Choice, Draft, Followed, Rule
 from tuneloop.config.machine import Machine, describe_pods, has_pod_resources, read_machine
@@ -46,6 +46,7 @@ def follow_model(
         facts=read_base_model(config, values),
         machine=machine or describe_pods(cluster if isinstance(cluster, Mapping) else {}),
     )
+    _skip_tuning(draft)
     for rule in RULES:
         for followed in rule.apply(draft):
             draft.chosen[followed.setting] = followed
@@ -134,6 +135,17 @@ def _choose_engine_args(draft: Draft, section: str) -> Choice | None:
     if draft.machine.sampler_gpus == 0:
         args["enforce_eager"] = True
     return Choice(args, context.reason)
+
+
+def _skip_tuning(draft: Draft) -> None:
+    """Leave out the SFT of a pipeline that can go without it: a model that is not made here has
+    been trained before. A user who sets anything of the section wants it."""
+    if draft.facts.is_demo or "sft" in draft.values or "sft" not in draft.config.model_fields:
+        return
+    is_optional = type(None) in get_args(draft.config.model_fields["sft"].annotation)
+    if is_optional:
+        reason = "the base model is trained already; any setting of sft brings it back"
+        draft.chosen["sft"] = Followed("sft", None, reason)
 
 
 def _limit_context(draft: Draft) -> None:
@@ -270,6 +282,13 @@ def format_gb(count: float) -> str:
     return f"{count / 1e9:.2g} GB" if count < 1e10 else f"{count / 1e9:,.0f} GB"
 
 
+def _choose_epochs(draft: Draft, section: str) -> Choice | None:
+    # Whoever sets steps wants no epochs.
+    if draft.is_set(section, "max_steps"):
+        return None
+    return Choice(3.0, "TRL's number of passes over the examples")
+
+
 def _choose_target(draft: Draft, section: str) -> Choice | None:
     return Choice(None, "no reward ends the loop early: 0.98 is the demo's goal")
 
@@ -389,6 +408,13 @@ RULES: tuple[Rule, ...] = (
         (1,),
         _choose_accumulation,
         "as many as make a step of 32 examples",
+    ),
+    Rule(
+        ("sft", "preference"),
+        "epochs",
+        (None,),
+        _choose_epochs,
+        "3 where `max_steps` is not set",
     ),
     Rule(
         ("loop",),

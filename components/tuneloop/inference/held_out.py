@@ -12,11 +12,12 @@ from tuneloop.core.component import Stage
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs
 from tuneloop.inference import generate
 
-FILE = "sft_eval.parquet"
+REFERENCES = {"sft_eval": "completion", "preference_eval": "chosen"}
+"""Split of held-out demonstrations or pairs → the column with the text that is to be said."""
 SPLITS = ("eval", "train", "sft", "sft_eval", "preference", "preference_eval")
 MOST = 16
 """Demonstrations whose prompts are completed: people read them, and nothing is measured on them."""
-COLUMNS = ("id", "prompt", "chat", "completion")
+COLUMNS = ("id", "prompt", "chat")
 OPTIONAL_COLUMNS = ("tools", "row")
 
 
@@ -35,15 +36,16 @@ def has_rows(prompts: Artifact, file: str) -> bool:
 def sample_demonstrations(
     stage: Stage, policy: Artifact, prompts: Artifact, options: "generate.SamplingOptions"
 ) -> int:
-    """Complete the prompts of the first held-out demonstrations, and write ``samples.parquet``.
+    """Complete the prompts of the first held-out demonstrations, or pairs; write ``samples.parquet``.
 
-    Each sample has the demonstration's own text as its answer, and no score: the outcome is
-    ``unverifiable``. Returns the number of samples, 0 where the data has no held-out demonstrations.
+    Each sample has the demonstration's text, or the chosen one of a pair, as its answer, and no
+    score: the outcome is ``unverifiable``. Returns the number of samples, 0 where the data has
+    neither.
 
     Raises:
         UserError, StaleWeights: as `generate.generate_completions`.
     """
-    rows = read_demonstrations(prompts) if has_rows(prompts, FILE) else []
+    rows = read_demonstrations(prompts)
     samples: list[dict[str, Any]] = []
     if rows:
         groups = [f"i{0:06d}-e{number:05d}" for number in range(len(rows))]
@@ -59,21 +61,24 @@ def sample_demonstrations(
 
 
 def read_demonstrations(prompts: Artifact) -> list[dict[str, Any]]:
-    """Read the first held-out demonstrations as rows that `generate_completions` takes."""
-    table = pq.ParquetFile(prompts.part(FILE))
-    known = table.schema_arrow.names
-    columns = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in known)]
-    first = next(table.iter_batches(MOST, columns=columns))
-    return [_split_demonstration(row) for row in first.to_pylist()]
+    """Read the first held-out demonstrations, else pairs, as rows that `generate_completions` takes."""
+    for split, reference in REFERENCES.items():
+        if has_rows(prompts, f"{split}.parquet"):
+            table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
+            names = table.schema_arrow.names
+            columns = [*COLUMNS, reference, *(name for name in OPTIONAL_COLUMNS if name in names)]
+            first = next(table.iter_batches(MOST, columns=columns))
+            return [_split_demonstration(row, row[reference]) for row in first.to_pylist()]
+    return []
 
 
-def _split_demonstration(row: Mapping[str, Any]) -> dict[str, Any]:
+def _split_demonstration(row: Mapping[str, Any], reference: str | None) -> dict[str, Any]:
     """Split a demonstration into its prompt and its reference text.
 
-    Of a whole conversation the prompt is what comes before the assistant's last message.
+    Of a whole conversation (no `reference`) the prompt is what comes before the assistant's last
+    message.
     """
     prompt = row["prompt"]
-    reference = row["completion"]
     if reference is None:
         messages = json.loads(prompt)
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")

@@ -83,6 +83,8 @@ def _train(
     if stage.number("updates_per_batch"):
         sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
         sequences, length, limit = sum(sizes), context_of(stages), "engine.args.max_model_len"
+    elif stage.number("epochs"):
+        return "its epochs are of examples that are not counted before data_prep has run"
     else:
         batch = math.prod(
             stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps")

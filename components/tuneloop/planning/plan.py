@@ -182,19 +182,24 @@ def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tupl
             )
         elif stage.role == "trainer" and (each := value("updates_per_batch")):
             yield stage.name, f"{times} × {each:g} = {times * each:,.0f} optimizer steps"
-        elif stage.role == "trainer" and (steps := value("max_steps")):
-            batch = (value("per_device_train_batch_size") or 1) * (
-                value("gradient_accumulation_steps") or 1
-            )
-            batch *= stage.ranks * stage.nodes
-            tokens = (
-                f", at most {steps * batch * most:,.0f} tokens"
-                if (most := value("max_length"))
-                else ""
-            )
-            yield stage.name, f"{times * steps:,.0f} optimizer steps × {batch:g} examples{tokens}"
+        elif stage.role == "trainer" and value("max_steps"):
+            yield stage.name, describe_steps(stage, times)
         elif stage.role == "evaluator" and "tasks" not in stage.flags and (limit := value("limit")):
             yield stage.name, f"{times} × at most {limit:g} completions"
+
+
+def describe_steps(stage: Stage, times: int) -> str:
+    """Describe the optimizer steps of a stage that trains on fixed examples, `times` times."""
+    batch = stage.ranks * stage.nodes
+    for flag in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        batch *= int(stage.number(flag) or 1)
+    epochs = stage.number("epochs")
+    if epochs:
+        return f"{times * epochs:g} epochs in steps of {batch} examples"
+    steps = times * (stage.number("max_steps") or 0)
+    length = stage.number("max_length")
+    tokens = f", at most {steps * batch * length:,.0f} tokens" if length else ""
+    return f"{steps:,.0f} optimizer steps × {batch} examples{tokens}"
 
 
 def describe_checkpoint(stage: Stage, model: Model | str, stored: str | None = "float32") -> str:

@@ -71,6 +71,7 @@ def preference(
     with stage.timed("data"):
         pairs = read_pairs(prompts, policy, "preference")
         held_out = read_pairs(prompts, policy, "preference_eval")
+    options = options.resolve_steps(len(pairs), ranks.world)
     with stage.timed("load"):
         trainer = epochs.open_trainer(stage, Trainer, policy, ranks, options)
         pairs = fit_pairs(stage, pairs, prompts, trainer, options.max_length)

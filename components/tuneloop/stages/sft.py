@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,9 +24,6 @@ class SftOptions(BackendOptions):
     """Options of a trainer on demonstrations."""
 
     max_steps: int = Field(250, ge=1, description="optimizer steps, unless epochs is set")
-    epochs: float | None = Field(
-        None, gt=0, description="passes over the demonstrations, in place of max_steps"
-    )
     eval_steps: int | None = Field(
         None,
         ge=1,
@@ -43,14 +39,6 @@ class SftOptions(BackendOptions):
     learning_rate: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
-
-    def resolve_steps(self, demonstrations: int, world_size: int) -> SftOptions:
-        """Return the options with the `max_steps` that `epochs` asks for, if it is set."""
-        if self.epochs is None:
-            return self
-        batch = self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size
-        steps = max(1, math.ceil(self.epochs * demonstrations / batch))
-        return self.model_copy(update={"max_steps": steps})
 
 
 @checkpoint.checkpoint_stage(loss=float, version=int)

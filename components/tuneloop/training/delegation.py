@@ -4,9 +4,10 @@ The backend is given the directories ``model``, ``data`` (Parquet files) and ``o
 writes ``checkpoint-<max_steps>``: a Hugging Face model, and the ``trainer_state.json`` of transformers' Trainer."""
 
 import json
+import math
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
@@ -38,7 +39,11 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
 
 
 class BackendOptions(TrainerOptions):
-    """Options of a stage that can train with another backend."""
+    """Options of a stage that trains on fixed examples, in epochs, perhaps with another backend."""
+
+    epochs: float | None = Field(
+        None, gt=0, description="passes over the examples, in place of max_steps"
+    )
 
     backend_args: dict[str, Any] | None = Field(
         None, description="options of another backend, under its own names"
@@ -48,6 +53,19 @@ class BackendOptions(TrainerOptions):
         description="the trainer: native (the default), trl, or pkg.mod:attr",
         validate_default=True,
     )
+
+    def resolve_steps(self, examples: int, world_size: int) -> Self:
+        """Return the options with the `max_steps` that `epochs` asks for, if it is set.
+
+        Args:
+            examples: how many there are; a part of an epoch is rounded up to whole steps.
+            world_size: the processes that train, each with a micro-batch of its own.
+        """
+        if self.epochs is None:
+            return self
+        batch = self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size
+        steps = max(1, math.ceil(self.epochs * examples / batch))
+        return self.model_copy(update={"max_steps": steps})
 
 
 def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:
