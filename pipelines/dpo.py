@@ -53,7 +53,12 @@ def stages(config: Config) -> list[StageSpec]:
     mismatched = config.preference.algorithm == "kto"
     return [
         StageSpec(data_prep, choose_sizes(config.data)),
-        StageSpec(base_model, config.model, model=config.base_model),
+        StageSpec(
+            base_model,
+            config.model,
+            model=config.base_model,
+            completion_tokens={"eval": config.evaluate.max_tokens},
+        ),
         *([StageSpec(tokenize_data)] if config.tokenize else []),
         StageSpec(sft, config.sft, processes=config.processes),
         StageSpec(reference_logprobs, config.reference, mismatched_pairs=mismatched),

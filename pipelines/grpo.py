@@ -81,7 +81,17 @@ def stages(config: Config) -> list[StageSpec]:
     ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
         StageSpec(data_prep, config.data),
-        StageSpec(base_model, config.model, model=config.base_model, **first),
+        StageSpec(
+            base_model,
+            config.model,
+            model=config.base_model,
+            completion_tokens={
+                "train": config.rollout.max_tokens,
+                "eval": config.evaluate.max_tokens,
+            },
+            engine_context=config.engine.options.get("max_model_len"),
+            **first,
+        ),
         StageSpec(evaluate, config.evaluate, **engine),
         StageSpec(export, config.export),
         StageSpec(rollout, config.rollout, **engine),

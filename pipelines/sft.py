@@ -43,7 +43,12 @@ def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
     return [
         StageSpec(data_prep, config.data),
-        StageSpec(base_model, config.model, model=config.base_model),
+        StageSpec(
+            base_model,
+            config.model,
+            model=config.base_model,
+            completion_tokens={"eval": config.evaluate.max_tokens},
+        ),
         *list_tuning_stages(config),
         StageSpec(evaluate, config.evaluate, engine="transformers"),
         StageSpec(export, config.export),

@@ -8,6 +8,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import Cluster
 
 SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
+SET_BY_PIPELINE |= {"completion_tokens", "engine_context"}
 """Parameters of stages that a pipeline gives: they are in no section of its configuration."""
 Nodes = Annotated[
     int,

@@ -127,15 +127,16 @@ def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: s
     return kept
 
 
-def _join_parts(parts: Sequence[Any]) -> Any:
-    """Join parts of text; parts that are not text (images) stay parts."""
+def _join_parts(parts: Sequence[Any]) -> str:
+    """Join parts of text. Raises ValueError: a part is something else, such as an image."""
     texts: list[str] = []
     for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str) or (
-            isinstance(part, Mapping) and part.get("type", "text") != "text"
-        ):
-            return list(parts)
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(
+                f"its content has a part of the type {kind!r}, and only text is learned"
+            )
         texts.append(text)
     return "".join(texts)
 

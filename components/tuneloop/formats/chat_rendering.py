@@ -98,7 +98,7 @@ def open_chat(
         cleaned = clean_messages(messages, reasoning, source)
         listed = list_tools(tools)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        remedy = f"has messages, tool calls or tools of another form than OpenAI's ({error})"
+        remedy = f"is not as OpenAI's messages and tools are ({error}); correct or drop the row"
         raise UserError("prompt", json.dumps(messages, ensure_ascii=False), remedy) from error
     if not cleaned:
         raise UserError("prompt", "[]", "has no messages")

@@ -26,7 +26,7 @@ class LengthPolicy:
         """Read the settings from the facts of the data, or of tokens made of it."""
         return cls(facts.get("too_long", "drop"), facts.get("drop_at_most", DROP_AT_MOST))
 
-    def check(self, dropped: int, total: int, rows: Sequence[str], problem: str) -> None:
+    def check_share(self, dropped: int, total: int, rows: Sequence[str], problem: str) -> None:
         """Check that `dropped` of `total` rows may be left out. Raises UserError with the first ones of `rows`,
         descriptions of these; `problem` ends the sentence about them, with what the user can do."""
         allowed = 0 if self.action == "refuse" else int(self.share * total)

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydantic import Field
@@ -20,10 +20,12 @@ from tuneloop.formats.rollouts import (
     get_versions,
     request_id,
 )
+from tuneloop.formats.rows import name_row
 from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
+from tuneloop.inference.prompt_room import Spares, replace_long_prompts
 from tuneloop.inference.proof import Proof, StaleWeights, prove_weights
 from tuneloop.inference.rounds import Rounds
 
@@ -88,13 +90,15 @@ def sampling_stage(
 @dataclass(frozen=True)
 class Job:
     """Completions to make: one request for each row of prompts, with `n` seeds; episodes if there is an environment.
-    With `rounds` they grow in rounds, and `rows` begin with those of unfinished groups."""
+    With `rounds` they grow in rounds, and `rows` begin with those of unfinished groups. Rows whose prompts leave too
+    little room are replaced, in place, by `spares`."""
 
-    rows: Sequence[Mapping[str, Any]]
-    groups: Sequence[str]
+    rows: list[dict[str, Any]]
+    groups: list[str]
     n: int
     options: SamplingOptions
     rounds: Rounds | None = None
+    spares: Spares = field(default_factory=Spares)
 
 
 def generate_completions(
@@ -105,8 +109,8 @@ def generate_completions(
     leaves too little room in the context; StaleWeights: the engine serves other weights."""
     model, options = policy.part("model"), job.options
     tokenizer = load_tokenizer(model)
-    requests = [_request(stage, tokenizer, job, i) for i in range(len(job.rows))]
-    _check_embeddings(job, requests, tokenizer, read_vocabulary_size(model))
+    make_request = functools.partial(_request, stage, tokenizer, job, read_vocabulary_size(model))
+    requests = [make_request(index) for index in range(len(job.rows))]
     proofs: list[Proof] = []
 
     def prove(one: Engine) -> None:
@@ -116,7 +120,18 @@ def generate_completions(
         engine.check = stage.check_stop
     with stage.timed("load"):
         engine.load(policy)
-    _check_room(job, requests, engine)
+    replace_long_prompts(
+        stage,
+        job.rows,
+        job.groups,
+        requests,
+        job.spares,
+        make_request,
+        fixed=len(job.rounds.begun) if job.rounds else 0,
+        room=engine.context - options.max_tokens,
+        problem=f"tokens of prompt and {options.max_tokens} of completion exceed the context of {engine.context}; "
+        "shorten or drop the prompt, lower max_tokens, or raise the engine's max_model_len if the model allows it",
+    )
     with stage.timed("canary"):
         engine.call_each(prove) if isinstance(engine, Replicas) else prove(engine)
     if isinstance(engine, Remote):  # a proof holds for one process only
@@ -169,44 +184,27 @@ def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
 
-def _request(stage: Stage, tokenizer: Any, job: Job, index: int) -> Request:
-    row, group = job.rows[index], job.groups[index]
+def _request(stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index: int) -> Request:
+    """Make the request of row `index`. Raises UserError: its prompt cannot be encoded, or has a token that the model
+    has no embedding for."""
+    row = job.rows[index]
+    group = job.groups[index]
     begun = job.rounds and job.rounds.begun.get(group)
-    try:
-        ids = (
-            begun.prompt_ids
-            if begun
-            else encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
-        )
-    except UserError as error:
-        raise UserError(
-            f"prompts row {row['id']}: {error.field}", error.value, error.remedy
-        ) from error
-    return Request(
-        group, ids, [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)]
-    )
-
-
-def _check_embeddings(job: Job, requests: Sequence[Request], tokenizer: Any, size: int) -> None:
-    """Refuse prompts with a token that the model has no embedding for. Raises UserError: there is one."""
-    for row, request in zip(job.rows, requests):
-        surplus = max(request.prompt_ids)
-        if surplus >= size:
-            token = tokenizer.convert_ids_to_tokens(surplus)
-            remedy = f"the model has embeddings for {size} ids, and this token has {surplus}; drop the row"
-            raise UserError(f"prompts row {row['id']}", token, remedy)
-
-
-def _check_room(job: Job, requests: Sequence[Request], engine: Engine) -> None:
-    most = job.options.max_tokens
-    for row, request in zip(job.rows, requests):
-        length = len(request.prompt_ids)
-        if length + most > engine.context:
-            remedy = (
-                f"tokens of prompt and {most} of completion exceed the context of {engine.context}; shorten or drop "
-                "the prompt, lower max_tokens, or raise the engine's max_model_len if the model allows it"
-            )
-            raise UserError(f"prompts row {row['id']}", length, remedy)
+    place = f"prompts row {name_row(row)}"
+    if begun:
+        ids = begun.prompt_ids
+    else:
+        try:
+            ids = encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
+        except UserError as error:
+            raise UserError(f"{place}: {error.field}", error.value, error.remedy) from error
+    surplus = max(ids)
+    if surplus >= vocabulary_size:
+        token = tokenizer.convert_ids_to_tokens(surplus)
+        remedy = f"the model has embeddings for {vocabulary_size} ids, and this token has {surplus}; drop the row"
+        raise UserError(place, token, remedy)
+    seeds = [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)]
+    return Request(group, ids, seeds)
 
 
 def measure_staleness(

@@ -10,7 +10,10 @@ import pyarrow.parquet as pq
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs
+from tuneloop.formats.rows import OPTIONAL_COLUMNS
+from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
+from tuneloop.inference.prompt_room import Spares
 
 REFERENCES = {"sft_eval": "completion", "preference_eval": "chosen"}
 """Split of held-out demonstrations or pairs → the column with the text that is to be said."""
@@ -18,7 +21,6 @@ SPLITS = ("eval", "train", "sft", "sft_eval", "preference", "preference_eval")
 MOST = 16
 """Demonstrations whose prompts are completed: people read them, and nothing is measured on them."""
 COLUMNS = ("id", "prompt", "chat")
-OPTIONAL_COLUMNS = ("tools", "row")
 
 
 def is_prompts(artifact: Artifact) -> bool:
@@ -49,8 +51,10 @@ def sample_demonstrations(
     samples: list[dict[str, Any]] = []
     if rows:
         groups = [f"i{0:06d}-e{number:05d}" for number in range(len(rows))]
+        # Samples for people: a prompt that is too long has none.
+        skipped = Spares(rule=LengthPolicy("drop"), required=False)
         with generate.open_engine(options) as engine:
-            job = generate.Job(rows, groups, 1, options)
+            job = generate.Job(rows, groups, 1, options, spares=skipped)
             tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
         for row, group in zip(rows, completions):
             texts = build_reward_inputs(tokenizer, row, group[0])

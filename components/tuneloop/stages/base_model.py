@@ -13,6 +13,7 @@ from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, co
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
 from tuneloop.formats.model_files import choose_shard_bytes, copy_companions
+from tuneloop.formats.prompt_lengths import check_prompts
 from tuneloop.formats.template_settings import find_turn_end, read_template, set_chat_template
 from tuneloop.training.pretrained import Pretrained, load_pretrained
 from tuneloop.weights.codec import Encoding
@@ -92,6 +93,21 @@ def base_model(
     weight_encoding: Annotated[
         Encoding, Field(description="of deltas", json_schema_extra=UNTRACKED)
     ] = "gap8-xor",
+    completion_tokens: Annotated[
+        dict[str, int],
+        Field(
+            description="split of prompts → tokens of a completion: check that its prompts leave this room",
+            json_schema_extra=UNTRACKED,
+        ),
+    ] = {},  # noqa: B006
+    engine_context: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="context of the engine that will sample; none: the model's",
+            json_schema_extra=UNTRACKED,
+        ),
+    ] = None,
     seed: int = 0,
 ) -> Results:
     """Write version 0 of the policy: weights, configuration, tokenizer and canary.
@@ -99,8 +115,12 @@ def base_model(
     Tiny models have about 0.8 million parameters, random from the seed, and a byte-level BPE tokenizer trained on
     the text of the prompts (never the held-out ones), in which every digit is a token of its own.
 
+    With `completion_tokens` every prompt is rendered and counted, before anything is trained: ``facts.prompts`` has
+    the longest, and how many leave too little room (``data.too_long``).
+
     Raises:
-        UserError: a directory without configuration, tokenizer or weights; an unknown hub name; a tiny model
+        UserError: a prompt that the chat template cannot render, or more that are too long than may be dropped;
+            a directory without configuration, tokenizer or weights; an unknown hub name; a tiny model
             without prompts; a chat template that is none, or arguments that it does not have.
         Retryable: the hub does not answer.
     """
@@ -122,12 +142,17 @@ def base_model(
             tokenizer = pretrained.tokenizer
         set_chat_template(tokenizer, chat_template, template_args)
         set_turn_end(stage, policy, tokenizer)
+    if completion_tokens and prompts is not None:
+        own_context = get_context(policy.config)
+        context = min(own_context, engine_context or own_context)
+        with stage.timed("check"):
+            check_prompts(stage, tokenizer, prompts, completion_tokens, context)
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
         policy.to(getattr(torch, dtype))
         if pretrained:
-            limit = choose_shard_bytes(pretrained.directory, dtype)
-            policy.save_pretrained(target, max_shard_size=limit)
+            shard_bytes = choose_shard_bytes(pretrained.directory, dtype)
+            policy.save_pretrained(target, max_shard_size=shard_bytes)
         else:
             policy.save_pretrained(target)
         tokenizer.save_pretrained(target)
@@ -164,6 +189,11 @@ def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:
     stage.facts["surplus_tokens"] = len(tokens)
     names = ", ".join(tokens[:3]) + (", …" if len(tokens) > 3 else "")
     stage.log(f"the tokenizer has {len(tokens)} more tokens than the model has embeddings: {names}")
+
+
+def get_context(config: Any) -> int:
+    """Get the context of a model, in tokens; a very large number if its configuration does not say."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
 
 def set_turn_end(stage: Stage, policy: Any, tokenizer: Any) -> None:
@@ -220,12 +250,11 @@ def _text(prompts: Artifact | None, model: str) -> Iterator[str]:
     for file, columns in (("train", ("prompt", "answer")), ("sft", ("prompt", "completion"))):
         place = prompts.part(f"{file}.parquet", "--prompts", "give it what data_prep made")
         for row in pq.read_table(place).to_pylist():
+            texts = [row[columns[0]], row[columns[1]]]
             if row["chat"]:
-                yield from (message["content"] for message in json.loads(row["prompt"]))
-            else:
-                yield row[columns[0]]
-            if row[columns[1]] is not None:
-                yield row[columns[1]]
+                texts[:1] = [message.get("content") for message in json.loads(row["prompt"])]
+            # Messages that only call tools have no text, conversations no completion.
+            yield from (text for text in texts if isinstance(text, str))
 
 
 def _tiny(name: str, tokenizer: Any, context: int) -> Any:

@@ -9,9 +9,12 @@ from pydantic import Field
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
+from tuneloop.formats.rows import list_columns
+from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.inference.held_out import has_rows, is_prompts, sample_demonstrations
+from tuneloop.inference.prompt_room import Spares
 from tuneloop.rewards.scoring import KINDS, may_pass, score_all
 
 
@@ -36,6 +39,7 @@ class EvaluateOptions(SamplingOptions):
 def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOptions) -> Results:
     """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
 
+    Prompts that leave too little room for a completion are skipped, and others take their place (``data.too_long``).
     The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind. Data without
     held-out prompts has nothing to score: then the prompts of held-out demonstrations are completed
     for people to read, and there is no mean.
@@ -50,12 +54,18 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         stage.log(f"no held-out prompts to score; completed those of {count} demonstrations")
         return {"mean_reward": None}
     held_out = open_rows(prompts, "eval.parquet", generate.COLUMNS, "--prompts", "data_prep")
-    rows = read_rows(
-        held_out, range(min(options.limit, held_out.metadata.num_rows)), generate.COLUMNS
+    columns = list_columns(generate.COLUMNS, held_out.schema_arrow.names)
+    total = held_out.metadata.num_rows
+    rows = read_rows(held_out, range(min(options.limit, total)), columns)
+    spares = Spares(
+        (row for place in range(len(rows), total) for row in read_rows(held_out, [place], columns)),
+        LengthPolicy.from_facts(prompts.manifest.facts),
+        total,
+        required=False,
     )
     groups = [f"i{options.iteration:06d}-e{i:05d}" for i in range(len(rows))]
     with generate.open_engine(options) as engine:
-        job = generate.Job(rows, groups, 1, options)
+        job = generate.Job(rows, groups, 1, options, spares=spares)
         tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
     heard = [build_reward_inputs(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
     judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]

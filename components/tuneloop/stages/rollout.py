@@ -2,21 +2,25 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import pyarrow.parquet as pq
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
-from tuneloop.core.seeds import derive_seed, draw_indices
+from tuneloop.core.seeds import derive_seed, draw_indices, permute_index
 from tuneloop.formats import rollouts
 from tuneloop.formats.carried import ABOUT, CARRIED, read_carried
+from tuneloop.formats.rows import list_columns
+from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
+from tuneloop.inference.prompt_room import Spares
 from tuneloop.inference.proof import describe_blind_spot, read_canary
 from tuneloop.inference.rounds import Rounds, bound_staleness
 
@@ -86,6 +90,8 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     """Generate `n` completions for each prompt of the iteration's batch; with an environment, `n` episodes.
 
     The batch is a function of (seed, iteration): prompts come from a permutation of ``train.parquet`` for each epoch.
+    A prompt that leaves too little room for a completion is skipped, and another takes its place, a function of (seed,
+    iteration), too (``data.too_long``).
     With `oversampled_prompts` it has that many, and ``facts.groups`` tells the update how many of their groups to keep.
     The batch counts only if the engine proves that it serves `policy`: by the digest that it echoes, by the canary's
     log-probabilities, and by the version on every completion.
@@ -111,10 +117,16 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     places = draw_indices(
         total, drawn, size - len(begun), partial(derive_seed, options.seed, "prompts")
     )
+    columns = list_columns(generate.COLUMNS, train.schema_arrow.names)
     chosen = [
-        *(each.row for each in begun.values()),
-        *rollouts.read_rows(train, places, generate.COLUMNS),
+        *(dict(group.row) for group in begun.values()),
+        *rollouts.read_rows(train, places, columns),
     ]
+    seed = derive_seed(options.seed, "spares", iteration)
+    spares = Spares(
+        list_spares(train, columns, seed, {row["id"] for row in chosen}),
+        LengthPolicy.from_facts(prompts.manifest.facts),
+    )
     groups = [*begun, *(f"i{iteration:06d}-p{p:05d}" for p in range(len(places)))]
     if len({*groups}) < len(groups):
         raise UserError(
@@ -123,7 +135,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
             "has begun groups that the policy carries; use a later iteration",
         )
     with generate.open_engine(options) as engine:
-        job = generate.Job(chosen, groups, options.n, options, rounds)
+        job = generate.Job(chosen, groups, options.n, options, rounds, spares)
         tokenizer, requests, completions = generate.generate_completions(stage, policy, job, engine)
     batch = every = [*zip(chosen, requests, completions)]
     if rounds:
@@ -165,6 +177,17 @@ def warn_of_blind_spot(stage: Stage, policy: Artifact, iteration: int) -> None:
     version = policy.manifest.facts["version"]
     if since == version or (since is None and iteration == 1):
         stage.log(describe_blind_spot(policy, statement, stage.facts["engine"]))
+
+
+def list_spares(
+    train: pq.ParquetFile, columns: Sequence[str], seed: int, chosen: Set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `train` in a random order of `seed`, without those whose ids are `chosen`."""
+    total = train.metadata.num_rows
+    for index in range(total):
+        (row,) = rollouts.read_rows(train, [permute_index(index, total, seed)], columns)
+        if row["id"] not in chosen:
+            yield row
 
 
 Group = tuple[Mapping[str, Any], rollouts.Request, Sequence[rollouts.Completion]]

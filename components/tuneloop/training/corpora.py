@@ -15,6 +15,7 @@ from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
 from tuneloop.formats.chat_forms import Reasoning
 from tuneloop.formats.conversations import Encoded, History
+from tuneloop.formats.rows import list_columns, name_row
 from tuneloop.formats.token_files import Corpus, Document
 from tuneloop.formats.tokens import (
     encode_answer,
@@ -65,9 +66,8 @@ def tokenize_split(
             raise UserError(
                 "--prompts", column, f"is not a column of {split}.parquet; make the data again"
             )
-    columns += [column for column in ("tools", "row") if column in names]
     encoder = open_encoder(prompts, policy)
-    for batch in table.iter_batches(1024, columns=columns):
+    for batch in table.iter_batches(1024, columns=list_columns(columns, names)):
         check_stop()
         for row in batch.to_pylist():
             for document in encoder.encode_row(row, SIDES[split]):
@@ -136,11 +136,6 @@ def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
         facts.get("history", "as-rendered"),
         facts.get("reasoning", "keep"),
     )
-
-
-def name_row(row: Mapping[str, Any]) -> str:
-    """Name a row as the user's file does, if that is known, and else by its id."""
-    return row.get("row") or row["id"]
 
 
 def report_split_conversations(stage: Stage, corpus: Corpus) -> None:

@@ -47,7 +47,7 @@ def fit_corpus(
     dropped = {place // together for place in lost}
     count = len(corpus) // together
     over = f"max_length {max_length}; raise it" if max_length <= policy.context else ""
-    rule.check(
+    rule.check_share(
         len(dropped),
         count,
         [describe_long(corpus, place, limit) for place in lost[:SHOWN]],

@@ -1,0 +1,74 @@
+"""All prompts of a run, rendered and counted once, before anything is trained."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from tuneloop.core.artifacts import Artifact
+from tuneloop.core.component import Stage
+from tuneloop.core.errors import UserError
+from tuneloop.formats.rows import list_columns, name_row
+from tuneloop.formats.tokens import encode_prompt
+from tuneloop.formats.too_long import SHOWN, LengthPolicy
+
+REQUIRED = ("id", "prompt", "chat")
+
+
+def check_prompts(
+    stage: Stage,
+    tokenizer: Any,
+    prompts: Artifact,
+    completion_tokens: Mapping[str, int],
+    context: int,
+) -> None:
+    """Encode every prompt of the splits in `completion_tokens` and count those that leave less room than that.
+
+    Later stages skip the ones that do not fit; here it is known how many they are. Counts, the longest prompt and the
+    first rows are left in ``facts.prompts``. Raises UserError: a prompt that the chat template cannot render, or more
+    that do not fit than the data allows to drop."""
+    rule = LengthPolicy.from_facts(prompts.manifest.facts)
+    counts: dict[str, Any] = {}
+    for split, tokens in completion_tokens.items():
+        if f"{split}.parquet" not in prompts.manifest.files:
+            continue
+        lengths = measure_prompts(stage, tokenizer, prompts, split)
+        room = context - tokens
+        long = [f"{row} ({length} tokens)" for row, length in lengths if length > room]
+        rule.check_share(
+            len(long),
+            len(lengths),
+            long,
+            f"with {tokens} of a completion they exceed the context of {context}; lower max_tokens, raise "
+            "engine.args.max_model_len if the model allows it",
+        )
+        longest = max((length for _, length in lengths), default=0)
+        counts[split] = {"longest": longest, "too_long": len(long), "first": long[:SHOWN]}
+        if long:
+            shown = "; ".join(long[:3])
+            stage.log(
+                f"{len(long)} of {len(lengths)} prompts ({split}) are too long and are skipped: {shown}"
+            )
+    stage.facts["prompts"] = counts
+
+
+def measure_prompts(
+    stage: Stage, tokenizer: Any, prompts: Artifact, split: str
+) -> list[tuple[str, int]]:
+    """Encode the prompts of a split; return each row's name and number of tokens. Raises UserError that names the row
+    of a prompt that cannot be encoded."""
+    file = pq.ParquetFile(prompts.part(f"{split}.parquet"))
+    columns = list_columns(REQUIRED, file.schema_arrow.names)
+    bar = stage.progress(file.metadata.num_rows, f"{split} prompts")
+    lengths: list[tuple[str, int]] = []
+    for batch in file.iter_batches(1024, columns=columns):
+        for row in batch.to_pylist():
+            try:
+                ids = encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
+            except UserError as error:
+                field = f"{name_row(row)}: {error.field}"
+                raise UserError(field, error.value, error.remedy) from error
+            lengths.append((name_row(row), len(ids)))
+        stage.check_stop()
+        bar.update(len(lengths))
+    return lengths

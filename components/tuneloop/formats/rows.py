@@ -1,0 +1,18 @@
+"""Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named to people."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+OPTIONAL_COLUMNS = ("tools", "row")
+"""Columns that are read where the data has them: schemas of tools (a JSON list), and the row of the user's file."""
+
+
+def list_columns(required: Iterable[str], present: Iterable[str]) -> list[str]:
+    """List the columns to read of a file that has the columns `present`."""
+    available = set(present)
+    return [*required, *(column for column in OPTIONAL_COLUMNS if column in available)]
+
+
+def name_row(row: Mapping[str, Any]) -> str:
+    """Name a row as the user's file does, if that is known, and else by its id."""
+    return str(row.get("row") or row["id"])
