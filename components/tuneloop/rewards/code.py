@@ -1,132 +1,99 @@
-"""Programs (Python) that pass tests. Each test runs the program in the sandbox: see `sandbox` and docs/training.md.
+"""Programs (Python) that pass tests. Each test runs the program in the sandbox: see `sandbox` and
+docs/rewards.md.
 
-``metadata["tests"]`` lists the tests, of these forms:
+The row's metadata has the tests, in one of these forms:
 
-- ``{"stdin": "1 2\\n", "stdout": "3\\n"}``: the whole program, what it prints; blanks at the end of lines do not count;
-- ``{"call": "add(1, 2)", "returns": 3}``: an expression evaluated after the program, and its value;
-- ``"assert add(1, 2) == 3"``: the same, where one side of ``==`` is a literal.
+- ``tests``, a list of ``{"stdin": "1 2\\n", "stdout": "3\\n"}`` (the whole program, and what it
+  prints; blanks at the end of lines do not count), ``{"call": "add(1, 2)", "returns": 3}`` (an
+  expression that is evaluated after the program, and its value), and of lines of assertions as
+  MBPP has them, ``"assert add(1, 2) == 3"``;
+- ``test`` and ``entry_point``, as HumanEval has them: ``check(candidate)`` is one test;
+- ``stdin_tests``, a list of ``{"input", "output"}`` as APPS, TACO and LiveCodeBench have them: text
+  of a whole program, or with ``fn_name`` the arguments and the result of a function.
 
-The expected result never enters the sandbox, so that a program cannot copy it; an assertion of another form would be
-evaluated by the program under test, and is refused. ``metadata["code"]`` may hold the limits: `seconds` (of all
-tests together, see `sandbox`, 4; stay below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64)."""
+``prelude`` is code before every program, and ``prompt`` the beginning of a program that the
+completion may continue. What is expected never enters the sandbox of the program, so that it can
+neither copy nor change it: see `programs.checks` for tests that are code.
 
-import ast
-import re
+``metadata["code"]`` may hold the limits: `seconds` (of all tests together, see `sandbox`, 4; stay
+below the stage's `timeout_s`), `memory_mb` (256) and `output_kb` (64).
+"""
+
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
+from tuneloop.rewards.programs.checks import run_check
+from tuneloop.rewards.programs.completions import complete_program
+from tuneloop.rewards.programs.tests import Tests, read_tests
 from tuneloop.rewards.sandbox import Ending, Limits, check_sandbox, run_in_sandbox
-from tuneloop.rewards.scoring import Escape
+from tuneloop.rewards.scoring import Escape, Unverifiable
 
-BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 LIMITS = {"seconds": 4.0, "memory_mb": 256, "output_kb": 64}
 REASONS = ("error", "timeout", "memory", "output")
 
 check_sandbox("rewards", "code")
 
 
-@dataclass(frozen=True)
-class Test:
-    """One test: what goes in, and what must come out."""
-
-    stdin: str
-    call: str | None
-    expected: Any
-
-    def passed(self, ending: Ending) -> bool:
-        """Return whether a program that ended so passes."""
-        if ending.kind != "done":
-            return False
-        if self.call is None:
-            return _lines(ending.stdout) == _lines(self.expected)
-        try:
-            return bool(_plain(ast.literal_eval(ending.result or "")) == _plain(self.expected))
-        except (
-            ValueError,
-            SyntaxError,
-            MemoryError,
-            RecursionError,
-        ):  # no literal, so not the expected value
-            return False
-
-
 def score(
     completion: str, answer: str, metadata: dict[str, Any]
 ) -> tuple[float, dict[str, float]] | None:
-    """Return the share of tests that the program in `completion` passes, and those that ended by each of `REASONS`. The
-    last fenced block is the program, else all of it. None without tests, with one of another form, or with other
-    limits. Raises Escape where the program tried to get out; no further test is run."""
-    tests = [_test(given) for given in metadata.get("tests") or []]
-    if not tests or None in tests:
-        return None
-    limits = {**LIMITS, **metadata.get("code", {})}
-    if limits.keys() != LIMITS.keys() or not all(
-        isinstance(v, int | float) and v > 0 for v in limits.values()
-    ):
-        return None
-    left, program = limits["seconds"], extract_code(completion)
-    passed, ended = 0, Counter[str]()
-    for test in filter(None, tests):
-        if left <= 0:
-            ended["timeout"] += 1
-            continue
-        most = Limits(left, int(limits["memory_mb"] * 2**20), int(limits["output_kb"] * 2**10))
-        ending = run_in_sandbox(program, test.stdin, test.call, most)
-        if ending.kind == "escape":
-            raise Escape(ending.door)
-        left -= ending.seconds
-        ended[ending.kind] += 1
-        passed += test.passed(ending)
-    return passed / len(tests), {reason: ended[reason] / len(tests) for reason in REASONS}
+    """Return the share of tests that the program in `completion` passes, and the shares of those
+    that ended by each of `REASONS`.
 
-
-def extract_code(completion: str) -> str:
-    """Return the program that a completion gives.
-
-    >>> extract_code("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
-    'print(1)\\n'
+    Raises:
+        Unverifiable: there are no tests, one is none, or a limit is none.
+        Escape: the program tried to get out; no further test is run.
     """
-    blocks: list[str] = BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+    tests = read_tests(metadata)
+    limits = read_limits(metadata)
+    program = complete_program(completion, tests.prompt, tests.function)
+    if tests.prelude:
+        program = f"{tests.prelude}\n\n{program}"
+    passed, endings = run_tests(program, tests, limits)
+    shares = {reason: endings[reason] / tests.number for reason in REASONS}
+    return passed / tests.number, shares
 
 
-def _test(given: Any) -> Test | None:
-    if isinstance(given, str):
-        return _assertion(given)
-    if isinstance(given, dict) and given.keys() == {"call", "returns"}:
-        return Test("", str(given["call"]), given["returns"])
-    if isinstance(given, dict) and "stdout" in given and given.keys() <= {"stdin", "stdout"}:
-        return Test(str(given.get("stdin", "")), None, str(given["stdout"]))
-    return None
-
-
-def _assertion(text: str) -> Test | None:
-    try:
-        (statement,) = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError):
-        return None
-    if not (
-        isinstance(statement, ast.Assert) and isinstance(compared := statement.test, ast.Compare)
-    ):
-        return None
-    if len(compared.ops) != 1 or not isinstance(compared.ops[0], ast.Eq):
-        return None
-    left, right = compared.left, compared.comparators[0]
-    for expected, call in ((right, left), (left, right)):
-        try:
-            return Test("", ast.unparse(call), ast.literal_eval(expected))
-        except ValueError:
+def run_tests(program: str, tests: Tests, limits: Limits) -> tuple[int, Counter[str]]:
+    """Run all tests on a program; return how many it passes, and counts of how they ended."""
+    seconds = limits.seconds
+    passed = 0
+    endings: Counter[str] = Counter()
+    for case in tests.cases:
+        if seconds <= 0:
+            endings["timeout"] += 1
             continue
-    return None
+        share = Limits(seconds, limits.memory, limits.output)
+        ending = _refuse_escape(run_in_sandbox(program, case.stdin, case.call, share))
+        seconds -= ending.seconds
+        endings[ending.kind] += 1
+        passed += case.is_passed(ending)
+    if tests.check is not None and seconds > 0:
+        share = Limits(seconds, limits.memory, limits.output)
+        result = run_check(tests.check, program, share)
+        _refuse_escape(result.ending)
+        endings[result.ending.kind] += len(result.passed)
+        passed += sum(result.passed)
+    elif tests.check is not None:
+        endings["timeout"] += len(tests.check.statements)
+    return passed, endings
 
 
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists, for JSON has no tuples."""
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return {key: _plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+def read_limits(metadata: Mapping[str, Any]) -> Limits:
+    """Read the limits of a program. Raises Unverifiable at an unknown one, or one that is no positive
+    number."""
+    settings = {**LIMITS, **metadata.get("code", {})}
+    for name, value in settings.items():
+        if name not in LIMITS:
+            raise Unverifiable(f"metadata['code'] has {name!r}; its limits are {', '.join(LIMITS)}")
+        if not isinstance(value, int | float) or value <= 0:
+            raise Unverifiable(f"metadata['code'][{name!r}] is {value!r}, not a positive number")
+    memory = int(settings["memory_mb"] * 2**20)
+    return Limits(settings["seconds"], memory, int(settings["output_kb"] * 2**10))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _refuse_escape(ending: Ending) -> Ending:
+    if ending.kind == "escape":
+        raise Escape(ending.door)
+    return ending

@@ -77,10 +77,21 @@ def test_programs_that_behave(program: str, tests: list[Any], score: float) -> N
 
 
 @pytest.mark.parametrize(
-    "tests", [[], ["assert add(1, 2)"], ["assert add(1, 2) == add(2, 1)"], [{"call": "f()"}], [7]]
+    ("tests", "reason"),
+    [
+        ([], "metadata has no tests; the reward code needs `tests`, "),
+        ([{"call": "f()"}], "metadata['tests'][0] is no test: {'call': 'f()'}"),
+        ([CALL, 7], "metadata['tests'][1] is no test: 7"),
+        (["add(1, 2) =="], "metadata['tests'][0] is no test: 'add(1, 2) =='"),
+        (["assert 1 / 0"], "the tests in metadata call no function of the program"),
+    ],
 )
-def test_what_can_not_be_judged_outside_is_not(tests: list[Any]) -> None:
-    assert judge(ADD, *tests).outcome == "unverifiable"
+def test_what_is_no_test_is_not_judged_and_the_reason_is_given(
+    tests: list[Any], reason: str
+) -> None:
+    outcome = judge(ADD, *tests)
+    assert outcome.outcome == "unverifiable"
+    assert reason in str(outcome.breakdown["code"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,248 @@
+"""Run tests that are code in a process of their own, apart from the program that they test.
+
+A program that shared a process with its tests could change them. So a function that the tests call
+is a stand-in: it notes its arguments, and returns what the program, in its own sandbox, returned
+for them. The tests run once to note all calls, the program makes them, and the tests run again with
+the results, which are literals and nothing else. Where later calls depend on earlier results, both
+are repeated, up to `ROUNDS` times.
+"""
+
+import ast
+import builtins
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tuneloop.rewards.programs.tests import Check
+from tuneloop.rewards.sandbox import Ending, Limits, run_in_sandbox
+from tuneloop.rewards.scoring import Unverifiable
+
+ROUNDS = 6
+COLLECTING, STRICT = "collecting", "strict"
+
+ENCODE = '''
+def encode(value):
+    """Write a value as Python; floats without an end as literals."""
+    if type(value) is float and value in (float("inf"), float("-inf")):
+        return "1e999" if value > 0 else "-1e999"
+    if type(value) is list:
+        return "[" + ", ".join(map(encode, value)) + "]"
+    if type(value) is tuple:
+        return "(" + "".join(encode(part) + ", " for part in value) + ")"
+    if type(value) in (set, frozenset) and value:
+        return "{" + ", ".join(sorted(map(encode, value))) + "}"
+    if type(value) is dict:
+        return "{" + ", ".join(encode(k) + ": " + encode(v) for k, v in value.items()) + "}"
+    return repr(value)
+'''
+PROGRAM_SIDE = (
+    ENCODE
+    + '''
+def make_calls(calls, space):
+    """Make calls, each written as Python; return the values, or the names of what they raised."""
+    results = []
+    for call in calls:
+        try:
+            results.append(["returned", encode(eval(call, space))])
+        except Exception as error:
+            results.append(["raised", type(error).__name__])
+    return results
+'''
+)
+TEST_SIDE = (
+    ENCODE
+    + '''
+import ast, builtins, json, random
+
+
+class Missing(Exception):
+    """A call whose result is not known yet."""
+
+
+class Tolerant(ast.NodeTransformer):
+    """Have statements pass over what they raise, so that later calls are noted, too."""
+
+    def visit_Assert(self, node):
+        self.generic_visit(node)
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
+        return ast.Try([node], [handler], [], [])
+
+    visit_Assign = visit_AugAssign = visit_Expr = visit_Assert
+    visit_For = visit_While = visit_If = visit_With = visit_Assert
+
+
+class Answers:
+    """The results of the calls, taken in order. Calls that are noted but not made (for the message
+    of an assertion that holds) are passed over."""
+
+    def __init__(self, answered):
+        self.answered = answered
+        self.position = 0
+
+    def take(self, call):
+        for position in range(self.position, len(self.answered)):
+            if self.answered[position][0] == call:
+                self.position = position + 1
+                return self.answered[position][1]
+        raise Missing(call)
+
+
+def make_stand_in(name, calls, answers):
+    def stand_in(*args, **kwargs):
+        named = [key + "=" + encode(value) for key, value in kwargs.items()]
+        calls.append(name + "(" + ", ".join([*map(encode, args), *named]) + ")")
+        kind, text = answers.take(calls[-1])
+        if kind == "returned":
+            return ast.literal_eval(text)
+        error = getattr(builtins, text, Exception)
+        is_error = isinstance(error, type) and issubclass(error, Exception)
+        raise (error if is_error else Exception)("raised by the program")
+    return stand_in
+
+
+def run_tests(source, statements, functions, answered, mode):
+    calls, passed, missing = [], [], False
+    space = {"__name__": "tests"}
+    random.seed(0)
+    exec(compile(ast.parse(source), "<tests>", "exec"), space)
+    answers = Answers(answered)
+    stand_ins = {name: make_stand_in(name, calls, answers) for name in functions}
+    if mode == "collecting":
+        tree = ast.fix_missing_locations(Tolerant().visit(ast.parse(source)))
+        exec(compile(tree, "<tests>", "exec"), space)
+        stand_ins = {name: forgive(function) for name, function in stand_ins.items()}
+    random.seed(0)
+    space.update(stand_ins)
+    for statement in statements:
+        try:
+            exec(compile(statement, "<test>", "exec"), space)
+            passed.append(True)
+        except Missing:
+            missing = True
+            passed.append(False)
+        except Exception:
+            passed.append(False)
+    return json.dumps({"calls": calls, "passed": passed, "missing": missing})
+
+
+def forgive(function):
+    def forgiving(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except Missing:
+            return None
+    return forgiving
+'''
+)
+
+
+class CheckResult(NamedTuple):
+    """Which statements of a `Check` passed, how the program ended, and the seconds it took."""
+
+    passed: list[bool]
+    ending: Ending
+    seconds: float
+
+
+class _TestRun(NamedTuple):
+    calls: list[str]
+    passed: list[bool]
+    missing: bool
+
+
+def run_check(check: Check, program: str, limits: Limits) -> CheckResult:
+    """Run the tests of `check` on `program`, whose calls may take `limits` together. Raises
+    Unverifiable: the tests fail before they have a result of the program."""
+    functions = list_functions(check)
+    if not functions:
+        raise Unverifiable("the tests in metadata call no function of the program")
+    answered: list[tuple[str, list[str]]] = []
+    failed = [False] * len(check.statements)
+    ending = Ending("done", "")
+    seconds = 0.0
+    for _ in range(ROUNDS):
+        collected = _run_tests(check, functions, answered, COLLECTING, limits)
+        if collected is None and not answered:
+            raise Unverifiable("the tests in metadata cannot be run: they fail by themselves")
+        if collected is None or seconds >= limits.seconds:
+            return CheckResult(failed, ending, seconds)
+        share = Limits(limits.seconds - seconds, limits.memory, limits.output)
+        ending = run_in_sandbox(program, "", _write_calls(collected.calls), share)
+        seconds += ending.seconds
+        results = _read_results(ending, len(collected.calls))
+        if results is None:
+            return CheckResult(failed, ending, seconds)
+        answered = list(zip(collected.calls, results))
+        judged = _run_tests(check, functions, answered, STRICT, limits)
+        if judged is None or not judged.missing:
+            return CheckResult(judged.passed if judged else failed, ending, seconds)
+    return CheckResult(failed, ending, seconds)
+
+
+def list_functions(check: Check) -> list[str]:
+    """List the functions of the program that tests call: names that nothing else defines."""
+    trees = [ast.parse(check.source), *map(ast.parse, check.statements)]
+    defined = set(dir(builtins)) | {"__name__"}
+    loaded: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        defined.update(_list_definitions(node))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            loaded.add(node.id)
+    functions = loaded - defined
+    if check.entry_point is not None:
+        functions.add(check.entry_point)
+    return sorted(functions)
+
+
+def _list_definitions(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            for alias in names:
+                yield (alias.asname or alias.name).split(".")[0]
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            yield name
+        case ast.ExceptHandler(name=str(name)):
+            yield name
+
+
+def _run_tests(
+    check: Check,
+    functions: list[str],
+    answered: list[tuple[str, list[str]]],
+    mode: str,
+    limits: Limits,
+) -> _TestRun | None:
+    """Run the tests with the results that are there; None where they end or return otherwise."""
+    call = (
+        f"run_tests({check.source!r}, {check.statements!r}, {functions!r}, {answered!r}, {mode!r})"
+    )
+    ending = run_in_sandbox(TEST_SIDE, "", call, limits)
+    if ending.kind != "done":
+        return None
+    # What the program returned decides how the tests end, and it may be made to end them badly.
+    try:
+        return _TestRun(**json.loads(ast.literal_eval(ending.result or "")))
+    except Exception:
+        return None
+
+
+def _write_calls(calls: list[str]) -> str:
+    """Write an expression that makes the calls in the space of the program, but has its own names
+    in another, as the program may define the same."""
+    made = f"side['make_calls']({calls!r}, globals())"
+    return f"(lambda side: (exec({PROGRAM_SIDE!r}, side), {made})[1])({{}})"
+
+
+def _read_results(ending: Ending, number: int) -> list[list[str]] | None:
+    """Read the results of the calls; None where the program ended, or returned, otherwise."""
+    if ending.kind != "done":
+        return None
+    try:
+        results = ast.literal_eval(ending.result or "")
+        texts = [[str(part) for part in result] for result in results]
+    except Exception:
+        return None
+    is_whole = len(texts) == number and all(len(result) == 2 for result in texts)
+    return texts if is_whole else None

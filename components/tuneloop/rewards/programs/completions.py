@@ -1,0 +1,83 @@
+"""Take the program out of a completion: a fenced block, all of it, or what continues the prompt."""
+
+import ast
+import re
+import textwrap
+import warnings
+
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+INDENT = "    "
+
+
+def extract_code(completion: str, function: str | None = None) -> str:
+    """Return the last fenced block of a completion, or of the blocks that define `function` the
+    last; all of the completion if it has none.
+
+    >>> extract_code("Sure:\\n```python\\nprint(1)\\n```\\nThat is all.")
+    'print(1)\\n'
+    """
+    blocks: list[str] = BLOCK.findall(completion)
+    if not blocks:
+        return completion
+    defining = [block for block in blocks if function is not None and _defines(block, function)]
+    return defining[-1] if defining else blocks[-1]
+
+
+def complete_program(completion: str, prompt: str, function: str | None) -> str:
+    """Return the whole program that a completion gives.
+
+    Args:
+        completion: what the model wrote.
+        prompt: the beginning of a program that the completion may continue; empty if there is none.
+        function: the function that the program has to define, if it is known.
+
+    A completion that does not define the function is the rest of its body, up to the first line
+    that is not indented.
+    """
+    code = extract_code(completion, function)
+    if not prompt:
+        return code
+    if function is None or _defines(code, function):
+        # The prompt's imports and helpers are needed; what it only begins is defined again.
+        return f"{prompt.rstrip()}\n\n\n{code}" if _compiles(prompt) else code
+    bodies = [code, INDENT + code.lstrip(), textwrap.indent(textwrap.dedent(code), INDENT)]
+    for body in [*bodies, *map(_cut_body, bodies)]:
+        if _compiles(f"{prompt.rstrip()}\n{body}"):
+            return f"{prompt.rstrip()}\n{body}"
+    return prompt + code
+
+
+def _cut_body(body: str) -> str:
+    """Cut what follows the body of a function: the first line that is not indented ends it."""
+    lines = body.splitlines()
+    end = next(
+        (i for i, line in enumerate(lines) if i and line.strip() and not line[0].isspace()),
+        len(lines),
+    )
+    return "\n".join(lines[:end]) + "\n"
+
+
+def _compiles(code: str) -> bool:
+    # Text may be too deep for the parser, or hold what is no text.
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, "<program>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return False
+    return True
+
+
+def _defines(code: str, function: str) -> bool:
+    if not _compiles(code):
+        # A function in code that is cut or wrong is still no body of another.
+        return re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(function)}\b", code, re.M) is not None
+    for statement in ast.parse(code).body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == function:
+                return True
+            case ast.Assign(targets=[ast.Name(id=name)]) if name == function:
+                return True
+            case ast.ImportFrom(names=names) if function in [a.asname or a.name for a in names]:
+                return True
+    return False
