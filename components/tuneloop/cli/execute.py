@@ -242,6 +242,7 @@ def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) ->
 def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
     from tuneloop.cli.checks import check_local_run
     from tuneloop.cli.show import write_report
+    from tuneloop.runs.completeness import describe_missing, list_missing
     from tuneloop.runs.summary import summarize_run
 
     assert run.record
@@ -256,6 +257,11 @@ def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> i
             f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first",
         )
     if run.phase == "succeeded":  # its executor may have been killed before the report was whole
+        missing = list_missing(run)
+        if missing:
+            remedy = "restore it from a copy, or delete the run and run it again under this name"
+            lost = f"has succeeded, but {describe_missing(missing)} in {run.url} is missing"
+            raise UserError("run", run.name, f"{lost}; {remedy}")
         typer.echo(f"{run.name}: finished already\n{summarize_run(run, report=write_report(run))}")
         return 0
     check_local_run(run.record.config, run.read_workflow(), run.store_url)

@@ -2,7 +2,9 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import typer
 
@@ -35,6 +37,8 @@ def run_command(command: Callable[[], int | None]) -> int:
         told = errors.shorten_text(error.format_message(), 400)
         return errors.print_diagnostic(f"error: {told} (see --help)", errors.EXIT_USER)
     except Exception as error:
-        if disk := errors.find_disk_error(error):
+        # An error while writing names no file: the free bytes of both places tell which disk it is.
+        disk = errors.find_disk_error(error, [Path.cwd(), Path(tempfile.gettempdir())])
+        if disk:
             return errors.report_error(disk)
         raise

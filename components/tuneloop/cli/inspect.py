@@ -31,6 +31,7 @@ def show_status(
 ) -> None:
     """Show the stages of a run, or all runs. With its iteration and its reward so far."""
     from tuneloop.cli.show import format_store_option, show_stages
+    from tuneloop.runs.completeness import describe_missing, list_missing
     from tuneloop.runs.stages import list_stages
     from tuneloop.runs.summary import format_facts, iterations_line, reward_line
 
@@ -48,6 +49,9 @@ def show_status(
         facts["newest batch"] = (
             f"{latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})"
         )
+    missing = list_missing(run)
+    if missing:
+        facts["missing"] = f"{describe_missing(missing)}; restore it from a copy"
     typer.echo(format_facts(facts))
     show_stages(list_stages(run))
 
@@ -166,6 +170,7 @@ def print_json(told: Mapping[str, Any]) -> None:
 
 def _told(run: "Run") -> dict[str, Any]:
     """Describe a run for programs."""
+    from tuneloop.runs.completeness import list_missing
     from tuneloop.runs.stages import list_stages
 
     state, batches = run.state, run.training_rewards()
@@ -179,6 +184,7 @@ def _told(run: "Run") -> dict[str, Any]:
         "evaluations": [_score(run, score) for score in run.evaluations()],
         "newest_batch": _score(run, batches[-1]) if batches else None,
         "stages": [asdict(stage) for stage in list_stages(run)],
+        "missing": list_missing(run),
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
-from tuneloop.core.ends import describe_exit, name_signal
+from tuneloop.core.ends import TERMINATED, describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
 from tuneloop.core.server_token import create_token_file
@@ -98,7 +98,10 @@ class PodFilesystem:
 class PodDaemon:
     """A pod that outlives its node's start; it ends with the graph that started it."""
 
-    def __init__(self, execution: Execution, node: Node, process: Process, grace: float) -> None:
+    def __init__(
+        self, execution: Execution, node: Node, process: Process, grace: float, log: "LogPart"
+    ) -> None:
+        self._log = log
         self.over = threading.Event()
         self.result = Result("Succeeded")
         self._execution, self._node, self._process, self._grace = execution, node, process, grace
@@ -116,7 +119,7 @@ class PodDaemon:
         self.result.exit_code = code = self._process.code
         if not self._closing:
             stopped = self._execution.stopping.is_set()
-            words = _last_words(self._execution.workdir / self._node.log)
+            words = self._log.read_last_line()
             cause = f"server died: {name_signal(code) or describe_exit(code)}{f': {words}' if words else ''}"
             self.result.phase, self.result.message = "Failed", "stopped" if stopped else cause
         self._execution.settle(self._node, self.result)
@@ -132,6 +135,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     log = execution.workdir / node.log
     log.parent.mkdir(exist_ok=True)
     log.touch()
+    log_part = LogPart(log)
     _mount_token(execution, template, files)
     env = _build_environment(execution, container, node, files)
     given = (*container.get("command", []), *container.get("args", []))
@@ -141,7 +145,8 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     )
     command = [named(files.translate(word)) for word in given]
     words = home / "termination-log"
-    words.touch()
+    # An earlier session may have left its own: nodes have the same places in all.
+    words.write_text("")
     env[TERMINATION_LOG] = str(words)
     grace = _grace(template, execution.grace)
     with contextlib.ExitStack() as stack:
@@ -159,7 +164,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
         process = execution.launcher.start(command, env, execution.cwd, log, log, patient)
         with execution.watch_pod(node, process, grace):
             if template.get("daemon"):
-                return _become_daemon(execution, container, node, process, grace)
+                return _become_daemon(execution, container, node, process, grace, log_part)
             process.ended.wait()
     parameters, missing = files.read_parameters()
     result = Result("Succeeded" if process.code == 0 else "Failed", "", parameters, process.code)
@@ -168,7 +173,10 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif result.phase == "Failed":
-        last_words = words.read_text(errors="replace").strip() or _last_words(log)
+        last_words = words.read_text(errors="replace").strip()
+        # What a program that was asked to end had printed last is not why it ended.
+        if not last_words and process.code != TERMINATED:
+            last_words = log_part.read_last_line()
         result.message = describe_exit(process.code, last_words)
     return result
 
@@ -214,12 +222,19 @@ def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFi
             (files.local_path(mounted[volume["name"]]) / TOKEN_KEY).symlink_to(token.absolute())
 
 
-def _last_words(log: Path) -> str:
-    """Return the end of a log as the reason of a failure."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 2000))
-        lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
+class LogPart:
+    """What one attempt adds to the log of its node, which earlier sessions of the run have written to as well."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._start = log.stat().st_size
+
+    def read_last_line(self) -> str:
+        """Return the end of the last line, as the reason of a failure."""
+        with self._log.open("rb") as file:
+            file.seek(max(self._start, self._log.stat().st_size - 2000))
+            lines = file.read().decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
 
 
 def _grace(template: Mapping[str, Any], default: float) -> float:
@@ -232,7 +247,12 @@ def _grace(template: Mapping[str, Any], default: float) -> float:
 
 
 def _become_daemon(
-    execution: Execution, container: Mapping[str, Any], node: Node, process: Process, grace: float
+    execution: Execution,
+    container: Mapping[str, Any],
+    node: Node,
+    process: Process,
+    grace: float,
+    log: LogPart,
 ) -> Result:
     probe = container.get("readinessProbe") or {}
     pause, address = min(float(probe.get("periodSeconds", 1)), 0.1), execution.get_address(node)
@@ -243,9 +263,12 @@ def _become_daemon(
             return Result("Failed", "stopped", exit_code=process.code)
         over = process.ended.wait(pause)
     if over:
-        message = f"ended before it was ready: {describe_exit(process.code, _last_words(execution.workdir / node.log))}"
+        reason = describe_exit(process.code, log.read_last_line())
+        message = f"ended before it was ready: {reason}"
         return Result("Failed", message, exit_code=process.code)
-    return Result("Running", daemon=PodDaemon(execution, node, process, grace), address=address)
+    return Result(
+        "Running", daemon=PodDaemon(execution, node, process, grace, log), address=address
+    )
 
 
 def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: str) -> bool:

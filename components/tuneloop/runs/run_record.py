@@ -289,7 +289,10 @@ class Run:
             return None
         key = f"{entry.key}/{entry.manifest.root}/{name}"
         data = self._index.store.get(key)
-        if data is None or xxhash.xxh3_128_hexdigest(data) != entry.manifest.files[name].digest:
+        if data is None:
+            remedy = "is missing; restore it from a copy"
+            raise Corrupt("artifact", f"{self.url}/{key}", remedy)
+        if xxhash.xxh3_128_hexdigest(data) != entry.manifest.files[name].digest:
             raise Corrupt(
                 "artifact",
                 f"{self.url}/{key}",

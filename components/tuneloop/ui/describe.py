@@ -8,6 +8,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.alarms import find_alarms
+from tuneloop.runs.completeness import describe_missing, list_missing
 from tuneloop.runs.delivery import list_deliveries
 from tuneloop.runs.run_record import Entry, Run
 from tuneloop.runs.stages import list_cluster_stages, list_stages
@@ -59,11 +60,14 @@ def describe_run(run: Run) -> dict[str, Any]:
     """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow."""
     curves = run.curves()
     workflow: dict[str, Any] = {}
-    note = ""
+    notes: list[str] = []
+    missing = list_missing(run)
+    if missing:
+        notes.append(f"{describe_missing(missing)} in {run.url} is missing; restore it from a copy")
     if run.record and (run.directory / "workflow.yaml").is_file():
         workflow = run.read_workflow()
     elif run.record:
-        note = f"the graph is left out: {run.directory}/workflow.yaml is missing"
+        notes.append(f"the graph is left out: {run.directory}/workflow.yaml is missing")
     phases, artifacts = (
         run.phase_seconds().items(),
         [_describe_artifact(run, entry) for entry in run.entries],
@@ -84,7 +88,7 @@ def describe_run(run: Run) -> dict[str, Any]:
             {"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)}
             for k, p in phases
         ],
-        "note": note,
+        "note": "; ".join(notes),
         "medians": run.seconds_an_iteration(),
         "packages": _list_packages(run),
     }

@@ -56,7 +56,8 @@ def render_page(run: Run) -> str:
         "deliveries": list_deliveries(run)[-VERSIONS:],
     }
     samples = {f"{at}/samples/{place}": page for place, page in _read_samples(run)}
-    for note in sorted({page["note"] for page in samples.values()} - {""}):
+    notes = {found["note"]} | {page["note"] for page in samples.values()}
+    for note in sorted(notes - {""}):
         print_diagnostic(f"report: {note}", 0)
     # A server keeps files open, but a report needs them once.
     COMPLETIONS.clear()

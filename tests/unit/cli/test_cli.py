@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel's own full device."""
     assert run_command(lambda: Path("/dev/full").write_bytes(b"x") and None) == 75
     err = capsys.readouterr().err
-    assert err.startswith("unavailable: disk full: /dev/full"), err
+    assert err.startswith(f"unavailable: disk full: {Path.cwd()} ("), err
     assert err.endswith("free space there, then run it again\n")
     with pytest.raises(FileNotFoundError):
         run_command(lambda: Path("/nowhere/x").write_bytes(b"x") and None)
@@ -567,6 +567,46 @@ def test_a_flipped_byte_is_named(call: Call, tmp_path: Path) -> None:
         in result.out
     )
     assert str(weights) in result.err
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        ("iterations", "iterations/1/policy-update, iterations/1/reward, iterations/1/rollout and"),
+        ("iterations/1/reward", "iterations/1/reward"),
+        ("iterations/2/policy-update", "iterations/2/policy-update"),
+        ("export", "export"),
+        ("sft/data-", "sft"),
+        ("evaluate-after/manifest.json", "evaluate-after"),
+    ],
+)
+def test_a_finished_run_says_what_is_missing_of_it(
+    call: Call, finished: Path, tmp_path: Path, lost: str, named: str
+) -> None:
+    """It was "finished already", 0."""
+    at = ("--store", str(finished / "runs"))
+    run = finished / "runs" / "done"
+    (path,) = run.glob(f"{lost}*") if lost.endswith("-") else [run / lost]
+    kept = tmp_path / "kept"
+    path.rename(kept)
+    try:
+        for words in (("run", TOY, "--run", "done", *at), ("resume", "done", *at)):
+            refused(call(*words), f"has succeeded, but {named}", "is missing; restore it")
+        status = call("status", "done", *at)
+        assert status.code == 0 and re.search(rf"missing +{named}", status.out), status.out
+        missing = json.loads(call("status", "done", "--json", *at).out)["missing"]
+        place = lost.removesuffix("/manifest.json").removesuffix("/data-")
+        assert missing and all(f"{key}/".startswith(f"{place}/") for key in missing), missing
+        report = call("report", "done", "-o", str(tmp_path / "report.html"), *at)
+        if lost.startswith("sft/"):
+            # Its curve cannot be drawn.
+            refused(report, f"/{lost}", "is missing; restore it from a copy")
+        else:
+            assert report.code == 0 and f"report: {named}" in report.err, report.err
+    finally:
+        kept.rename(path)
+    assert json.loads(call("status", "done", "--json", *at).out)["missing"] == []
+    assert call("run", TOY, "--run", "done", *at).code == 0
 
 
 def test_the_same_run_again_is_done_and_another_configuration_is_refused(

@@ -579,3 +579,19 @@ def test_environments_that_take_effect_at_import_must_agree() -> None:
     assert not is_compatible({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"})
     assert not is_compatible({}, {"HF_HOME": "/cache"})
     assert not is_compatible({"VLLM_CPU_KVCACHE_SPACE": "4"}, {"VLLM_CPU_KVCACHE_SPACE": "8"})
+
+
+def test_the_last_line_of_a_log_is_no_reason_of_a_program_that_was_asked_to_end(
+    tmp_path: Path,
+) -> None:
+    """The cause read "committed already, nothing to do"; it had been printed in an earlier session."""
+    ends = shell("ends", "echo 'x: committed already, nothing to do' >&2; kill -TERM $$$$")
+    outcome = run(tmp_path, ends, dag(task("t", "ends")))
+    assert named(outcome)["t"].message == "exit code 143 (SIGTERM, asked to end)"
+    # A second session, in which the program prints nothing before it fails.
+    fails = shell("ends", "exit 1")
+    outcome = run(tmp_path, fails, dag(task("t", "ends")))
+    assert named(outcome)["t"].message == "exit code 1"
+    says = shell("ends", 'echo why > "$TUNELOOP_TERMINATION_LOG"; exit 2')
+    assert "why" in named(run(tmp_path, says, dag(task("t", "ends"))))["t"].message
+    assert named(run(tmp_path, fails, dag(task("t", "ends"))))["t"].message == "exit code 1"
