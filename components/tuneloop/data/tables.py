@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -160,27 +160,48 @@ def examine_answers(
     answer according to the row's judges; null if nothing is. `progress`: see `score_all`."""
     rows = table.to_pylist()
     troubles: list[str | None] = [None] * len(rows)
-    judged = [number for number, row in enumerate(rows) if row["judges"] is not None]
-    golden = [
-        {
-            "completion": rows[number]["solution"],
-            "answer": rows[number]["answer"],
-            "metadata": rows[number]["metadata"],
-            "reward_spec": rows[number]["judges"],
-        }
-        for number in judged
-    ]
-    outcomes = score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
-    for number, outcome in zip(judged, outcomes):
-        best = compute_full_marks(parse_spec(rows[number]["judges"]))
-        if outcome.score is None or not math.isclose(outcome.score, best):
-            answer = rows[number]["answer"][:60]
-            result = outcome.score if outcome.outcome == "score" else outcome.outcome
-            troubles[number] = f"answer {answer!r} scored {result} {outcome.breakdown}"
+    places_by_judges: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row["judges"] is not None:
+            places_by_judges.setdefault(row["judges"], []).append(place)
+    for judges, places in places_by_judges.items():
+        judged = [rows[place] for place in places]
+        found = prove_answers(judged, parse_spec(judges), timeout_s, progress)
+        for place, trouble in zip(places, found):
+            troubles[place] = trouble
     columns = {name: table[name] for name in SCHEMA.names}
     columns["trouble"] = pa.array(troubles, pa.string())
     columns["host"] = pa.array([socket.gethostname()] * len(rows), pa.string())
     return pa.table(columns, schema=EXAMINED)
+
+
+def prove_answers(
+    rows: Sequence[Mapping[str, Any]],
+    rewards: Mapping[str, float],
+    timeout_s: float,
+    progress: Callable[[int], None] | None = None,
+) -> list[str | None]:
+    """Return for each row what is wrong with its gold answer; None if nothing is."""
+    spec = json.dumps(rewards, sort_keys=True)
+    golden = [
+        {
+            "completion": row["solution"],
+            "answer": row["answer"],
+            "metadata": row["metadata"],
+            "reward_spec": spec,
+        }
+        for row in rows
+    ]
+    full_marks = compute_full_marks(rewards)
+    troubles: list[str | None] = []
+    outcomes = score_all(golden, timeout_s=timeout_s, punish=False, progress=progress)
+    for row, outcome in zip(rows, outcomes):
+        if outcome.score is not None and math.isclose(outcome.score, full_marks):
+            troubles.append(None)
+            continue
+        result = outcome.score if outcome.outcome == "score" else outcome.outcome
+        troubles.append(f"answer {row['answer'][:60]!r} scored {result} {outcome.breakdown}")
+    return troubles
 
 
 class SplitWriter:
