@@ -139,9 +139,10 @@ class Router:
         chosen = self._choose(key, fitting, current)
         if not chosen:
             return None
+        conflicting_before = self.counts.conflicting
         kept = tuple(split for split in chosen if self._is_new(split, example, prompt, tools))
         if not kept:
-            self.counts.repeated += 1
+            self.counts.repeated += self.counts.conflicting == conflicting_before
             return None
         self._homes.setdefault(key, sum(1 << SPLITS.index(split) for split in chosen))
         self.counts.taken.update(kept)

@@ -2,7 +2,7 @@
 
 A family of layouts is one file here with a tuple ``LAYOUTS``: adding a layout is one entry, and a
 row of docs/data.md with a sample of five rows. Of the layouts that fit the first rows of a file, the
-one with the most columns is taken."""
+one with the most columns is taken, and of equals the one that looks at the values, too."""
 
 import importlib
 import pkgutil
@@ -30,7 +30,7 @@ class Layout:
         summary: where prompt, answer and completions come from.
         rewards: reward → weight that judges completions of these rows by default; empty: none fits
             by itself.
-        fits: whether a row's values are of this layout, beside its columns.
+        fits: whether a row's values are of this layout; None: its columns suffice.
         companion: a file beside the data that has more columns of the same rows, and its key:
             ``{name}`` in the path is the data's own file name.
     """
@@ -41,7 +41,7 @@ class Layout:
     read: Callable[[Values], Example]
     summary: str
     rewards: Mapping[str, float] = field(default_factory=dict)
-    fits: Callable[[Values], bool] = lambda values: True
+    fits: Callable[[Values], bool] | None = None
     companion: tuple[str, str] | None = None
 
     def matches(self, values: Values) -> bool:
@@ -51,7 +51,7 @@ class Layout:
             if value is MISSING or value is None:
                 return False
         try:
-            return self.fits(values)
+            return self.fits is None or self.fits(values)
         except ValueError:
             return False
 
@@ -66,11 +66,11 @@ def get_path_safely(values: Values, path: str) -> Any:
 
 @cache
 def list_layouts() -> list[Layout]:
-    """List all layouts, those with the most columns first."""
+    """List all layouts: those with the most columns first, and of these the ones that look closer."""
     layouts: list[Layout] = []
     for module in pkgutil.iter_modules(__path__):
         layouts += importlib.import_module(f"{__name__}.{module.name}").LAYOUTS
-    return sorted(layouts, key=lambda layout: -len(layout.columns))
+    return sorted(layouts, key=lambda layout: (-len(layout.columns), layout.fits is None))
 
 
 def find_layout(name: str) -> Layout:

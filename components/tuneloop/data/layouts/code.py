@@ -21,6 +21,7 @@ def read_humaneval(values: Values) -> Example:
     prompt = get_text_of(values, "prompt")
     program = prompt + get_text_of(values, "canonical_solution")
     metadata = {
+        "prompt": prompt,
         "test": get_text_of(values, "test"),
         "entry_point": get_text_of(values, "entry_point"),
     }
