@@ -179,6 +179,16 @@ def _choose_max_length(draft: Draft, section: str) -> Choice | None:
     return Choice(wanted, "for a CPU" if draft.machine.is_cpu else "at most; the model has more")
 
 
+def _choose_epochs(draft: Draft, section: str) -> Choice | None:
+    if draft.is_set(section, "max_steps"):
+        return None
+    return Choice(3.0, "TRL's; set max_steps for a number of steps")
+
+
+def _choose_warmup(draft: Draft, section: str) -> Choice | None:
+    return Choice(5, "a short file gives few steps")
+
+
 def _choose_learning_rate(draft: Draft, section: str) -> Choice | None:
     stage = find_stage(draft, section)
     rate = LEARNING_RATES[stage]
@@ -282,13 +292,6 @@ def format_gb(count: float) -> str:
     return f"{count / 1e9:.2g} GB" if count < 1e10 else f"{count / 1e9:,.0f} GB"
 
 
-def _choose_epochs(draft: Draft, section: str) -> Choice | None:
-    # Whoever sets steps wants no epochs.
-    if draft.is_set(section, "max_steps"):
-        return None
-    return Choice(3.0, "TRL's number of passes over the examples")
-
-
 def _choose_target(draft: Draft, section: str) -> Choice | None:
     return Choice(None, "no reward ends the loop early: 0.98 is the demo's goal")
 
@@ -375,6 +378,14 @@ RULES: tuple[Rule, ...] = (
         "true where this machine has one GPU for trainer and vLLM",
     ),
     Rule(
+        ("sft", "preference"),
+        "epochs",
+        (None,),
+        _choose_epochs,
+        "3 passes over the examples, unless `max_steps` is set",
+    ),
+    Rule(("sft",), "warmup_steps", (20,), _choose_warmup, "5"),
+    Rule(
         ("sft", "preference", "reward_model"),
         "max_length",
         (256,),
@@ -408,13 +419,6 @@ RULES: tuple[Rule, ...] = (
         (1,),
         _choose_accumulation,
         "as many as make a step of 32 examples",
-    ),
-    Rule(
-        ("sft", "preference"),
-        "epochs",
-        (None,),
-        _choose_epochs,
-        "3 where `max_steps` is not set",
     ),
     Rule(
         ("loop",),

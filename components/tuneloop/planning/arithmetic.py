@@ -84,7 +84,7 @@ def _train(
         sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
         sequences, length, limit = sum(sizes), context_of(stages), "engine.args.max_model_len"
     elif stage.number("epochs"):
-        return "its epochs are of examples that are not counted before data_prep has run"
+        return "its epochs are of rows that are not read yet: set max_steps"
     else:
         batch = math.prod(
             stage.number(each) or 1 for each in ("per_device_train_batch_size", "max_steps")

@@ -24,9 +24,10 @@ from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import local_path
+from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY
-from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.data_prep import FILES, data_prep, is_source_name
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import Stage, container_of, read_stage
@@ -127,27 +128,43 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
 
 
 def check_data_files(subject: Subject) -> Iterator[Limit]:
-    """Find files of `data_prep`'s source that are not on this machine."""
+    """Find files of the data that are not on this machine; what pods see is not known."""
     if subject.machine.is_cluster:
         return
     for stage in subject.stages:
         if stage.component is not data_prep:
             continue
-        arguments = stage.read_json("source_args")
-        for argument, value in arguments.items() if isinstance(arguments, dict) else ():
-            path = local_path(value) if is_path(value) else None
-            if path is not None and not path.exists():
-                setting = subject.name_setting(stage, f"source_args.{argument}")
-                yield Limit(UserError(setting, value, "no such file or directory here"))
+        setting = subject.name_setting(stage, "source")
+        for place, split in list_data_places(stage):
+            if is_on_hub(place) or local_path(place) is None:
+                continue
+            try:
+                files = list_files(place, split)
+            except UserError as error:
+                yield Limit(UserError(setting, place, error.remedy))
+                continue
+            for file in files:
+                if not Path(file).expanduser().exists():
+                    yield Limit(UserError(setting, file, "no such file here"))
 
 
-def is_path(value: object) -> bool:
-    """Return whether an argument of a source can only be the path of a file: it has a folder and an ending, or is a
-    whole path. Names of data sets have neither, and patterns match what they match."""
-    if not isinstance(value, str) or any(sign in value for sign in "*?["):
-        return False
-    whole = value.startswith(("/", "./", "../", "file://"))
-    return whole or ("://" not in value and bool(re.search(r"\.(jsonl?|csv|parquet|arrow)", value)))
+def list_data_places(stage: Stage) -> Iterator[tuple[str, str]]:
+    """Yield the places that `data_prep` reads files from, each with the split that it takes of a folder."""
+    mixture = stage.read_json("mixture")
+    for part in mixture if isinstance(mixture, list) else ():
+        if isinstance(part.get("source"), str):
+            yield part["source"], part.get("split") or "train"
+    arguments = stage.read_json("source_args") or {}
+    source = stage.flags.get("source", "")
+    if source != FILES and (mixture or not source or is_source_name(source)):
+        return
+    split = arguments.get("split") or "train"
+    own = [] if source == FILES else [source]
+    for name in ("path", "eval", "sft", "preference"):
+        place = arguments.get(name) or []
+        own += [place] if isinstance(place, str) else place
+    for place in own:
+        yield place, split
 
 
 def check_context(subject: Subject) -> Iterator[Limit]:

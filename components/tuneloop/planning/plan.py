@@ -195,7 +195,7 @@ def describe_steps(stage: Stage, times: int) -> str:
         batch *= int(stage.number(flag) or 1)
     epochs = stage.number("epochs")
     if epochs:
-        return f"{times * epochs:g} epochs in steps of {batch} examples"
+        return f"{times * epochs:g} epochs, in steps of {batch} examples"
     steps = times * (stage.number("max_steps") or 0)
     length = stage.number("max_length")
     tokens = f", at most {steps * batch * length:,.0f} tokens" if length else ""

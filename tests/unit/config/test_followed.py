@@ -82,6 +82,8 @@ def test_a_pretrained_model_on_a_cpu(smollm2: Path) -> None:
         "rollout.prompts_per_iteration": 8,
         "evaluate.limit": 64,
         "engine.args": {"max_model_len": 1024, "enforce_eager": True},
+        "sft.epochs": 3.0,
+        "sft.warmup_steps": 5,
         "sft.max_length": 1024,
         "sft.learning_rate": 2e-5,
         "update.learning_rate": 1e-6,
@@ -122,6 +124,7 @@ def test_what_a_user_sets_stands(smollm2: Path) -> None:
         "update.learning_rate=5e-4",
         "rollout.max_tokens=8",
         "sft.per_device_train_batch_size=2",
+        "sft.max_steps=10",
         "loop.target_reward=0.98",
     ]
     followed = follow("sft_then_grpo", CPU, *sets)
@@ -129,6 +132,7 @@ def test_what_a_user_sets_stands(smollm2: Path) -> None:
     assert not followed.keys() & {item.partition("=")[0] for item in sets}
     assert (settings.update.learning_rate, settings.rollout.max_tokens) == (5e-4, 8)
     assert settings.evaluate.max_tokens == 8, "as rollout's"
+    assert settings.sft.epochs is None
     assert settings.sft.gradient_accumulation_steps == 1, "the batch is the user's"
 
 
@@ -205,6 +209,8 @@ def test_a_default_of_a_pipelines_author_stands(tmp_path: Path, smollm2: Path) -
     )
     followed = follow(str(tmp_path / "mine.py"), CPU, f"base_model={smollm2}")
     assert followed.keys() == {
+        "tuning.epochs",
+        "tuning.warmup_steps",
         "tuning.max_length",
         "tuning.per_device_train_batch_size",
         "tuning.gradient_accumulation_steps",

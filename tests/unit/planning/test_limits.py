@@ -71,7 +71,16 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
             ["sft.per_device_train_batch_size=32"],
             "sft.per_device_train_batch_size: 32: sft takes about 40.9 GB",
         ),
-        (["data.source=jsonl", "data.source_args.train=/no/such.jsonl"], "no such file"),
+        (["data=/no/such.jsonl"], "data.source: '/no/such.jsonl': no such file here"),
+        (["data=nowhere/*.jsonl"], "data.source: 'nowhere/*.jsonl': no file there ends in one of"),
+        (
+            ["data.source=files", "data.source_args.path=[pyproject.toml, none.csv]"],
+            "data.source: 'none.csv': no such file here",
+        ),
+        (
+            ["data.mixture=[{source: a.jsonl, weight: 1}, {source: b.csv, weight: 2}]"],
+            "data.source: 'a.jsonl': no such file here",
+        ),
     ],
 )
 def test_a_limit_is_one_line_that_names_the_setting(
