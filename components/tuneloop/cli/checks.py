@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
-    """Refuse a run that cannot succeed on this machine. Raises UserError if the workflow does not pass the lint or
-    needs a cluster, the store cannot be written, a port is taken, or the vLLM that it needs lacks an option."""
+    """Refuse a run that cannot succeed on this machine. Raises UserError if the workflow does not
+    pass the lint or needs a cluster, the store cannot be written, a port is taken, or the vLLM that
+    it needs lacks an option."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
     from tuneloop.runs.records import list_leaves
@@ -44,8 +45,8 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
 
 
 def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
-    """Refuse what a run would break, all of it, before it does any work. With `ignore` an estimate is only printed.
-    Raises UserError for the first; the others are printed before it."""
+    """Refuse what a run would break, all of it, before it does any work. With `ignore` an estimate
+    is only printed. Raises UserError for the first; the others are printed before it."""
     refused: list[UserError] = []
     for limit in limits:
         if ignore and limit.is_estimate:
@@ -78,8 +79,8 @@ def format_value(value: object) -> str:
 
 
 def demo_engine() -> tuple[str, str]:
-    """Choose the engine for the demo on this machine, and say why; vLLM is only looked up, as its import takes seconds.
-    Raises UserError if the training packages are not installed."""
+    """Choose the engine for the demo on this machine, and say why; vLLM is only looked up, as its
+    import takes seconds. Raises UserError if the training packages are not installed."""
     for package in ("torch", "transformers", "datasets", "peft"):
         if importlib.util.find_spec(package) is None:
             raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")
@@ -89,7 +90,8 @@ def demo_engine() -> tuple[str, str]:
 
 
 def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield template and port of every server that the workflow starts; it is the port of the readiness probe."""
+    """Yield template and port of every server that the workflow starts; it is the port of the
+    readiness probe."""
     for template in workflow["spec"].get("templates", ()):
         probe = (template.get("container") or {}).get("readinessProbe") or {}
         port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")

@@ -1,9 +1,10 @@
 """Defaults that follow the base model and the machine, where a configuration leaves settings out.
 
 The defaults that stages declare are those of the demo, whose model is made here and has less than a
-million parameters. For any other base model the table `RULES` (`tuneloop.config.rules`) replaces them
-before the configuration is checked, so that everything rendered from it has concrete values. What a user
-sets stands, and so does a default of a pipeline's author that differs from the demo's."""
+million parameters. For any other base model the table `RULES` (`tuneloop.config.rules`) replaces
+them before the configuration is checked, so that everything rendered from it has concrete values.
+What a user sets stands, and so does a default of a pipeline's author that differs from the
+demo's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,7 +56,8 @@ class Draft:
     chosen: dict[str, Followed] = field(default_factory=dict)
 
     def find_sections(self, stage: str) -> list[str]:
-        """Return the sections that configure `stage`; of ``engine`` and ``loop`` these themselves."""
+        """Return the sections that configure `stage`; of ``engine`` and ``loop`` these
+        themselves."""
         if stage in PLAIN_SECTIONS:
             return [stage] if stage in self.config.model_fields else []
         return [
@@ -123,7 +125,8 @@ class Rule:
     Attributes:
         stages: whose sections have the setting; ``engine`` and ``loop`` are sections themselves.
         setting: the field.
-        demo: the defaults that the rule replaces; another one is of a pipeline's author, and stands.
+        demo: the defaults that the rule replaces; another one is of a pipeline's author, and
+            stands.
         choose: returns the value for a section, or None to leave the default.
         summary: what it does, for the documentation.
         for_demo: whether it holds for the demo's models, too.

@@ -1,4 +1,5 @@
-"""What the stages of a run compute on: this machine, or the pods that a cluster's settings describe."""
+"""What the stages of a run compute on: this machine, or the pods that a cluster's settings
+describe."""
 
 import os
 import shutil
@@ -19,7 +20,8 @@ class Machine:
     """What stages compute on.
 
     Attributes:
-        is_cluster: whether stages are pods, each with devices of its own; else all share this machine.
+        is_cluster: whether stages are pods, each with devices of its own; else all share this
+            machine.
         trainer_gpus: accelerators of a stage that trains.
         sampler_gpus: accelerators of the rollout server.
         gpu_memory: bytes of an accelerator; None: not known.
@@ -58,12 +60,14 @@ def describe_pods(cluster: Mapping[str, Any]) -> Machine:
 
 
 def has_pod_resources(cluster: Mapping[str, Any]) -> bool:
-    """Return whether the settings say what pods of a role have: then the run is meant for a cluster."""
+    """Return whether the settings say what pods of a role have: then the run is meant for a
+    cluster."""
     return any(cluster.get(role) for role in (*ROLES, "cpu", "share"))
 
 
 def read_machine() -> Machine:
-    """Return what stages compute on that run here. NVIDIA's devices are counted without loading CUDA."""
+    """Return what stages compute on that run here. NVIDIA's devices are counted without loading
+    CUDA."""
     memories = read_gpu_memories()
     return Machine(
         is_cluster=False,
@@ -75,7 +79,8 @@ def read_machine() -> Machine:
 
 
 def read_host_memory() -> int:
-    """Return the bytes of memory that processes here may use: the machine's, or less by a control group."""
+    """Return the bytes of memory that processes here may use: the machine's, or less by a control
+    group."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = CGROUP_LIMIT.read_text().strip()
@@ -85,7 +90,8 @@ def read_host_memory() -> int:
 
 
 def read_gpu_memories() -> list[int]:
-    """Return the bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; 0 where that is not known."""
+    """Return the bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; 0 where that is not
+    known."""
     devices = sorted(DEVICES.glob("nvidia[0-9]*"))
     if not devices:
         return []

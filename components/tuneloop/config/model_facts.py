@@ -1,8 +1,8 @@
 """What is known of a base model without loading it: its shape, context, dtype and chat template.
 
 Everything is read from the files beside the weights and from the headers of the weights. The model
-may be a directory here, or a hub name whose files are in the hub's cache; of any other model nothing
-is known, and nothing is fetched."""
+may be a directory here, or a hub name whose files are in the hub's cache; of any other model
+nothing is known, and nothing is fetched."""
 
 import json
 import os
@@ -36,7 +36,8 @@ DEMO_PARAMETERS = 5_000_000
 
 @dataclass(frozen=True)
 class Model:
-    """Shape of a decoder. `linears` maps a layer's linears, for adapters, to (inputs, outputs); empty: not known."""
+    """Shape of a decoder. `linears` maps a layer's linears, for adapters, to (inputs, outputs);
+    empty: not known."""
 
     name: str
     parameters: int
@@ -60,7 +61,8 @@ class ModelFacts:
 
     Attributes:
         name: as `base_model` names it.
-        directory: where its files are on this machine; None: they are elsewhere, or it is made here.
+        directory: where its files are on this machine; None: they are elsewhere, or it is made
+            here.
         shape: its shape, or why it is not known.
         context: tokens of its longest sequence; None: not known.
         dtype: of its weights, as torch names it; None: not known.
@@ -90,8 +92,9 @@ def read_model_facts(
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> ModelFacts:
-    """Read what is known of the base model `name`. `vocab_size` and `max_position_embeddings` are those of a tiny
-    model, by default the defaults of the stage `base_model`. Raises UserError for a file that is not JSON."""
+    """Read what is known of the base model `name`. `vocab_size` and `max_position_embeddings` are
+    those of a tiny model, by default the defaults of the stage `base_model`. Raises UserError for a
+    file that is not JSON."""
     if name in TINY:
         return describe_tiny_model(name, vocab_size, max_position_embeddings)
     directory = find_model_directory(name, revision)
@@ -135,7 +138,8 @@ def describe_tiny_model(
 
 
 def find_model_directory(name: str, revision: str | None = None) -> Path | None:
-    """Find the directory of a model: the path itself, or the snapshot of a hub name in the hub's cache."""
+    """Find the directory of a model: the path itself, or the snapshot of a hub name in the hub's
+    cache."""
     if Path(name).is_dir():
         return Path(name)
     hub_name, hub_revision = split_hub_address("base_model", name, revision)
@@ -174,7 +178,8 @@ def read_context(config: Mapping[str, Any]) -> int | None:
 
 
 def read_dtype(whole: Mapping[str, Any], config: Mapping[str, Any], directory: Path) -> str | None:
-    """Return the dtype of a model's weights: as configured, else that of most tensors in its first file."""
+    """Return the dtype of a model's weights: as configured, else that of most tensors in its first
+    file."""
     for part in (whole, config):
         stated = part.get("dtype") or part.get("torch_dtype")
         if isinstance(stated, str) and stated != "auto":
@@ -187,7 +192,8 @@ def read_dtype(whole: Mapping[str, Any], config: Mapping[str, Any], directory: P
 
 
 def find_chat_template(directory: Path) -> bool | None:
-    """Return whether the tokenizer in `directory` has a chat template; None where there is no tokenizer."""
+    """Return whether the tokenizer in `directory` has a chat template; None where there is no
+    tokenizer."""
     files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     if any((directory / name).exists() for name in files):
         return True
@@ -199,7 +205,8 @@ def find_chat_template(directory: Path) -> bool | None:
 
 
 def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
-    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the Llama formula."""
+    """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the
+    Llama formula."""
     config = {
         **{now: config[then] for now, then in OLDER_NAMES.items() if then in config},
         **config,
@@ -248,8 +255,9 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
 
 
 def count_activation_numbers(model: Model, is_checkpointed: bool) -> int:
-    """Count the numbers that training keeps of a token: 34 × hidden a layer, or with gradient checkpointing each
-    layer's input and one whole layer. `tuneloop.argo.memory_estimate` has the source."""
+    """Count the numbers that training keeps of a token: 34 × hidden a layer, or with gradient
+    checkpointing each layer's input and one whole layer. `tuneloop.argo.memory_estimate` has the
+    source."""
     kept = model.layers * 2 + 34 if is_checkpointed else model.layers * 34
     return kept * model.hidden
 
@@ -257,7 +265,8 @@ def count_activation_numbers(model: Model, is_checkpointed: bool) -> int:
 def estimate_activation_bytes(
     model: Model, tokens: float, *, is_checkpointed: bool, dtype: str
 ) -> float:
-    """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and logits."""
+    """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and
+    logits."""
     width = 1 if dtype == "bfloat16" else 2
     kept = tokens * count_activation_numbers(model, is_checkpointed) * width
     return kept + min(tokens * model.vocab, LOGITS) * 8

@@ -1,42 +1,40 @@
-"""The table of defaults that follow the base model and the machine (docs/defaults.md lists them).
-
-Learning rates are TRL's, from the dataclasses of its release 1.16: SFTConfig 2e-5, DPOConfig 1e-6,
-GRPOConfig 1e-6 and RewardConfig 1e-4, each for training all parameters. Adapters take ten times that, as
-measured by Schulman et al., "LoRA Without Regret" (2025), and as TRL's guide of that name does. Completions
-of 512 tokens are GRPOConfig's `max_completion_length`."""
+"""The table of defaults that follow the base model and the machine (docs/defaults.md lists them)."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from tuneloop.config.followed import ENGINE_CONTEXT, Choice, Draft, Followed, Rule
+from tuneloop.config.choices import (
+    TRAINERS,
+    choose_accumulation,
+    choose_chat,
+    choose_checkpointing,
+    choose_colocation,
+    choose_context,
+    choose_dtype,
+    choose_engine_args,
+    choose_epochs,
+    choose_keep_every,
+    choose_learning_rate,
+    choose_limit,
+    choose_max_length,
+    choose_max_tokens,
+    choose_micro_batch,
+    choose_prompts,
+    choose_target,
+    choose_total_limit,
+    choose_warmup,
+)
+from tuneloop.config.followed import ENGINE_CONTEXT, Draft, Followed, Rule
 from tuneloop.config.machine import Machine, describe_pods, has_pod_resources, read_machine
-from tuneloop.config.model_facts import Model, ModelFacts, estimate_activation_bytes
-from tuneloop.config.model_facts import read_model_facts as read_facts
-from tuneloop.training.options import LOGITS
-
-TRAINERS = ("sft", "preference", "reward_model", "policy_update")
-LEARNING_RATES = {"sft": 2e-5, "preference": 1e-6, "reward_model": 1e-4, "policy_update": 1e-6}
-"""Stage → TRL's learning rate for training all parameters."""
-ADAPTER_FACTOR = 10
-"""A learning rate of adapters, divided by that of all parameters."""
-CHECKPOINTED_PARAMETERS = 1_000_000_000
-"""Models with at least as many are trained with gradient checkpointing on accelerators."""
-KEPT_BYTES = 50_000_000
-"""Of models whose weights take less, a run keeps every version."""
-UNKNOWN_GPU = 80_000_000_000
-"""Bytes of an accelerator whose memory is not known."""
-UNKNOWN_BUDGET = 4 << 30
-"""Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
-STEP_EXAMPLES = 32
-"""Examples of an optimizer step of SFT and of preference optimization."""
+from tuneloop.config.model_facts import ModelFacts, read_model_facts
 
 
 def follow_model(
     config: Any, values: Mapping[str, Any], machine: Machine | None = None
 ) -> dict[str, Followed]:
-    """Choose the settings that `values` leaves out, by the base model and by `machine`; setting → choice, in the order
-    of the table. None for `machine`: the pods that the section `cluster` describes. Raises UserError for a model whose
-    files cannot be read."""
+    """Choose the settings that `values` leaves out, by the base model and by `machine`; setting →
+    choice, in the order of the table. None for `machine`: the pods that the section `cluster`
+    describes. Raises UserError for a model whose files cannot be read."""
     if "base_model" not in config.model_fields:
         return {}
     cluster = values.get("cluster")
@@ -65,76 +63,15 @@ def read_base_model(config: Any, values: Mapping[str, Any]) -> ModelFacts:
         size = options.get(option)
         sizes[option] = size if isinstance(size, int) else None
     revision = options.get("revision")
-    return read_facts(str(name), None if revision is None else str(revision), **sizes)
+    return read_model_facts(str(name), None if revision is None else str(revision), **sizes)
 
 
 def choose_machine(values: Mapping[str, Any]) -> Machine:
-    """Return what a run of `values` is meant for, where a command does not say it: the pods that its section `cluster`
-    describes, or this machine if that says nothing of them."""
+    """Return what a run of `values` is meant for, where a command does not say it: the pods that
+    its section `cluster` describes, or this machine if that says nothing of them."""
     cluster = values.get("cluster")
     described = cluster if isinstance(cluster, Mapping) else {}
     return describe_pods(described) if has_pod_resources(described) else read_machine()
-
-
-def _choose_dtype(draft: Draft, section: str) -> Choice | None:
-    if draft.machine.is_cpu or draft.facts.dtype == "float32":
-        return None
-    stored = draft.facts.dtype or "not known"
-    return Choice("bfloat16", f"accelerators compute in it; the weights' dtype is {stored}")
-
-
-def _choose_chat(draft: Draft, section: str) -> Choice | None:
-    if not draft.facts.has_chat_template:
-        return None
-    return Choice(True, "the model has a chat template")
-
-
-def _choose_max_tokens(draft: Draft, section: str) -> Choice | None:
-    for sampler in draft.find_sections("rollout"):
-        tokens = draft.get_count(sampler, "max_tokens")
-        if sampler != section and tokens:
-            return Choice(tokens, f"as {sampler}.max_tokens")
-    wanted = 128 if draft.machine.is_cpu else 512
-    reason = "for a CPU" if draft.machine.is_cpu else "TRL's GRPOConfig"
-    context = draft.facts.context
-    if context and context // 2 < wanted:
-        return Choice(max(1, context // 2), f"half of the model's context of {context:,}")
-    return Choice(wanted, reason)
-
-
-def find_longest_completion(draft: Draft) -> int:
-    """Return the most tokens of a completion that a stage here asks the engine for."""
-    stages = [*draft.find_sections("rollout"), *draft.find_sections("evaluate")]
-    return max((draft.get_count(name, "max_tokens") or 0 for name in stages), default=0)
-
-
-def choose_context(draft: Draft) -> Choice:
-    """Return the tokens of a prompt with its completion, as the engine is to take them."""
-    longest = find_longest_completion(draft)
-    usual = 256 if draft.facts.is_demo else 1024 if draft.machine.is_cpu else 2048
-    wanted = max(usual, 2 * longest)
-    context = draft.facts.context
-    if context and context < wanted:
-        return Choice(context, "the model's own context")
-    if wanted > usual:
-        return Choice(wanted, f"twice the {longest:,} tokens of a completion")
-    left = f"leaves {wanted - longest:,} tokens for a prompt"
-    return Choice(wanted, left if context else f"{left}; the model's context is not known here")
-
-
-def _choose_engine_args(draft: Draft, section: str) -> Choice | None:
-    if draft.get(section, "name") != "vllm":
-        return None
-    context = choose_context(draft)
-    if draft.facts.is_demo:
-        # Completions of the demo fit twice into the engine's default, whose context is 256.
-        is_short = context.value <= 256
-        args = {"max_model_len": context.value, "enforce_eager": True}
-        return None if is_short else Choice(args, context.reason)
-    args = {"max_model_len": context.value}
-    if draft.machine.sampler_gpus == 0:
-        args["enforce_eager"] = True
-    return Choice(args, context.reason)
 
 
 def _skip_tuning(draft: Draft) -> None:
@@ -149,8 +86,8 @@ def _skip_tuning(draft: Draft) -> None:
 
 
 def _limit_context(draft: Draft) -> None:
-    """Add the context to arguments that the user has set for vLLM without one: a pretrained model's own may need more
-    cache than there is."""
+    """Add the context to arguments that the user has set for vLLM without one: a pretrained model's
+    own may need more cache than there is."""
     if draft.facts.is_demo or not draft.is_set("engine", "args"):
         return
     args = draft.get("engine", "args")
@@ -161,212 +98,41 @@ def _limit_context(draft: Draft) -> None:
         draft.chosen[ENGINE_CONTEXT] = Followed(ENGINE_CONTEXT, context.value, context.reason)
 
 
-def _choose_colocation(draft: Draft, section: str) -> Choice | None:
-    is_own_server = draft.get(section, "name") == "vllm" and not draft.get(section, "pull")
-    is_single = draft.get_count(section, "replicas") == 1
-    # Whoever asks for one of these wants both to run at once.
-    is_divided = draft.get("loop", "asynchronous") or draft.get_count("loop", "iterations_per_pod")
-    if draft.machine.has_shared_gpu and is_own_server and is_single and not is_divided:
-        return Choice(True, "trainer and vLLM share the one GPU here")
-    return None
-
-
-def _choose_max_length(draft: Draft, section: str) -> Choice | None:
-    wanted = 1024 if draft.machine.is_cpu else 2048
-    context = draft.facts.context
-    if context and context < wanted:
-        return Choice(context, "the model's own context")
-    return Choice(wanted, "for a CPU" if draft.machine.is_cpu else "at most; the model has more")
-
-
-def _choose_epochs(draft: Draft, section: str) -> Choice | None:
-    if draft.is_set(section, "max_steps"):
-        return None
-    return Choice(3.0, "TRL's; set max_steps for a number of steps")
-
-
-def _choose_warmup(draft: Draft, section: str) -> Choice | None:
-    return Choice(5, "a short file gives few steps")
-
-
-def _choose_learning_rate(draft: Draft, section: str) -> Choice | None:
-    stage = find_stage(draft, section)
-    rate = LEARNING_RATES[stage]
-    if draft.get(section, "lora") is None:
-        return Choice(rate, "TRL's, for all parameters")
-    # Written as a decimal, so that 10 × 2e-5 is 0.0002.
-    return Choice(float(f"{rate * ADAPTER_FACTOR:.6g}"), "ten times TRL's for all parameters: LoRA")
-
-
-def find_stage(draft: Draft, section: str) -> str:
-    """Return the stage of TRAINERS that a section configures."""
-    return next(stage for stage in TRAINERS if section in draft.find_sections(stage))
-
-
-def _choose_checkpointing(draft: Draft, section: str) -> Choice | None:
-    shape = draft.facts.shape
-    if not isinstance(shape, Model):
-        return None if draft.machine.is_cpu else Choice(True, "the model's size is not known here")
-    if not draft.machine.is_cpu and shape.parameters >= CHECKPOINTED_PARAMETERS:
-        return Choice(True, f"{shape.parameters / 1e9:.1f} billion parameters on accelerators")
-    single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=False)
-    budget = find_activation_budget(draft, section, shape)
-    if single > budget:
-        return Choice(True, f"without it one example takes {format_gb(single)} of activations")
-    return None
-
-
-def _choose_micro_batch(draft: Draft, section: str) -> Choice | None:
-    stage = find_stage(draft, section)
-    # Of SFT and pairs the processes together have at most the examples of a step.
-    most = 128 if stage == "policy_update" else max(1, STEP_EXAMPLES // count_ranks(draft))
-    unit = {"policy_update": "rollouts", "sft": "demonstrations"}.get(stage, "pairs")
-    shape = draft.facts.shape
-    if not isinstance(shape, Model):
-        return Choice(min(most, 4), "the model's size is not known here")
-    is_checkpointed = draft.get(section, "gradient_checkpointing") is True
-    single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=is_checkpointed)
-    budget = find_activation_budget(draft, section, shape)
-    batch = 1
-    while batch * 2 <= most and batch * 2 * single <= budget:
-        batch *= 2
-    used = f"{format_gb(batch * single)} of activations of the {format_gb(budget)} for them"
-    length = find_training_length(draft, section)
-    return Choice(batch, f"{batch} {unit} of {length:,} tokens: {used}")
-
-
-def _choose_accumulation(draft: Draft, section: str) -> Choice | None:
-    if draft.is_set(section, "per_device_train_batch_size"):
-        return None
-    batch = draft.get_count(section, "per_device_train_batch_size") or 1
-    ranks = count_ranks(draft)
-    number = max(1, STEP_EXAMPLES // (batch * ranks))
-    return Choice(number, f"steps of {number * batch * ranks} examples")
-
-
-def count_ranks(draft: Draft) -> int:
-    """Return the processes that train together."""
-    ranks = 1
-    for name in ("processes", "nodes"):
-        number = draft.values.get(name, 1)
-        ranks *= number if isinstance(number, int) and number > 0 else 1
-    return ranks
-
-
-def find_training_length(draft: Draft, section: str) -> int:
-    """Return the tokens of the longest sequence that a stage trains on."""
-    if length := draft.get_count(section, "max_length"):
-        return length
-    stated = draft.get_engine_args().get("max_model_len")
-    return stated if isinstance(stated, int) else int(choose_context(draft).value)
-
-
-def estimate_sequence_bytes(
-    draft: Draft, section: str, shape: Model, *, is_checkpointed: bool
-) -> float:
-    """Estimate the activations of one example of a stage, without logits, which do not grow with the batch."""
-    sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
-    tokens = find_training_length(draft, section) * sequences
-    dtype = str(draft.get(section, "dtype"))
-    whole = estimate_activation_bytes(shape, tokens, is_checkpointed=is_checkpointed, dtype=dtype)
-    return whole - min(tokens * shape.vocab, LOGITS) * 8
-
-
-def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
-    """Return the bytes that a stage's activations may take: half of what weights, gradients and optimizer leave of a
-    device; of a machine without devices a quarter at most, since a server and the system are there, too."""
-    machine = draft.machine
-    is_adapter = draft.get(section, "lora") is not None
-    states = shape.parameters * (4 if is_adapter else 16)
-    if not machine.is_cpu:
-        memory = machine.gpu_memory or UNKNOWN_GPU
-        own = states / count_ranks(draft)
-        return max(memory / 16, (0.9 * memory - own) / 2)
-    if machine.memory is None:
-        return UNKNOWN_BUDGET
-    return max(machine.memory / 32, min(machine.memory / 4, machine.memory / 2 - states))
-
-
-def format_gb(count: float) -> str:
-    """Format bytes as ``4.7 GB``."""
-    return f"{count / 1e9:.2g} GB" if count < 1e10 else f"{count / 1e9:,.0f} GB"
-
-
-def _choose_target(draft: Draft, section: str) -> Choice | None:
-    return Choice(None, "no reward ends the loop early: 0.98 is the demo's goal")
-
-
-def _choose_prompts(draft: Draft, section: str) -> Choice | None:
-    if not draft.machine.is_cpu:
-        return None
-    size = draft.get_count(section, "oversampled_prompts")
-    return None if size else Choice(8, "for a CPU")
-
-
-def _choose_limit(draft: Draft, section: str) -> Choice | None:
-    return Choice(64, "for a CPU") if draft.machine.is_cpu else None
-
-
-def count_model_bytes(facts: ModelFacts) -> int | None:
-    """Return the bytes of a model's weights as they are stored; None where its size is not known."""
-    if not isinstance(facts.shape, Model):
-        return None
-    return facts.shape.parameters * (4 if facts.dtype == "float32" else 2)
-
-
-def _is_pruned(draft: Draft) -> bool:
-    size = count_model_bytes(draft.facts)
-    return size is None or size > KEPT_BYTES
-
-
-def _choose_total_limit(draft: Draft, section: str) -> Choice | None:
-    if not _is_pruned(draft):
-        return None
-    return Choice(2, "the newest two versions with the trainer's state: what a resume needs")
-
-
-def _choose_keep_every(draft: Draft, section: str) -> Choice | None:
-    # Whoever sets a limit says which checkpoints stay.
-    if draft.is_set(section, "save_total_limit") or not _is_pruned(draft):
-        return None
-    return Choice(10, "the model of each tenth iteration stays")
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         (*TRAINERS, "reference_logprobs"),
         "dtype",
         ("float32",),
-        _choose_dtype,
+        choose_dtype,
         "`bfloat16` on accelerators, unless the weights are float32; `float32` on CPUs",
     ),
     Rule(
         ("data_prep",),
         "chat",
         (False,),
-        _choose_chat,
+        choose_chat,
         "true where the model has a chat template: plain prompts become the user's message",
     ),
     Rule(
         ("rollout", "evaluate"),
         "max_tokens",
         (8,),
-        _choose_max_tokens,
+        choose_max_tokens,
         "512 on accelerators, 128 on CPUs, at most half the context; `evaluate` as `rollout`",
     ),
     Rule(
         ("rollout",),
         "prompts_per_iteration",
         (16,),
-        _choose_prompts,
+        choose_prompts,
         "8 on CPUs",
     ),
-    Rule(("evaluate",), "limit", (256,), _choose_limit, "64 on CPUs"),
+    Rule(("evaluate",), "limit", (256,), choose_limit, "64 on CPUs"),
     Rule(
         ("engine",),
         "args",
         (None,),
-        _choose_engine_args,
+        choose_engine_args,
         "of vLLM: `max_model_len` 2048 (CPUs: 1024) or twice `max_tokens`, at most the model's context",
         for_demo=True,
     ),
@@ -374,71 +140,71 @@ RULES: tuple[Rule, ...] = (
         ("engine",),
         "colocate",
         (False,),
-        _choose_colocation,
+        choose_colocation,
         "true where this machine has one GPU for trainer and vLLM",
     ),
     Rule(
         ("sft", "preference"),
         "epochs",
         (None,),
-        _choose_epochs,
+        choose_epochs,
         "3 passes over the examples, unless `max_steps` is set",
     ),
-    Rule(("sft",), "warmup_steps", (20,), _choose_warmup, "5"),
+    Rule(("sft",), "warmup_steps", (20,), choose_warmup, "5"),
     Rule(
         ("sft", "preference", "reward_model"),
         "max_length",
         (256,),
-        _choose_max_length,
+        choose_max_length,
         "2048 (CPUs: 1024), at most the model's context",
     ),
     Rule(
         TRAINERS,
         "learning_rate",
         (1e-3, 1e-4, 5e-4),
-        _choose_learning_rate,
+        choose_learning_rate,
         "TRL's: sft 2e-5, preference 1e-6, policy_update 1e-6, reward_model 1e-4; with LoRA ten times that",
     ),
     Rule(
         TRAINERS,
         "gradient_checkpointing",
         (False,),
-        _choose_checkpointing,
+        choose_checkpointing,
         "true on accelerators from a billion parameters on, and where one example would not fit without",
     ),
     Rule(
         TRAINERS,
         "per_device_train_batch_size",
         (32, 128),
-        _choose_micro_batch,
+        choose_micro_batch,
         "the largest power of two whose activations fit, by the arithmetic of `plan`",
     ),
     Rule(
         ("sft", "preference", "reward_model"),
         "gradient_accumulation_steps",
         (1,),
-        _choose_accumulation,
+        choose_accumulation,
         "as many as make a step of 32 examples",
     ),
     Rule(
         ("loop",),
         "target_reward",
         (0.98,),
-        _choose_target,
+        choose_target,
         "none: the loop ends after its iterations",
     ),
     Rule(
         ("policy_update",),
         "save_total_limit",
         (None,),
-        _choose_total_limit,
+        choose_total_limit,
         "2 where the model's weights take more than 50 MB",
     ),
     Rule(
         ("policy_update",),
         "keep_every",
         (None,),
-        _choose_keep_every,
+        choose_keep_every,
         "10 where `save_total_limit` is 2 by the rule above",
     ),
 )

@@ -1,8 +1,8 @@
 """What a run writes to its store, and how much of it stays there at a time.
 
-A checkpoint is ``model/`` in the dtype in which it is saved, and ``trainer/``: float32 parameters and AdamW's
-two moments of what is trained, 12 bytes each. Rollouts, rewards and the manifests are small beside them and
-are left out, and so are published weight versions."""
+A checkpoint is ``model/`` in the dtype in which it is saved, and ``trainer/``: float32 parameters
+and AdamW's two moments of what is trained, 12 bytes each. Rollouts, rewards and the manifests are
+small beside them and are left out, and so are published weight versions."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,8 @@ class Footprint:
 
 
 def estimate_footprint(workflow: Mapping[str, Any]) -> Footprint | None:
-    """Estimate what a run stores; None where the model's size, or that of its adapters, is not known."""
+    """Estimate what a run stores; None where the model's size, or that of its adapters, is not
+    known."""
     unfolded, _ = expand_pod(workflow)
     templates = {template["name"]: template for template in unfolded["spec"]["templates"]}
     pods = count_pods(unfolded)
@@ -80,7 +81,8 @@ def estimate_footprint(workflow: Mapping[str, Any]) -> Footprint | None:
 
 
 def add_loop(once: float, served: float, state: float, update: Stage, iterations: int) -> Footprint:
-    """Return the footprint of a run whose loop writes models of `served` bytes, and trainer's states of `state`."""
+    """Return the footprint of a run whose loop writes models of `served` bytes, and trainer's
+    states of `state`."""
     every = int(update.number("state_every") or 1)
     limit = update.number("save_total_limit")
     rare = update.number("keep_every")
@@ -113,7 +115,8 @@ def estimate_stage_bytes(stage: Stage, facts: ModelFacts, model: Model) -> float
 
 
 def count_served_bytes(stage: Stage, facts: ModelFacts, model: Model) -> float:
-    """Return the bytes of a stage's ``model/``: in `save_dtype`, by default the dtype that the base model has."""
+    """Return the bytes of a stage's ``model/``: in `save_dtype`, by default the dtype that the base
+    model has."""
     dtype = stage.flags.get("save_dtype", "auto")
     if dtype == "auto":
         dtype = facts.dtype or "bfloat16"
@@ -121,7 +124,8 @@ def count_served_bytes(stage: Stage, facts: ModelFacts, model: Model) -> float:
 
 
 def count_state_bytes(stage: Stage, model: Model) -> float | None:
-    """Return the bytes of a stage's trainer's state; None where the number of its adapters is not known."""
+    """Return the bytes of a stage's trainer's state; None where the number of its adapters is not
+    known."""
     adapters = count_adapter_parameters(stage, model)
     if adapters is None:
         return None

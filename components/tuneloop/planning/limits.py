@@ -1,7 +1,8 @@
-"""Limits that can be known before anything starts: of the base model, its context, memory and devices.
+"""Limits that can be known before anything starts: of the base model, its context, memory and
+devices.
 
-`find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything is read
-from the rendered workflow and from the model's files; nothing is loaded."""
+`find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything
+is read from the rendered workflow and from the model's files; nothing is loaded."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -35,9 +36,11 @@ from tuneloop.workflow.rendered_stages import Stage, container_of, read_stage
 LARGEST_NODE = 8 << 40
 """Bytes of memory that no node has: a pod that needs more is never scheduled."""
 GPU_SHARE = 0.95
-"""The part of an accelerator's memory that programs can use: the driver and CUDA's context have the rest."""
+"""The part of an accelerator's memory that programs can use: the driver and CUDA's context have the
+rest."""
 SHARED_UTILIZATION = 0.6
-"""The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some room."""
+"""The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some
+room."""
 MODEL_FILES = {
     "config.json": ("config.json",),
     "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"),
@@ -57,7 +60,8 @@ class Limit:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the checks read: the settings, the rendered stages, the model and what it all runs on."""
+    """What the checks read: the settings, the rendered stages, the model and what it all runs
+    on."""
 
     settings: BaseModel
     stages: list[Stage]
@@ -66,7 +70,8 @@ class Subject:
     machine: Machine
 
     def name_setting(self, stage: Stage, parameter: str) -> str:
-        """Return the setting of a stage's parameter: its section's, where the configuration has one."""
+        """Return the setting of a stage's parameter: its section's, where the configuration has
+        one."""
         component = stage.component
         name = component.name if component else stage.name
         sections = (
@@ -111,7 +116,8 @@ def read_pods(settings: BaseModel) -> Machine:
 
 
 def check_base_model(subject: Subject) -> Iterator[Limit]:
-    """Find a base model that is neither a complete directory here nor a name on the hub. What pods see is not known."""
+    """Find a base model that is neither a complete directory here nor a name on the hub. What pods
+    see is not known."""
     name = subject.facts.name
     if subject.machine.is_cluster or name in TINY:
         return
@@ -149,7 +155,8 @@ def check_data_files(subject: Subject) -> Iterator[Limit]:
 
 
 def list_data_places(stage: Stage) -> Iterator[tuple[str, str]]:
-    """Yield the places that `data_prep` reads files from, each with the split that it takes of a folder."""
+    """Yield the places that `data_prep` reads files from, each with the split that it takes of a
+    folder."""
     mixture = stage.read_json("mixture")
     for part in mixture if isinstance(mixture, list) else ():
         if isinstance(part.get("source"), str):
@@ -168,7 +175,8 @@ def list_data_places(stage: Stage) -> Iterator[tuple[str, str]]:
 
 
 def check_context(subject: Subject) -> Iterator[Limit]:
-    """Find completions that leave no room for a prompt in the engine's context, and a context above the model's."""
+    """Find completions that leave no room for a prompt in the engine's context, and a context above
+    the model's."""
     own = subject.facts.context
     stated = context_of(subject.stages)
     if own and stated and stated > own:

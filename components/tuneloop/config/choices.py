@@ -1,0 +1,261 @@
+"""The values that settings get which follow the base model and the machine, each with its reason.
+
+Learning rates are TRL's, from the dataclasses of its release 1.16: SFTConfig 2e-5, DPOConfig 1e-6,
+GRPOConfig 1e-6 and RewardConfig 1e-4, each for training all parameters. Adapters take ten times
+that, as measured by Schulman et al., "LoRA Without Regret" (2025), and as TRL's guide of that name
+does. Completions of 512 tokens are GRPOConfig's `max_completion_length`."""
+
+from tuneloop.config.followed import Choice, Draft
+from tuneloop.config.model_facts import Model, ModelFacts, estimate_activation_bytes
+from tuneloop.training.options import LOGITS
+
+TRAINERS = ("sft", "preference", "reward_model", "policy_update")
+LEARNING_RATES = {"sft": 2e-5, "preference": 1e-6, "reward_model": 1e-4, "policy_update": 1e-6}
+"""Stage → TRL's learning rate for training all parameters."""
+ADAPTER_FACTOR = 10
+"""A learning rate of adapters, divided by that of all parameters."""
+CHECKPOINTED_PARAMETERS = 1_000_000_000
+"""Models with at least as many are trained with gradient checkpointing on accelerators."""
+KEPT_BYTES = 50_000_000
+"""Of models whose weights take less, a run keeps every version."""
+UNKNOWN_GPU = 80_000_000_000
+"""Bytes of an accelerator whose memory is not known."""
+UNKNOWN_BUDGET = 4 << 30
+"""Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
+STEP_EXAMPLES = 32
+"""Examples of an optimizer step of SFT and of preference optimization."""
+
+
+def choose_dtype(draft: Draft, section: str) -> Choice | None:
+    if draft.machine.is_cpu or draft.facts.dtype == "float32":
+        return None
+    stored = draft.facts.dtype or "not known"
+    return Choice("bfloat16", f"accelerators compute in it; the weights' dtype is {stored}")
+
+
+def choose_chat(draft: Draft, section: str) -> Choice | None:
+    if not draft.facts.has_chat_template:
+        return None
+    return Choice(True, "the model has a chat template")
+
+
+def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
+    for sampler in draft.find_sections("rollout"):
+        tokens = draft.get_count(sampler, "max_tokens")
+        if sampler != section and tokens:
+            return Choice(tokens, f"as {sampler}.max_tokens")
+    wanted = 128 if draft.machine.is_cpu else 512
+    reason = "for a CPU" if draft.machine.is_cpu else "TRL's GRPOConfig"
+    context = draft.facts.context
+    if context and context // 2 < wanted:
+        return Choice(max(1, context // 2), f"half of the model's context of {context:,}")
+    return Choice(wanted, reason)
+
+
+def find_longest_completion(draft: Draft) -> int:
+    """Return the most tokens of a completion that a stage here asks the engine for."""
+    stages = [*draft.find_sections("rollout"), *draft.find_sections("evaluate")]
+    return max((draft.get_count(name, "max_tokens") or 0 for name in stages), default=0)
+
+
+def choose_context(draft: Draft) -> Choice:
+    """Return the tokens of a prompt with its completion, as the engine is to take them."""
+    longest = find_longest_completion(draft)
+    usual = 256 if draft.facts.is_demo else 1024 if draft.machine.is_cpu else 2048
+    wanted = max(usual, 2 * longest)
+    context = draft.facts.context
+    if context and context < wanted:
+        return Choice(context, "the model's own context")
+    if wanted > usual:
+        return Choice(wanted, f"twice the {longest:,} tokens of a completion")
+    left = f"leaves {wanted - longest:,} tokens for a prompt"
+    return Choice(wanted, left if context else f"{left}; the model's context is not known here")
+
+
+def choose_engine_args(draft: Draft, section: str) -> Choice | None:
+    if draft.get(section, "name") != "vllm":
+        return None
+    context = choose_context(draft)
+    if draft.facts.is_demo:
+        # Completions of the demo fit twice into the engine's default, whose context is 256.
+        is_short = context.value <= 256
+        args = {"max_model_len": context.value, "enforce_eager": True}
+        return None if is_short else Choice(args, context.reason)
+    args = {"max_model_len": context.value}
+    if draft.machine.sampler_gpus == 0:
+        args["enforce_eager"] = True
+    return Choice(args, context.reason)
+
+
+def choose_colocation(draft: Draft, section: str) -> Choice | None:
+    is_own_server = draft.get(section, "name") == "vllm" and not draft.get(section, "pull")
+    is_single = draft.get_count(section, "replicas") == 1
+    # Whoever asks for one of these wants both to run at once.
+    is_divided = draft.get("loop", "asynchronous") or draft.get_count("loop", "iterations_per_pod")
+    if draft.machine.has_shared_gpu and is_own_server and is_single and not is_divided:
+        return Choice(True, "trainer and vLLM share the one GPU here")
+    return None
+
+
+def choose_max_length(draft: Draft, section: str) -> Choice | None:
+    wanted = 1024 if draft.machine.is_cpu else 2048
+    context = draft.facts.context
+    if context and context < wanted:
+        return Choice(context, "the model's own context")
+    return Choice(wanted, "for a CPU" if draft.machine.is_cpu else "at most; the model has more")
+
+
+def choose_epochs(draft: Draft, section: str) -> Choice | None:
+    if draft.is_set(section, "max_steps"):
+        return None
+    return Choice(3.0, "TRL's; set max_steps for a number of steps")
+
+
+def choose_warmup(draft: Draft, section: str) -> Choice | None:
+    return Choice(5, "a short file gives few steps")
+
+
+def choose_learning_rate(draft: Draft, section: str) -> Choice | None:
+    stage = find_stage(draft, section)
+    rate = LEARNING_RATES[stage]
+    if draft.get(section, "lora") is None:
+        return Choice(rate, "TRL's, for all parameters")
+    # Written as a decimal, so that 10 × 2e-5 is 0.0002.
+    return Choice(float(f"{rate * ADAPTER_FACTOR:.6g}"), "ten times TRL's for all parameters: LoRA")
+
+
+def find_stage(draft: Draft, section: str) -> str:
+    """Return the stage of TRAINERS that a section configures."""
+    return next(stage for stage in TRAINERS if section in draft.find_sections(stage))
+
+
+def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
+    shape = draft.facts.shape
+    if not isinstance(shape, Model):
+        return None if draft.machine.is_cpu else Choice(True, "the model's size is not known here")
+    if not draft.machine.is_cpu and shape.parameters >= CHECKPOINTED_PARAMETERS:
+        return Choice(True, f"{shape.parameters / 1e9:.1f} billion parameters on accelerators")
+    single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=False)
+    budget = find_activation_budget(draft, section, shape)
+    if single > budget:
+        return Choice(True, f"without it one example takes {format_gb(single)} of activations")
+    return None
+
+
+def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
+    stage = find_stage(draft, section)
+    # Of SFT and pairs the processes together have at most the examples of a step.
+    most = 128 if stage == "policy_update" else max(1, STEP_EXAMPLES // count_ranks(draft))
+    unit = {"policy_update": "rollouts", "sft": "demonstrations"}.get(stage, "pairs")
+    shape = draft.facts.shape
+    if not isinstance(shape, Model):
+        return Choice(min(most, 4), "the model's size is not known here")
+    is_checkpointed = draft.get(section, "gradient_checkpointing") is True
+    single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=is_checkpointed)
+    budget = find_activation_budget(draft, section, shape)
+    batch = 1
+    while batch * 2 <= most and batch * 2 * single <= budget:
+        batch *= 2
+    used = f"{format_gb(batch * single)} of activations of the {format_gb(budget)} for them"
+    length = find_training_length(draft, section)
+    return Choice(batch, f"{batch} {unit} of {length:,} tokens: {used}")
+
+
+def choose_accumulation(draft: Draft, section: str) -> Choice | None:
+    if draft.is_set(section, "per_device_train_batch_size"):
+        return None
+    batch = draft.get_count(section, "per_device_train_batch_size") or 1
+    ranks = count_ranks(draft)
+    number = max(1, STEP_EXAMPLES // (batch * ranks))
+    return Choice(number, f"steps of {number * batch * ranks} examples")
+
+
+def count_ranks(draft: Draft) -> int:
+    """Return the processes that train together."""
+    ranks = 1
+    for name in ("processes", "nodes"):
+        number = draft.values.get(name, 1)
+        ranks *= number if isinstance(number, int) and number > 0 else 1
+    return ranks
+
+
+def find_training_length(draft: Draft, section: str) -> int:
+    """Return the tokens of the longest sequence that a stage trains on."""
+    if length := draft.get_count(section, "max_length"):
+        return length
+    stated = draft.get_engine_args().get("max_model_len")
+    return stated if isinstance(stated, int) else int(choose_context(draft).value)
+
+
+def estimate_sequence_bytes(
+    draft: Draft, section: str, shape: Model, *, is_checkpointed: bool
+) -> float:
+    """Estimate the activations of one example of a stage, without logits, which do not grow with
+    the batch."""
+    sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
+    tokens = find_training_length(draft, section) * sequences
+    dtype = str(draft.get(section, "dtype"))
+    whole = estimate_activation_bytes(shape, tokens, is_checkpointed=is_checkpointed, dtype=dtype)
+    return whole - min(tokens * shape.vocab, LOGITS) * 8
+
+
+def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
+    """Return the bytes that a stage's activations may take: half of what weights, gradients and
+    optimizer leave of a device; of a machine without devices a quarter at most, since a server and
+    the system are there, too."""
+    machine = draft.machine
+    is_adapter = draft.get(section, "lora") is not None
+    states = shape.parameters * (4 if is_adapter else 16)
+    if not machine.is_cpu:
+        memory = machine.gpu_memory or UNKNOWN_GPU
+        own = states / count_ranks(draft)
+        return max(memory / 16, (0.9 * memory - own) / 2)
+    if machine.memory is None:
+        return UNKNOWN_BUDGET
+    return max(machine.memory / 32, min(machine.memory / 4, machine.memory / 2 - states))
+
+
+def format_gb(count: float) -> str:
+    """Format bytes as ``4.7 GB``."""
+    return f"{count / 1e9:.2g} GB" if count < 1e10 else f"{count / 1e9:,.0f} GB"
+
+
+def choose_target(draft: Draft, section: str) -> Choice | None:
+    return Choice(None, "no reward ends the loop early: 0.98 is the demo's goal")
+
+
+def choose_prompts(draft: Draft, section: str) -> Choice | None:
+    if not draft.machine.is_cpu:
+        return None
+    size = draft.get_count(section, "oversampled_prompts")
+    return None if size else Choice(8, "for a CPU")
+
+
+def choose_limit(draft: Draft, section: str) -> Choice | None:
+    return Choice(64, "for a CPU") if draft.machine.is_cpu else None
+
+
+def count_model_bytes(facts: ModelFacts) -> int | None:
+    """Return the bytes of a model's weights as they are stored; None where its size is not
+    known."""
+    if not isinstance(facts.shape, Model):
+        return None
+    return facts.shape.parameters * (4 if facts.dtype == "float32" else 2)
+
+
+def is_pruned(draft: Draft) -> bool:
+    size = count_model_bytes(draft.facts)
+    return size is None or size > KEPT_BYTES
+
+
+def choose_total_limit(draft: Draft, section: str) -> Choice | None:
+    if not is_pruned(draft):
+        return None
+    return Choice(2, "the newest two versions with the trainer's state: what a resume needs")
+
+
+def choose_keep_every(draft: Draft, section: str) -> Choice | None:
+    # Whoever sets a limit says which checkpoints stay.
+    if draft.is_set(section, "save_total_limit") or not is_pruned(draft):
+        return None
+    return Choice(10, "the model of each tenth iteration stays")
