@@ -9,6 +9,7 @@ import typer
 
 from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, OUTPUT, PIPELINE, SETS
 from tuneloop.cli.inspect import open_run
+from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.training.devices import DEVICES
 
@@ -184,8 +185,32 @@ def print_or_write_text(text: str, output: Path | None, option: str = "--output"
         raise UserError(option, str(output), f"cannot be written ({error.strerror})") from error
 
 
-def print_schema(pipeline: PIPELINE) -> None:
-    """Print the JSON Schema of a configuration. Every key with its type, default, limits and meaning."""
+def print_schema(
+    pipeline: PIPELINE,
+    section: Annotated[
+        str, typer.Argument(help="Only settings below this key, as in rollout or cluster.trainer.")
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs: JSON Schema, with types and limits.")
+    ] = False,
+) -> None:
+    """Print the settings of a pipeline. A line each: key, default and meaning."""
+    from tuneloop.config.listing import list_settings
     from tuneloop.config.loading import find_pipeline
 
-    typer.echo(json.dumps(find_pipeline(pipeline).Config.model_json_schema(), indent=2))
+    config = find_pipeline(pipeline).Config
+    if as_json:
+        typer.echo(json.dumps(config.model_json_schema(), indent=2))
+        return
+    settings = [
+        setting
+        for setting in list_settings(config)
+        if setting.key == section or setting.key.startswith(f"{section}." if section else "")
+    ]
+    if not settings:
+        known = ", ".join(
+            dict.fromkeys(item.key.partition(".")[0] for item in list_settings(config))
+        )
+        raise UserError("SECTION", section, f"no setting is below it; there are {known}")
+    rows = [(setting.key, setting.default, setting.meaning) for setting in settings]
+    print_table(("setting", "default", "meaning"), rows, cut="meaning")

@@ -168,7 +168,9 @@ def build_kfp_pipeline(
 ) -> tuple[Any, Any]:
     """Build a pipeline by name; return it in the form that kfp compiles, and its settings. Raises UserError if the
     pipeline has no form for KFP, or kfp is not installed."""
+    from tuneloop.cli.checks import check_limits
     from tuneloop.config.loading import find_pipeline
+    from tuneloop.planning.limits import find_limits, read_pods
 
     found = find_pipeline(pipeline)
     if not hasattr(found.module, "build_kfp"):
@@ -177,7 +179,9 @@ def build_kfp_pipeline(
         )
     client.check_kfp_is_installed()
     settings = found.configure(config, sets or ())
-    return found.module.build_kfp(settings), settings
+    built = found.module.build_kfp(settings)
+    check_limits(find_limits(settings, found.build(settings), read_pods(settings)), ignore=False)
+    return built, settings
 
 
 def connect_to_executor(

@@ -349,10 +349,21 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path, words: list[str], say
 
 
 def test_the_schema_has_every_key(call: Call) -> None:
-    schema = json.loads(call("schema", TOY).out)
+    schema = json.loads(call("schema", TOY, "--json").out)
     assert schema["additionalProperties"] is False
     assert schema["properties"]["iterations"]["description"] == "at most so many"
     assert schema["properties"].keys() == toy.Config.model_fields.keys()
+
+
+def test_the_settings_are_a_line_each(call: Call) -> None:
+    lines = [line.split(maxsplit=2) for line in call("schema", "sft_then_grpo").out.splitlines()]
+    rows = {words[0]: words[1:] for words in lines if len(words) > 1}
+    assert rows["rollout.max_tokens"] == ["8", "maximum tokens of a completion"]
+    assert rows["loop.iterations"] == ["60", "maximum number of iterations"]
+    assert rows["sft.lora"][0] == "null" and rows["sft.lora.r"] == ["16", "rank of an adapter"]
+    below = call("schema", "grpo", "cluster.trainer").out.split()
+    assert "cluster.trainer.gpus" in below and "cluster.sampler.gpus" not in below
+    refused(call("schema", "grpo", "nope"), "SECTION: 'nope': no setting is below it")
 
 
 def test_render_prints_what_it_writes(call: Call, tmp_path: Path) -> None:
