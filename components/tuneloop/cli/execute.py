@@ -53,6 +53,7 @@ def run_pipeline(
     A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
     """
     from tuneloop.cli.checks import check_limits, check_local_run, print_followed
+    from tuneloop.config.followed import keep_followed
     from tuneloop.config.loading import dump_workflow, find_pipeline
     from tuneloop.config.machine import read_machine
     from tuneloop.core.store import normalize_url
@@ -68,7 +69,8 @@ def run_pipeline(
         name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (record := records.read_record(name, store)) is not None:
         standing = run_record.Run(name, store, record)
-        if _same(standing, found.name, resolved, normalize_url(store)):
+        kept = keep_followed(resolved, configured.followed, record.config)
+        if _same(standing, found.name, kept, normalize_url(store)):
             return _continue(standing, parallelism, track, warm)
     settings = found.validate(resolved)
     workflow = found.build(settings)

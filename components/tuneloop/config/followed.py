@@ -6,7 +6,7 @@ them before the configuration is checked, so that everything rendered from it ha
 What a user sets stands, and so does a default of a pipeline's author that differs from the
 demo's."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -157,6 +157,22 @@ class Rule:
             return None
         choice = self.choose(draft, section)
         return None if choice is None or choice.value == default else choice
+
+
+def keep_followed(
+    config: dict[str, Any], followed: Iterable[Followed], recorded: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the configuration with which a run that is there is asked for: the recorded one, if
+    both differ in settings alone that follow the machine, which may be another today."""
+    kept = config
+    for setting in followed:
+        *path, name = setting.setting.split(".")
+        section: Any = recorded
+        for part in path:
+            section = section.get(part) if isinstance(section, Mapping) else None
+        if isinstance(section, Mapping) and name in section:
+            kept = _merge(kept, setting.setting.split("."), section[name])
+    return recorded if kept == recorded else config
 
 
 def merge_followed(values: Mapping[str, Any], followed: Mapping[str, Followed]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planning.test_plan import PUBLISHED
+from tuneloop.config.followed import keep_followed
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.machine import Machine
 from tuneloop.config.model_facts import Model, read_model_facts
@@ -143,6 +144,21 @@ def test_the_whole_configuration_follows_nothing_more(smollm2: Path, tmp_path: P
     (tmp_path / "config.yaml").write_text(json.dumps(first.model_dump(mode="json")))
     again = pipeline.configure_for(ONE_GPU, tmp_path / "config.yaml")
     assert again.settings == first and again.followed == ()
+
+
+def test_a_run_keeps_the_settings_that_followed_another_machine(smollm2: Path) -> None:
+    pipeline = find_pipeline("grpo")
+
+    def dump(memory: int, *sets: str) -> tuple[dict[str, Any], Any]:
+        machine = Machine(is_cluster=False, memory=memory)
+        configured = pipeline.configure_for(machine, None, [f"base_model={smollm2}", *sets])
+        return configured.settings.model_dump(mode="json"), configured.followed
+
+    recorded, _ = dump(24 * GB)
+    config, followed = dump(100 * GB)
+    assert config != recorded and keep_followed(config, followed, recorded) == recorded
+    other, followed = dump(100 * GB, "update.learning_rate=1e-5")
+    assert keep_followed(other, followed, recorded) == other, "the user asks for another run"
 
 
 @pytest.mark.parametrize(
