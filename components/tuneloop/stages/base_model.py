@@ -168,8 +168,8 @@ def base_model(
         vocabulary = min(
             len(tokenizer), policy.config.get_text_config().vocab_size
         )  # padding rows are never served
-        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        length = min(LENGTH, context - 1) if context else LENGTH
+        model_context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        length = min(LENGTH, model_context - 1) if model_context else LENGTH
         texts = _text(prompts, model) if prompts else ()
         ids, origin = encode_text(tokenizer, texts, vocabulary, length)
         make_canary(policy, ids, origin).write(stage.out / FILE)
