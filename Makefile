@@ -20,10 +20,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
+.PHONY: help install demo smollm2 test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(UV):
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tuneloop needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -47,6 +47,9 @@ install: $(INSTALLED) ## make .venv with everything (hashed requirements; about 
 
 demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluated before and after, with a report
 	$(BIN)/tuneloop demo --run $(RUN) --set seed=$(SEED)
+
+smollm2: $(INSTALLED) ## make a model directory of SmolLM2-135M-Instruct in .venv/models/smollm2 (269 MB, bfloat16)
+	$(BIN)/python -m tests.pretrained .venv/models/smollm2
 
 test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores
 	$(PYTEST) $(WARM) -m "not slow"

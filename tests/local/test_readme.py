@@ -14,8 +14,9 @@ from tuneloop.workflow.pod_loop import expand_pod
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"make demo", "make test"}
-"""`make test` is what runs this file; what `make demo` runs is the third command, with another seed."""
+ELSEWHERE = {"make demo", "make test", "make smollm2"}
+"""`make test` is what runs this file; what `make demo` runs is the third command, with another seed;
+the fixture `smollm2` does what `make smollm2` does."""
 
 
 def commands() -> list[str]:
@@ -28,8 +29,9 @@ def test_the_readme_starts_with_two_commands() -> None:
 
 
 @pytest.mark.slow
-def test_readme_commands(tmp_path: Path) -> None:
-    for name in ("pipelines", ".venv"):
+def test_readme_commands(tmp_path: Path, smollm2: Path) -> None:
+    assert smollm2 == ROOT / ".venv/models/smollm2"
+    for name in ("pipelines", ".venv", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for command in commands():
         if command in ELSEWHERE:
@@ -45,7 +47,8 @@ def test_readme_commands(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert "Traceback" not in done.stderr
-    assert (tmp_path / "runs/mine/report.html").stat().st_size > 10_000
+    for run in ("mine", "chats"):
+        assert (tmp_path / f"runs/{run}/report.html").stat().st_size > 10_000
 
 
 def test_every_relative_link_leads_somewhere() -> None:

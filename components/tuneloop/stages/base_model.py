@@ -168,8 +168,7 @@ def base_model(
         vocabulary = min(
             len(tokenizer), policy.config.get_text_config().vocab_size
         )  # padding rows are never served
-        model_context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-        length = min(LENGTH, model_context - 1) if model_context else LENGTH
+        length = min(LENGTH, own_context - 1)
         texts = _text(prompts, model) if prompts else ()
         ids, origin = encode_text(tokenizer, texts, vocabulary, length)
         make_canary(policy, ids, origin).write(stage.out / FILE)
