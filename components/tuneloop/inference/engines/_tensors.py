@@ -74,10 +74,13 @@ def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
 
 
 def read_tensors(model: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model directory, one at a time."""
+    """Yield the tensors of a model directory, one at a time. Raises FileNotFoundError without any."""
     from safetensors import safe_open
 
-    for path in sorted(model.glob("*.safetensors")):
+    paths = sorted(model.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{model} has no safetensors files")
+    for path in paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
