@@ -4,9 +4,9 @@ Versions differ by one step of 1e-6 on every parameter, rounded to bfloat16. Eac
 weights of the engine and proves them, as the stages `rollout` and `evaluate` do. After it the
 engine is given the version before under the same label, in the ways in which that may happen:
 
-ignored     a server acknowledges the load, and the engine keeps the tensors that it had
-mislabelled a server loads the files of the version before, and says that it has the new ones
-in process  the engine `transformers` holds the version before, and says that it has the new one
+ignored      a server acknowledges the load, and the engine keeps the tensors that it had
+mislabelled  a server loads the files of the version before, and says that it has the new ones
+in process   the engine `transformers` holds the version before, and says that it has the new one
 
 Beside it stands what the log-probabilities of the canary alone would have said, as they have to
 for an endpoint of another make.
@@ -69,20 +69,12 @@ def main() -> None:
         versions = prepare_versions(flags.model, work)
         fault = Path(scratch) / "fault"
         for name in flags.engines:
-            if name == "vllm":
-                with serving(versions[0], fault) as url:
-                    client = Client(url, LIMIT_S, patience_s=0.0)
-                    server = Subject(client, ServerFaults(fault))
-                    measure(name, server, versions, flags.loads, flags.stale)
-            else:
-                from tuneloop.inference.engines.transformers import Transformers
-
-                engine = Transformers(dtype="bfloat16")
-                subject = Subject(engine, InProcessFault(engine))
-                measure(name, subject, versions, flags.loads, flags.stale)
+            with open_subject(name, versions[0], fault) as subject:
+                result = measure(name, subject, versions, flags.loads, flags.stale)
+            print(json.dumps(result), flush=True)
 
 
-def prepare_versions(model: Path, work: Path) -> list[Artifact]:
+def prepare_versions(model: Path, work: Path, count: int = VERSIONS) -> list[Artifact]:
     """Commit versions whose float32 parameters differ by `STEP`, saved in bfloat16."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -92,7 +84,7 @@ def prepare_versions(model: Path, work: Path) -> list[Artifact]:
     from tuneloop.inference.proof import read_canary
     from tuneloop.stages.base_model import base_model
 
-    urls = [work / f"v{version}" for version in range(VERSIONS)]
+    urls = [work / f"v{version}" for version in range(count)]
     if not urls[-1].exists():
         base_model(out=str(urls[0]), model=str(model), save_dtype="bfloat16")
         first = Artifact(str(urls[0]))
@@ -111,8 +103,10 @@ def prepare_versions(model: Path, work: Path) -> list[Artifact]:
             path.unlink()
             save_file(saved, path, metadata={"format": "pt"})
             written = AutoModelForCausalLM.from_pretrained(draft.path / "model", dtype="auto")
-            known = read_canary(before)
-            canary = make_canary(written, known.ids, known.text, version=version, previous=known)
+            previous = read_canary(before)
+            canary = make_canary(
+                written, previous.ids, previous.text, version=version, previous=previous
+            )
             canary.write(draft.path / FILE)
             draft.commit(
                 stage="policy_update", params={"learning_rate": STEP}, facts={"version": version}
@@ -130,7 +124,7 @@ class ServerFaults:
     )
 
     @contextmanager
-    def switched_on(self, before: Artifact, now: Artifact) -> Iterator[str]:
+    def switched_on(self, before: Artifact) -> Iterator[str]:
         kind = next(self.kinds)
         self.file.write_text("ignored" if kind == "ignored" else before.ref)
         try:
@@ -146,7 +140,7 @@ class InProcessFault:
     engine: Any
 
     @contextmanager
-    def switched_on(self, before: Artifact, now: Artifact) -> Iterator[str]:
+    def switched_on(self, before: Artifact) -> Iterator[str]:
         load = self.engine.load
 
         def mislabel(policy: Artifact, *, force: bool = False) -> None:
@@ -169,25 +163,41 @@ class Subject:
     fault: ServerFaults | InProcessFault
 
 
-def measure(name: str, subject: Subject, versions: list[Artifact], loads: int, stale: int) -> None:
-    """Load and prove versions in turn, print what was refused, and how long it took."""
+@contextmanager
+def open_subject(name: str, policy: Artifact, fault: Path) -> Iterator[Subject]:
+    """Open a server of vLLM, or the engine `transformers` in this process."""
+    if name == "vllm":
+        with serving(policy, fault) as url:
+            yield Subject(Client(url, LIMIT_S, patience_s=0.0), ServerFaults(fault))
+        return
+    from tuneloop.inference.engines.transformers import Transformers
+
+    engine = Transformers(dtype="bfloat16")
+    yield Subject(engine, InProcessFault(engine))
+
+
+def measure(
+    name: str, subject: Subject, versions: list[Artifact], loads: int, stale: int
+) -> dict[str, Any]:
+    """Load and prove versions in turn; return what was refused, and how long it took."""
     # To and fro, so that neighbours follow each other.
-    turn = itertools.cycle([*range(1, VERSIONS), *range(VERSIONS - 2, 0, -1)])
+    last = len(versions) - 1
+    turn = itertools.cycle([*range(1, last), *range(last, 1, -1)])
     counts: Counter[str] = Counter()
     seconds: dict[str, list[float]] = {"load": [], "proof": []}
     separations: list[float] = []
     ratios: list[float] = []
     for number in range(loads):
         version = next(turn)
-        now = versions[version]
-        proof = prove_right(subject.engine, now, seconds, counts)
+        policy = versions[version]
+        proof = prove_right(subject.engine, policy, seconds, counts)
         if proof is not None:
             separations.append(proof.distances["separation"])
             ratios.append(proof.distances["mean_abs_diff"] / proof.distances["noise"])
             count_verdict(proof, version, counts)
         if number < stale:
-            prove_stale(subject, versions[version - 1], now, counts)
-    result = {
+            prove_stale(subject, versions[version - 1], policy, counts)
+    return {
         "engine": name,
         "loads": loads,
         "stale": min(loads, stale),
@@ -197,7 +207,6 @@ def measure(name: str, subject: Subject, versions: list[Artifact], loads: int, s
         "separation": [round(min(separations), 3), round(max(separations), 3)],
         "distance_in_noises": [round(min(ratios), 2), round(max(ratios), 2)],
     }
-    print(json.dumps(result), flush=True)
 
 
 def prove_right(
@@ -218,13 +227,13 @@ def prove_right(
     return proof
 
 
-def prove_stale(subject: Subject, before: Artifact, now: Artifact, counts: Counter[str]) -> None:
-    """Have the engine serve `before` as `now`. What follows has to be a refusal."""
+def prove_stale(subject: Subject, before: Artifact, policy: Artifact, counts: Counter[str]) -> None:
+    """Have the engine serve `before` as `policy`. What follows has to be a refusal."""
     subject.engine.load(before)
-    with subject.fault.switched_on(before, now) as kind:
+    with subject.fault.switched_on(before) as kind:
         try:
-            subject.engine.load(now)
-            prove_weights(subject.engine, now)
+            subject.engine.load(policy)
+            prove_weights(subject.engine, policy)
         except (StaleWeights, Retryable):
             counts[f"stale ({kind}), refused"] += 1
         else:
