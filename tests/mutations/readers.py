@@ -180,7 +180,7 @@ def _read_inputs(run: SampleRun) -> Any:
         facts = {**artifact.manifest.facts, **artifact.manifest.results, **artifact.manifest.params}
         found[key] = facts, _digest(artifact.path, [*artifact.manifest.files])
         if "canary.json" in artifact.manifest.files:
-            found[f"{key} canary"] = read_canary(artifact)
+            found[f"{key} canary"] = read_canary(artifact).model_dump()
     return 0, found
 
 

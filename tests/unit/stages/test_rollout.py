@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tests.policies import commit_policy, commit_prompts, model
+from tests.policies import commit_policy, commit_prompts, model, tokenizer
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.seeds import derive_seed, draw_indices
+from tuneloop.formats.canary import derive_ids, make_canary
 from tuneloop.formats.rollouts import SCHEMA, open_rows, read_rows
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines.transformers import Transformers
@@ -261,6 +262,72 @@ def test_no_proof_no_batch(
 ) -> None:
     with pytest.raises(StaleWeights, match=said):
         run(tmp_path / "r", policy, prompts, engine=f"{__name__}:{engine}")
+
+
+class Foreign:
+    """An engine in bfloat16 that cannot be asked for its tensors, as an endpoint cannot."""
+
+    name = "foreign"
+
+    def __init__(self) -> None:
+        self.inner = Transformers(dtype="bfloat16")
+        self.generate, self.score, self.close = (
+            self.inner.generate,
+            self.inner.score,
+            self.inner.close,
+        )
+
+    def load(self, policy: Artifact, *, force: bool = False) -> None:
+        self.inner.load(policy, force=force)
+        self.context = self.inner.context
+        self.version, self.digest = self.inner.version, self.inner.digest
+
+
+def foreign(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Foreign:
+    return Foreign()
+
+
+def commit_steps(root: Path) -> list[Artifact]:
+    """A first version, one after a large step, and two after tiny ones."""
+    made = model(0)
+    versions: list[Artifact] = []
+    for version, step in enumerate([0.0, 0.5, 0.004, 0.004]):
+        with torch.no_grad():
+            made.model.norm.weight[:3] += step
+        draft = Draft(str(root / f"v{version}"))
+        made.save_pretrained(draft.path / "model")
+        tokenizer().save_pretrained(draft.path / "model")
+        opened = AutoModelForCausalLM.from_pretrained(draft.path / "model", dtype="auto")
+        previous = read_canary(versions[-1]) if versions else None
+        ids = previous.ids if previous else derive_ids(200)
+        make_canary(opened, ids, version=version, previous=previous).write(
+            draft.path / "canary.json"
+        )
+        draft.commit(
+            stage="policy_update", params={"learning_rate": 1e-6}, facts={"version": version}
+        )
+        versions.append(Artifact(str(root / f"v{version}")))
+    return versions
+
+
+def test_a_run_warns_once_where_nothing_tells_versions_apart(
+    tmp_path: Path, prompts: Artifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = commit_steps(tmp_path)
+    warnings = []
+    for iteration, policy in enumerate(versions):
+        out = tmp_path / f"foreign-{iteration}"
+        run(out, policy, prompts, engine=f"{__name__}:foreign", iteration=iteration)
+        proof = Artifact(str(out)).manifest.facts["proof"]
+        assert (proof["by"], proof["tells_versions_apart"]) == ("log-probabilities", iteration < 2)
+        warnings.append(capsys.readouterr().err.count("warning: nothing proves that the engine"))
+    assert warnings == [0, 0, 1, 0]
+    for iteration, policy in enumerate(versions):
+        out = tmp_path / f"ours-{iteration}"
+        run(out, policy, prompts, iteration=iteration, engine_args={"dtype": "bfloat16"})
+        proof = Artifact(str(out)).manifest.facts["proof"]
+        assert (proof["by"], proof["tells_versions_apart"]) == ("tensors", True)
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

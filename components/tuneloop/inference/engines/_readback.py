@@ -81,31 +81,31 @@ def compare_tensors(worker: Any, model: str, every: int) -> dict[str, bool | Non
     module = worker.get_model()
     identical: dict[str, bool | None] = {}
     experts: dict[str, _Experts] = {}
-    for name, wanted in read_tensors(Path(model)):
-        place = EXPERT.match(name)
-        layer = _module(module, f"{place['layer']}.routed_experts") if place else None
-        if place and layer is not None:
+    for name, expected in read_tensors(Path(model)):
+        match = EXPERT.match(name)
+        layer = _module(module, f"{match['layer']}.routed_experts") if match else None
+        if match and layer is not None:
             identical[name] = None
             with suppress(*UNKNOWN_LAYOUT):
-                experts.setdefault(place["layer"], _Experts(layer)).add(name, place, wanted)
+                experts.setdefault(match["layer"], _Experts(layer)).add(name, match, expected)
         else:
-            identical[name] = _compare(module, name, wanted, every)
-    for those in experts.values():
+            identical[name] = _compare(module, name, expected, every)
+    for layer_experts in experts.values():
         with suppress(*UNKNOWN_LAYOUT):
-            identical |= those.held()
+            identical |= layer_experts.held()
     return identical
 
 
-def _compare(model: Any, name: str, wanted: Tensor, every: int) -> bool | None:
+def _compare(model: Any, name: str, expected: Tensor, every: int) -> bool | None:
     """Compare one tensor. A layer of a kind that this module does not know may lack anything that is
     asked of it: its tensors cannot be read."""
     with suppress(*UNKNOWN_LAYOUT):
-        identical = _holds(model, name, wanted, every)
+        identical = _holds(model, name, expected, every)
         if identical is not None:
             return identical
         # The language model of a multimodal class has another prefix in vLLM than in the files.
         renamed = model.hf_to_vllm_mapper._map_name(name)
-        return _holds(model, renamed, wanted, every)
+        return _holds(model, renamed, expected, every)
     return None
 
 

@@ -31,7 +31,7 @@ class Readback:
 
     def without(self, opaque: frozenset[str]) -> Readback:
         """Count the tensors in `opaque` as unread where they differ."""
-        unread = {*self.unread, *(name for name in self.different if name in opaque)}
+        unread = set(self.unread) | (set(self.different) & opaque)
         different = [name for name in self.different if name not in opaque]
         return replace(self, different=different, unread=sorted(unread))
 
@@ -62,31 +62,36 @@ def compare_state(state: Mapping[str, Tensor], model: Path) -> Readback:
     unread: list[str] = []
     different: list[str] = []
     tensors = 0
-    for name, wanted in read_tensors(model):
+    for name, expected in read_tensors(model):
         tensors += 1
-        held = state.get(name)
-        if held is None or held.shape != wanted.shape:
+        tensor = state.get(name)
+        if tensor is None or tensor.shape != expected.shape:
             unread.append(name)
-        elif not is_same(held.cpu(), wanted.to(held.dtype)):
+        elif not is_same(tensor.cpu(), expected.to(tensor.dtype)):
             different.append(name)
     identical = tensors - len(unread) - len(different)
     return Readback(tensors, identical, different, unread)
 
 
 def read_tensors(model: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model directory, one at a time."""
+    """Yield the tensors of a model directory, one at a time. Raises FileNotFoundError without any."""
     from safetensors import safe_open
 
-    for path in sorted(model.glob("*.safetensors")):
+    paths = sorted(model.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{model} has no safetensors files")
+    for path in paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
 
 
-def is_same(tensor: Tensor, wanted: Tensor) -> bool:
+def is_same(tensor: Tensor, expected: Tensor) -> bool:
     """Compare two tensors of one dtype bit for bit."""
     import torch
 
-    return tensor.shape == wanted.shape and torch.equal(
-        tensor.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)
-    )
+    if tensor.shape != expected.shape:
+        return False
+    # The bytes: a NaN equals itself, and a zero differs from a negative one.
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return torch.equal(flat, expected.reshape(-1).view(torch.uint8))
