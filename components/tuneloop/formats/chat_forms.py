@@ -89,17 +89,28 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str]:
     return "", text
 
 
-def list_tools(tools: str | Sequence[Any] | None) -> list[Any] | None:
-    """Return tools, which may be JSON text, as OpenAI has them; None where there are none."""
+def list_tools(tools: str | Sequence[Any] | None) -> list[Message] | None:
+    """Return the schemas of tools, which may be JSON text, as OpenAI has them; None where there are none. Raises
+    ValueError: one is not an object with a name."""
     listed = json.loads(tools) if isinstance(tools, str) else tools
     if not listed:
         return None
-    return [
-        {"type": "function", "function": tool}
-        if isinstance(tool, Mapping) and "function" not in tool and "name" in tool
-        else tool
-        for tool in listed
-    ]
+    if not isinstance(listed, list):
+        raise ValueError("tools are not a list")
+    return [_read_tool(tool) for tool in listed]
+
+
+def _read_tool(tool: Any) -> Message:
+    """Return the schema of a tool as OpenAI has it; some data sets leave out what is around the function."""
+    whole = (
+        tool
+        if isinstance(tool, dict) and "function" in tool
+        else {"type": "function", "function": tool}
+    )
+    function = whole["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool is not an object with a name")
+    return whole
 
 
 def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: str) -> Message:
@@ -110,6 +121,8 @@ def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: s
     if not kept.get("tool_calls"):
         kept.pop("tool_calls", None)
         kept.setdefault("content", "")
+    elif not isinstance(kept["tool_calls"], list):
+        raise ValueError("tool_calls are not a list")
     else:
         kept["tool_calls"] = [_read_call(call) for call in kept["tool_calls"]]
     if kept["role"] != "assistant":
@@ -141,17 +154,21 @@ def _join_parts(parts: Sequence[Any]) -> str:
     return "".join(texts)
 
 
-def _read_call(call: Mapping[str, Any]) -> Message:
-    """Return a tool call as OpenAI has it, with its arguments as an object where they are one."""
-    function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else dict(call)
-    arguments = function.get("arguments")
+def _read_call(call: Any) -> Message:
+    """Return a tool call as OpenAI has it, with its arguments as an object where they are one. Raises ValueError: it
+    is not an object with a name."""
+    if not isinstance(call, dict):
+        raise ValueError("a tool call is not an object")
+    whole = call if "function" in call else {"function": call}
+    function = whole["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call has no function with a name")
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with contextlib.suppress(json.JSONDecodeError):
-            function["arguments"] = json.loads(arguments)
-    rest = {key: value for key, value in call.items() if key != "function" and value is not None}
-    if not isinstance(call.get("function"), Mapping):
-        rest = {}
-    return {"type": "function", **rest, "function": function}
+            arguments = json.loads(arguments)
+    kept = {key: value for key, value in whole.items() if value is not None}
+    return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
 
 
 def _write_arguments(call: Mapping[str, Any]) -> Message:

@@ -23,6 +23,9 @@ from tuneloop.formats.chat_forms import (
 )
 
 WORDS = re.compile(r"\w+")
+WRITTEN_PART = re.compile(r"""\{['"]type['"]: ['"]text['"]""")
+"""A part of a message's content as Python or JSON has it, which no template means to show."""
+NO_UNICODE = "is not Unicode: it has half of a surrogate pair; correct or drop the row"
 
 
 class CannotRender(ValueError):
@@ -41,7 +44,7 @@ class Chat:
 
     tokenizer: Any
     messages: list[Message]
-    tools: list[Any] | None
+    tools: list[Message] | None
     form: Form
     words: Mapping[str, str]
 
@@ -57,12 +60,18 @@ class Chat:
             reason = " ".join(str(error).split()) or type(error).__name__
             remedy = f"the chat template cannot render this conversation: {reason}"
             raise CannotRender(0, describe_message(self.messages[:count]), remedy) from error
+        if self.form.parts and WRITTEN_PART.search(text):
+            what = describe_message(self.messages[:count])
+            raise CannotRender(0, what, "the chat template writes content as a list of parts")
         return str(text)
 
     def encode(self, text: str, *, start: bool) -> list[int]:
         """Encode rendered text; `start`: it begins the conversation, so it gets one BOS, whatever the template and
-        the tokenizer put there."""
-        ids = self._encode_pieces(text)
+        the tokenizer put there. Raises UserError: it is not Unicode."""
+        try:
+            ids = self._encode_pieces(text)
+        except (UnicodeError, TypeError) as error:  # half of a surrogate pair
+            raise UserError("conversation", describe_message(self.messages), NO_UNICODE) from error
         if not start:
             return ids
         bos = self.tokenizer.bos_token_id
@@ -120,8 +129,8 @@ def check_prompt(chat: Chat, text: str, count: int) -> None:
     """Check that `text`, rendered of the first `count` messages, has what these and the tools say. An assistant's
     earlier turns are the template's to shorten. Raises CannotRender: something is missing."""
     for tool in chat.tools or ():
-        name = (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else None
-        if isinstance(name, str) and name not in text:
+        name = tool["function"]["name"]
+        if name not in text:
             remedy = f"the chat template does not render tools ({name!r} is missing); drop the tools, or set"
             raise CannotRender(1, "tools", f"{remedy} model.chat_template to one that does")
     for message in chat.messages[:count]:
@@ -148,18 +157,26 @@ def describe_message(messages: Sequence[Mapping[str, Any]]) -> str:
     last = messages[-1]
     content = last.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    calls = [str((call.get("function") or {}).get("name")) for call in last.get("tool_calls", ())]
+    calls = [call["function"]["name"] for call in last.get("tool_calls", ())]
     return f"{last['role']}: {text[:60]}" + (f" calls {', '.join(calls)}" if calls else "")
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Encode text by itself; what is spelled like a control token is text, too."""
-    return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    """Encode text by itself; what is spelled like a control token is text, too. Raises UserError: it is not Unicode."""
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    except (UnicodeError, TypeError) as error:
+        raise UserError("text", text, NO_UNICODE) from error
+
+
+def list_control_ids(tokenizer: Any) -> frozenset[int]:
+    """List the ids of the control tokens of a tokenizer."""
+    return _list_control_ids(tokenizer, len(tokenizer))
 
 
 @functools.lru_cache(8)
-def list_control_ids(tokenizer: Any) -> frozenset[int]:
-    """List the ids of the control tokens of a tokenizer."""
+def _list_control_ids(tokenizer: Any, size: int) -> frozenset[int]:
+    """List the ids of the control tokens of a tokenizer of `size` tokens."""
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset({*added, *tokenizer.all_special_ids})
 

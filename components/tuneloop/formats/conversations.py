@@ -26,6 +26,7 @@ from tuneloop.formats.chat_rendering import (
 )
 
 T = TypeVar("T")
+NO_PROMPT = "nothing stands before this turn; let a message of the user begin the conversation"
 NO_MESSAGES = "is not a JSON list of chat messages"
 History = Literal["as-rendered", "per-turn"]
 """`as-rendered`: turns share a document wherever the template renders the earlier ones as they were targets;
@@ -116,6 +117,8 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     """Encode message `number`, a turn of the assistant. Raises CannotRender: the template does not render all of it,
     or not as something that it lets the model say."""
     message = chat.messages[number]
+    if number == 0:
+        raise CannotRender(1, describe_message([message]), NO_PROMPT)
     prompt = chat.render(number, prompt=True)
     check_prompt(chat, prompt, number)
     whole = chat.render(number + 1, prompt=False)
@@ -123,8 +126,7 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
     _check_turn(message, addition, reasoning)
     prompt_ids = chat.encode(prompt, start=True)
     if not prompt_ids:
-        remedy = "nothing stands before this turn; let a message of the user begin the conversation"
-        raise CannotRender(1, describe_message([message]), remedy)
+        raise CannotRender(1, describe_message([message]), NO_PROMPT)
     whole_ids = chat.encode(whole, start=True)
     if whole.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
         target = whole_ids[len(prompt_ids) :]
@@ -256,13 +258,9 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
         remedy = "the chat template leaves out the reasoning of this turn; set data.reasoning=drop,"
         raise CannotRender(3, what, f"{remedy} or model.chat_template to one that has it")
     for call in message.get("tool_calls", ()):
-        function = call.get("function", {})
-        name = str(function.get("name", ""))
-        calls = [
-            other
-            for other in message["tool_calls"]
-            if str(other.get("function", {}).get("name", "")) == name
-        ]
+        function = call["function"]
+        name = function["name"]
+        calls = [other for other in message["tool_calls"] if other["function"]["name"] == name]
         if addition.count(name) < len(calls) or not _has_arguments(addition, function):
             remedy = f"the chat template does not render all tool calls ({name!r}); set model.chat_template to one that"
             raise CannotRender(2, what, f"{remedy} does, or drop the row")

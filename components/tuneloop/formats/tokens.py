@@ -56,8 +56,9 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = N
     if chat:
         ids = encode_prompt_messages(tokenizer, prompt, tools)
     else:
+        text_ids = encode_text(tokenizer, prompt)
         ids = list(tokenizer.encode(prompt, split_special_tokens=True))
-        if ids[-1:] == [tokenizer.eos_token_id] and encode_text(tokenizer, prompt)[-1:] != ids[-1:]:
+        if ids[-1:] == [tokenizer.eos_token_id] and text_ids[-1:] != ids[-1:]:
             ids.pop()
     if not ids:
         raise UserError("prompt", prompt, "has no tokens; nothing can follow it")
