@@ -65,9 +65,11 @@ def try_attacks(
             list_shipped_variants("rewards"),
             list_shipped_variants("environments"),
         )
-    trials = [
-        trial for name in rewards for trial in _try_all("--reward", name, name, row, row, timeout_s)
-    ]
+    trials: list[Trial] = []
+    for name in rewards:
+        # Rewards of calls and choices have answers of their own form.
+        own = {**row, "answer": row.get("answers", {}).get(name, row["answer"])}
+        trials += _try_all("--reward", name, name, own, own, timeout_s)
     for name in environments:
         how = {
             "environment": name,

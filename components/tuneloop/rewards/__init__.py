@@ -2,4 +2,4 @@
 
 `scoring` runs them with a time limit, `sandbox` confines the code that a policy writes. No reward knows another."""
 
-NOT_VARIANTS = ("answers", "programs", "proof", "sandbox", "scoring")
+NOT_VARIANTS = ("answers", "programs", "proof", "sandbox", "scoring", "structures")

@@ -11,13 +11,17 @@ import reasoning_gym
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
     """Return the task's own score of the stripped completion, 0 to 1; None for a prompt from elsewhere."""
-    if (task := metadata.get("reasoning_gym")) is None:
+    task = metadata.get("reasoning_gym")
+    if task is None:
         return None
-    return float(
-        _verifier(task["task"], json.dumps(task["config"]))(completion.strip(), task["entry"])
-    )
+    score_answer = _find_verifier(task["task"], json.dumps(task["config"]))
+    # Whatever the completion makes a verifier raise, it is not the answer.
+    try:
+        return float(score_answer(completion.strip(), task["entry"]))
+    except Exception:
+        return 0.0
 
 
 @functools.lru_cache(maxsize=64)
-def _verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+def _find_verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
     return reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config)).score_answer

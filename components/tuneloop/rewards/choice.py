@@ -1,0 +1,105 @@
+"""Multiple choice: the completion chooses the answer's letter, or says the text of that choice.
+
+The answer is a letter, or the text of one of ``metadata["choices"]`` (a list of texts, in the order
+of their letters). A completion chooses by its last box, else by its last "The answer is …" or
+"Answer: …", else by all of its text or its last line: ``C``, ``(C)``, ``C. Paris``, ``Paris``. One
+that names two choices has chosen none.
+"""
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from tuneloop.rewards.answers.extraction import find_final_answer
+from tuneloop.rewards.answers.notation import normalize_notation
+from tuneloop.rewards.scoring import Unverifiable
+
+TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+LETTER = re.compile(
+    r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(?:\)|(?=[.:,\s]|$))[.:]?\s*(.*)", re.DOTALL
+)
+BEGINS = re.compile(r"\W*[A-Z](?![\w'])")
+ANOTHER = re.compile(r"(?:\b(?:or|and)\b|[,/&]).*\(?\b[A-Z]\b|\([A-Z]\)", re.DOTALL)
+
+
+def score(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Return 1.0 if `completion` chooses the answer, else 0.0.
+
+    Raises:
+        Unverifiable: the answer is no letter and no choice, or the choices are no texts.
+    """
+    choices = read_choices(metadata)
+    right = find_letter(answer, choices)
+    if right is None:
+        raise Unverifiable(f"the answer {answer!r:.80} is no letter of a choice, and no choice")
+    # Whatever the completion makes a pattern raise, it is no choice.
+    try:
+        return float(read_choice(completion, choices) == right)
+    except Exception:
+        return 0.0
+
+
+def write_answers(answer: str, metadata: dict[str, Any]) -> list[str]:
+    """Write the letter in a box and in sentences."""
+    letter = find_letter(answer, read_choices(metadata))
+    if letter is None:
+        return [answer]
+    return [f"\\boxed{{{letter}}}", f"The answer is ({letter}).", f"Answer: {letter}"]
+
+
+def read_choices(metadata: dict[str, Any]) -> list[str]:
+    """Read the choices; empty without any. Raises Unverifiable: they are no list of texts."""
+    choices = metadata.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise Unverifiable(f"metadata['choices'] is no list of texts: {choices!r:.80}")
+    return choices
+
+
+def read_choice(completion: str, choices: Sequence[str]) -> str | None:
+    """Read which letter a completion chooses; None if it chooses none."""
+    final = find_final_answer(completion)
+    letter = find_letter(final.text, choices)
+    if letter is None and final.source == "text":
+        lines = final.text.splitlines()
+        letter = find_letter(lines[-1], choices) if lines else None
+    return letter
+
+
+def find_letter(text: str, choices: Sequence[str]) -> str | None:
+    """Find the letter that `text` chooses; None if it chooses none, or two."""
+    plain = _simplify(text)
+    letters = string.ascii_uppercase[: len(choices) or None]
+    match = LETTER.fullmatch(plain)
+    if match is not None and match[1] in letters:
+        remainder = match[2].strip()
+        if not remainder:
+            return match[1]
+        named = _find_text(remainder, choices)
+        # After the letter stands its own text, or words that choose nothing else.
+        if named is not None:
+            return match[1] if named == match[1] else None
+        is_article = plain.startswith("A ") and not plain.startswith("(A")
+        if not is_article and not _names_another(remainder):
+            return match[1]
+    return _find_text(plain, choices)
+
+
+def _names_another(remainder: str) -> bool:
+    return BEGINS.match(remainder) is not None or ANOTHER.search(remainder) is not None
+
+
+def _find_text(text: str, choices: Sequence[str]) -> str | None:
+    folded = text.casefold().strip(" .")
+    found = [
+        letter
+        for letter, choice in zip(string.ascii_uppercase, choices)
+        if _simplify(choice).casefold().strip(" .") == folded
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _simplify(text: str) -> str:
+    """Take markup off a text."""
+    plain = TEXT.sub(r"\1", normalize_notation(text)).replace("*", "")
+    return " ".join(plain.split()).strip(" .")

@@ -1,0 +1,69 @@
+"""Validate values by JSON Schema. No schema is fetched: references lead into the schema itself."""
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from referencing import Registry
+
+from tuneloop.rewards.scoring import Unverifiable
+
+JSON_TYPES = {
+    "dict": "object",
+    "Dict": "object",
+    "HashMap": "object",
+    "Hashtable": "object",
+    "float": "number",
+    "double": "number",
+    "long": "integer",
+    "int": "integer",
+    "Bigint": "integer",
+    "tuple": "array",
+    "list": "array",
+    "List": "array",
+    "Array": "array",
+    "ArrayList": "array",
+    "str": "string",
+    "String": "string",
+    "char": "string",
+    "bool": "boolean",
+    "Boolean": "boolean",
+}
+"""Types as BFCL, Java and Python name them → as JSON Schema does; ``any`` is left out."""
+
+
+def is_valid(schema: Mapping[str, Any], value: Any, name: str) -> bool:
+    """Return whether `value` is valid by `schema`, which a message calls `name`. Raises
+    Unverifiable: it is no schema."""
+    return bool(_build_validator(json.dumps(schema, sort_keys=True), name).is_valid(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _build_validator(schema_text: str, name: str) -> Draft202012Validator:
+    schema = _convert_types(json.loads(schema_text))
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise Unverifiable(f"{name} is no JSON Schema: {error.message[:200]}") from error
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def _convert_types(schema: Any) -> Any:
+    """Return a schema whose types are those of JSON Schema."""
+    if isinstance(schema, list):
+        return [_convert_types(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    converted: dict[str, Any] = {}
+    for key, part in schema.items():
+        if key == "type" and isinstance(part, str):
+            if part != "any":
+                converted[key] = JSON_TYPES.get(part, part)
+        elif key in ("enum", "const", "default", "examples"):
+            converted[key] = part
+        else:
+            converted[key] = _convert_types(part)
+    return converted
