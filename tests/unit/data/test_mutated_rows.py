@@ -74,10 +74,12 @@ RAW = {
 
 @dataclass
 class Outcome:
-    """What became of the rows of a file: texts that the splits keep, and reasons, by row."""
+    """What became of the rows of a file: texts that the splits keep, and reasons, by row; and how
+    many were counted as equal to another, or of no use."""
 
     kept: dict[str, list[dict[str, Any]]]
     left_out: dict[str, str]
+    counted: int
 
 
 def read_file(file: Path) -> Outcome:
@@ -86,11 +88,14 @@ def read_file(file: Path) -> Outcome:
     splits = load_source("files", {"path": str(file), "shuffle": False}, 0, 0)
     builder = RowBuilder({"exact": 1.0}, {})
     kept: dict[str, list[dict[str, Any]]] = {}
-    for routed in Router(splits, SIZES, Form(), bad).route():
+    router = Router(splits, SIZES, Form(), bad)
+    for routed in router.route():
         row = builder.build(routed)
         kept.setdefault(row["row"], []).append(row)
     left_out = dict(text.split(": ", 1) for text in bad.examples)
-    return Outcome(kept, left_out)
+    counts = router.counts
+    counted = counts.unused + counts.repeated + counts.conflicting + counts.held_back
+    return Outcome(kept, left_out, counted)
 
 
 def list_places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -151,7 +156,7 @@ def mutate(row: dict[str, Any], rng: random.Random) -> tuple[str, bytes, bool]:
     data = text.encode()
     place = rng.randrange(len(data))
     lines = {
-        "cut": data[:place],
+        "cut": data[: max(place, 1)],
         "byte": data[:place] + b"\xff" + data[place:],
         "comma": data + b",",
         "two": data + data,
@@ -173,6 +178,8 @@ def get_texts(rows: list[dict[str, Any]]) -> str:
                 texts += list_texts(json.loads(text))
             else:
                 texts.append(text)
+        # Plain text is one text, of which the first word is the prompt.
+        texts.append(row["prompt"] + (row["completion"] or ""))
     return "\n".join(texts)
 
 
@@ -210,6 +217,7 @@ def check_case(folder: Path, layout: str, seed: int) -> str:
                 assert after.kept.get(other) == before.kept[other], case
     changed = [rows for row, rows in after.kept.items() if name in row.split(" with ")]
     if not changed:
+        assert after.left_out.get(name) or after.counted > before.counted, f"{case}: vanished"
         return "left out"
     texts = get_texts([row for rows in changed for row in rows])
     original = line.decode("utf-8", "replace")

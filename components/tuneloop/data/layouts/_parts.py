@@ -11,6 +11,7 @@ import xxhash
 
 from tuneloop.data import BadValue
 from tuneloop.data.columns import (
+    MISSING,
     as_messages,
     get_path,
     read_answer,
@@ -30,6 +31,15 @@ def get_text_of(values: Mapping[str, Any], column: str) -> str:
     if not isinstance(prompt, str):
         raise BadValue(f"column {column!r} must hold text, not messages")
     return prompt
+
+
+def get_value(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path. Raises BadValue: there is none, or it is null."""
+    value = get_path(values, path)
+    if value is MISSING or value is None:
+        state = "null" if value is None else "missing"
+        raise BadValue(f"column {path!r} is {state}")
+    return value
 
 
 def get_prompt(values: Mapping[str, Any], column: str) -> str | list[Message]:

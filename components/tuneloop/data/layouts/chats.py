@@ -8,6 +8,7 @@ from tuneloop.data.layouts._parts import (
     get_optional_text,
     get_prompt,
     get_text_of,
+    get_value,
     is_messages,
 )
 from tuneloop.data.messages import Message, is_conversation, parse_messages, parse_tools
@@ -29,12 +30,12 @@ def make_chat(messages: list[Message], values: Values) -> Example:
 
 def read_messages(values: Values) -> Example:
     """Read OpenAI's form: a list of messages, or its JSON text (Toucan)."""
-    return make_chat(parse_messages(values["messages"]), values)
+    return make_chat(parse_messages(get_value(values, "messages")), values)
 
 
 def read_sharegpt(values: Values) -> Example:
     """Read ShareGPT's form: ``conversations`` with ``from`` and ``value``."""
-    messages = parse_messages(values["conversations"])
+    messages = parse_messages(get_value(values, "conversations"))
     system = get_optional_text(values, "system") or get_optional_text(values, "system_prompt")
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]

@@ -8,6 +8,7 @@ from tuneloop.data.layouts._parts import (
     check_choices,
     format_choices,
     get_text_of,
+    get_value,
     shuffle_choices,
 )
 
@@ -26,17 +27,17 @@ def read_gpqa(values: Values) -> Example:
 def read_mmlu(values: Values) -> Example:
     """Read MMLU: the answer is the number of a choice, from 0, or its letter."""
     column = "choices" if "choices" in values else "options"
-    choices = check_choices(values[column], column)
+    choices = check_choices(get_value(values, column), column)
     return _make_question(
-        get_text_of(values, "question"), choices, _find_letter(values["answer"], choices)
+        get_text_of(values, "question"), choices, _find_letter(get_value(values, "answer"), choices)
     )
 
 
 def read_arc(values: Values) -> Example:
     """Read ARC and CommonsenseQA: choices with labels of their own, and the right one's label."""
-    labels = values["choices"]["label"]
-    choices = check_choices(values["choices"]["text"], "choices.text")
-    key = values["answerKey"]
+    labels = get_value(values, "choices.label")
+    choices = check_choices(get_value(values, "choices.text"), "choices.text")
+    key = get_value(values, "answerKey")
     if not isinstance(labels, list) or len(labels) != len(choices) or key not in labels:
         raise BadValue(f"column 'answerKey' is {key!r}, which is not the label of a choice")
     letter = string.ascii_uppercase[labels.index(key)]

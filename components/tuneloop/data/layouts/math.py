@@ -1,5 +1,6 @@
 """Problems with answers that are numbers or formulas."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from tuneloop.data.layouts._parts import (
     get_path,
     get_prompt,
     get_text_of,
+    get_value,
     parse_list,
     read_answer,
 )
@@ -52,6 +54,10 @@ def read_openr1(values: Values) -> Example:
     example = read_solved(values)
     generations = values.get("generations") or []
     verdicts = values.get("correctness_math_verify") or []
+    if not isinstance(generations, list) or not all(isinstance(t, str) for t in generations):
+        raise BadValue("column 'generations' must hold texts")
+    if not isinstance(verdicts, list) or not all(v in (True, False, None) for v in verdicts):
+        raise BadValue("column 'correctness_math_verify' must hold true and false")
     verified = [text for text, is_right in zip(generations, verdicts) if is_right is True]
     demonstration = verified[0] if verified else example.demonstration
     return Example(example.prompt, example.answer, None, demonstration)
@@ -75,8 +81,10 @@ def read_countdown(values: Values) -> Example:
     """Read Countdown: numbers and the target that they are to make; any equation that does earns
     full marks, so no answer is given."""
     numbers = parse_list(values.get("nums"), "nums")
-    target = int(get_answer(values, "target"))
-    if not numbers or not all(isinstance(number, int) for number in numbers):
+    target = get_answer(values, "target")
+    if not re.fullmatch(r"-?[0-9]+", target):
+        raise BadValue("column 'target' must hold a whole number")
+    if not numbers or not all(type(number) is int for number in numbers):
         raise BadValue("column 'nums' must hold whole numbers")
     listed = ", ".join(map(str, numbers))
     prompt = (
@@ -85,7 +93,7 @@ def read_countdown(values: Values) -> Example:
     )
     entry: Mapping[str, Any] = {
         "question": prompt,
-        "metadata": {"numbers": numbers, "target": target},
+        "metadata": {"numbers": numbers, "target": int(target)},
     }
     task = {"task": "countdown", "config": {}, "entry": entry}
     return Example(prompt, None, metadata={"reasoning_gym": task})
@@ -94,9 +102,9 @@ def read_countdown(values: Values) -> Example:
 def read_reasoning_gym(values: Values) -> Example:
     """Read rows that reasoning_gym wrote: their verifier needs the task's name and the entry."""
     question = get_text_of(values, "question")
-    metadata = values["metadata"]
+    metadata = get_value(values, "metadata")
     entry = {"question": question, "answer": values.get("answer"), "metadata": metadata}
-    task = {"task": metadata["source_dataset"], "config": {}, "entry": entry}
+    task = {"task": get_text_of(values, "metadata.source_dataset"), "config": {}, "entry": entry}
     answer = get_answer(values, "answer")
     return Example(question, answer, metadata={"reasoning_gym": task})
 

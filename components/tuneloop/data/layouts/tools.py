@@ -7,7 +7,7 @@ from typing import Any
 from tuneloop.data import BadValue, Example
 from tuneloop.data.columns import get_path
 from tuneloop.data.layouts import Layout, Values
-from tuneloop.data.layouts._parts import get_text_of, parse_list
+from tuneloop.data.layouts._parts import get_text_of, get_value, parse_list
 from tuneloop.data.messages import parse_calls, parse_messages, parse_tools
 
 TOOL_CALLS = {"tool_calls": 1.0}
@@ -58,10 +58,10 @@ def read_xlam(values: Values) -> Example:
 def read_bfcl(values: Values) -> Example:
     """Read BFCL: turns of messages, functions, and from the file of possible answers the calls with
     the values that each argument may have."""
-    turns = values["question"]
-    if len(turns) != 1:
-        raise BadValue(f"has {len(turns)} turns; only tasks of one turn have one answer")
-    functions = parse_list(values["function"], "function")
+    turns = get_value(values, "question")
+    if not isinstance(turns, list) or len(turns) != 1:
+        raise BadValue("has not one turn; only tasks of one turn have one answer")
+    functions = parse_list(get_value(values, "function"), "function")
     tools = parse_tools([_convert_types(function) for function in functions])
     truth = values.get("ground_truth")
     answer = None if truth is None else json.dumps(_check_truth(truth), ensure_ascii=False)
