@@ -83,10 +83,11 @@ def choose_attention(
             obstacle = find_device_obstacle(device, dtype) or find_model_obstacle(model)
             if not obstacle:
                 attention = FLASH if _has("flash_attn") else VARLEN
-    elif attention == VARLEN and (obstacle := find_model_obstacle(model)):
-        raise UserError(
-            "--attn-implementation", VARLEN, f"{obstacle}; leave it at auto, which pads rows"
-        )
+    elif attention == VARLEN:
+        obstacle = find_model_obstacle(model)
+        if obstacle:
+            remedy = f"{obstacle}; leave it at auto, which pads rows"
+            raise UserError("--attn-implementation", VARLEN, remedy)
     has_kernel = attention == VARLEN or "flash" in attention
     packed = has_kernel if packing == "auto" else packing == "packed"
     return Choice(attention, packed, obstacle)
