@@ -1,13 +1,15 @@
 """What a CPU cannot show, on one NVIDIA GPU: a list of short steps that goes on where it was cut.
 
     python -m benchmarks.on_gpu --results FILE --model SMOLLM2 [STEP ...]
-    python -m benchmarks.on_gpu --results FILE --model SMOLLM2 --small      a rehearsal, also on a CPU
+    python -m benchmarks.on_gpu --results FILE --model SMOLLM2 --small    a rehearsal, also on a CPU
 
-Steps come in the order of their value. Each is a process of its own, which is ended with all it started when
-its time is over. Figures are appended to FILE, in JSON Lines, as they are had; a step that FILE says is done is
-left out, so that the next lease goes on from the file of the last. `benchmarks/gpu_steps` has the steps.
+SMOLLM2 is the directory that `python -m tests.pretrained` writes. Steps come in the order of their
+value. Each is a process of its own, which is ended with all it started when its time is over. Figures
+are appended to FILE, in JSON Lines, as they are had. A step that FILE says is done is left out, so
+that the next lease goes on from the file of the last. `benchmarks/gpu_steps` has the steps.
 
-Steps that need vLLM are left out where it is not installed.
+Steps that need vLLM are left out where it is not installed. A machine without a registry needs the
+packages of tuneloop that it lacks, in the steps' PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from benchmarks.gpu_steps import records
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the list: what a step runs, how long it may take, and the package that it needs."""
+    """An entry of the list: what a step runs, how long it may take, and the package it needs."""
 
     name: str
     function: str

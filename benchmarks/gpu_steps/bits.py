@@ -1,4 +1,4 @@
-"""Two deterministic runs of a small loop, one of them killed in its second iteration and resumed: the same bits."""
+"""Two runs of a small loop, one killed in its second iteration and resumed: the same bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How far a pretrained model's log-probabilities differ by dtype and device, and how far a step moves them.
+"""How far a pretrained model's log-probabilities differ by dtype and device, and by a step.
 
-An engine must answer with the canary's numbers within a tolerance. These are the differences that the
-tolerance has to bear, and the differences that it should tell.
+An engine must answer with the canary's numbers within a tolerance. These are the differences that
+the tolerance has to bear, and the differences that it should tell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEPS = (1e-6, 1e-5)
 
 
 def compute_logprobs(model: Any, rows: Sequence[list[int]], together: bool = False) -> Any:
-    """Compute the log-probability of every token but the first, row by row or as one batch; on the CPU."""
+    """Compute the log-probability of every token but the first, row by row or as one batch."""
     import torch
 
     device = next(model.parameters()).device
@@ -107,7 +107,7 @@ def compare_computations(step: Step, texts: dict[str, list[list[int]]]) -> None:
 
 
 def compare_steps(step: Step, texts: dict[str, list[list[int]]], vocabulary: int) -> None:
-    """Move every weight by ±size, by random signs and by those of a gradient, and compare before and after."""
+    """Move every weight by ±size, by random signs and by a gradient's, and compare with before."""
     import torch
 
     device = find_device()

@@ -1,4 +1,4 @@
-"""A whole GRPO loop of a pretrained model on sums: held-out reward before and after, and the reward of each batch."""
+"""A whole GRPO loop of a pretrained model on sums: held-out reward, and the reward of each batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from benchmarks.gpu_steps.records import Step
 from tuneloop.core.artifacts import Artifact
 
@@ -23,7 +25,7 @@ TOLERANCE = 0.5
 
 
 def write_sums(path: Path, count: int) -> Path:
-    """Write questions with their answers. The model gets a share of them right, so there is something to learn from."""
+    """Write questions with their answers, of which the model gets a share right."""
     rng = random.Random(0)
     rows = []
     for first in range(2, 60):
@@ -64,7 +66,7 @@ def list_settings(step: Step) -> dict[str, Any]:
 
 
 def run_until(step: Step, settings: dict[str, Any], seconds: float) -> tuple[str, int | None]:
-    """Run the pipeline, and end it with all its processes after so many seconds; return what it printed."""
+    """Run the pipeline, end it after so many seconds, and return its output and exit code."""
     line = [sys.executable, "-m", "tuneloop.cli", "run", "grpo", "--run", RUN, "--no-track"]
     line += ["--store", str(step.work / "store")]
     line += [f"--set={name}={value}" for name, value in settings.items()]
@@ -86,7 +88,7 @@ def run_until(step: Step, settings: dict[str, Any], seconds: float) -> tuple[str
 
 
 def read_iterations(run: Path) -> list[dict[str, Any]]:
-    """Read the batch's reward, and the seconds of each stage, of all iterations that were committed."""
+    """Read the reward and the seconds of each stage, of all iterations that were committed."""
     iterations = []
     for directory in sorted((run / "iterations").iterdir(), key=lambda path: int(path.name)):
         figures: dict[str, Any] = {"iteration": int(directory.name)}
@@ -105,6 +107,13 @@ def read_iterations(run: Path) -> list[dict[str, Any]]:
                 figures["policy-update"]["timings"] = manifest.timings
         iterations.append(figures)
     return iterations
+
+
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    """Read some completions with their scores: a reward that rises does not say what was learned."""
+    path = Artifact(str(directory)).part("samples.parquet")
+    columns = ["prompt", "completion", "answer", "score"]
+    return pq.read_table(path, columns=columns).slice(0, 8).to_pylist()  # type: ignore[no-any-return]
 
 
 def evaluate_last(step: Step, run: Path) -> None:
@@ -146,6 +155,11 @@ def run(step: Step) -> None:
         step.record(**iteration)
     for path in sorted(directory.glob("evaluate*/manifest.json")):
         manifest = Artifact(str(path.parent)).manifest
-        step.record(stage=path.parent.name, results=manifest.results, facts=manifest.facts)
+        step.record(
+            stage=path.parent.name,
+            results=manifest.results,
+            facts=manifest.facts,
+            samples=read_samples(path.parent),
+        )
     if code is None:
         evaluate_last(step, directory)

@@ -1,4 +1,4 @@
-"""From a step of the trainer to an engine that serves it, in the shape of Qwen3-0.6B with random weights."""
+"""From a step of the trainer to an engine that serves it, in the shape of Qwen3-0.6B."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tuneloop.formats.canary import canary_ids, canary_logprobs
 
 
 def publish(step: Step, trainer: Any, model: Path, turn: int) -> None:
-    """Record the seconds of each part of one version: export, canary, load by the engine, and its answer."""
+    """Record the seconds of one version: export, canary, load by the engine, and its answer."""
     import torch
     from transformers import AutoModelForCausalLM
 

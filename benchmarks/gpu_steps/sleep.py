@@ -1,4 +1,4 @@
-"""A trainer that leaves the GPU and comes back: seconds, bytes, and the bits of one that never slept."""
+"""A trainer that leaves the GPU and comes back: seconds, and the bits of one that never slept."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""SFT steps in the shape of Qwen3-0.6B with random weights: tokens a second, share of the peak, peak memory."""
+"""SFT steps in the shape of Qwen3-0.6B with random weights: tokens a second and peak memory."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -68,7 +69,7 @@ def write_model(directory: Path, small: bool) -> Path:
 
 
 def make_documents(count: int, vocabulary: int) -> Documents:
-    """Random ids in documents of lognormal length (mean about 290), and how many of them are the prompt."""
+    """Make documents of random ids, of lognormal length (mean about 290), and their prompts' lengths."""
     rng = random.Random(0)
     lengths = [min(LONGEST, max(32, round(rng.lognormvariate(5.5, 0.6)))) for _ in range(count)]
     return [([rng.randrange(3, vocabulary) for _ in range(n)], n // 3) for n in lengths]
@@ -87,7 +88,7 @@ def make_trainer(model: Path, **options: Any) -> Any:
 def train_ours(
     step: Step, model: Path, data: Documents, name: str, steps: int, batch: int, micro: int
 ) -> None:
-    """Record our steps in one layout; all of them on the same batches, laid out before the clock starts."""
+    """Record our steps in one layout, on the same batches, laid out before the clock starts."""
     from tuneloop.core.component import Params, Stage
     from tuneloop.formats.token_files import Document
     from tuneloop.stages.sft import train_step
@@ -104,7 +105,8 @@ def train_ours(
         prepared = prepare_step(
             trainer, lambda i: [documents[i]], range(first, first + batch), micro
         )
-        seconds, measures = measure_seconds(lambda p=prepared: train_step(stage, trainer, p))  # type: ignore[misc]
+        take = functools.partial(train_step, stage, trainer, prepared)
+        seconds, measures = measure_seconds(take)
         timings.append((prepared.tokens / seconds, seconds, measures["loss"]))
     rate = statistics.median(tokens for tokens, _, _ in timings[2:])
     step.record(
@@ -192,7 +194,7 @@ def train_trl(step: Step, model: Path, data: Documents, steps: int, batch: int) 
 
 
 def predict_memory(step: Step, model: Path, micro: int) -> None:
-    """Record what `plan` computes for these steps, with the longest documents that they may have."""
+    """Record what `plan` computes for these steps, with the longest documents they may have."""
     from tuneloop.argo.memory_estimate import Model, shape_of
 
     config = json.loads((model / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Attention over packed rows by torch's kernel, beside the same attention document by document in float32."""
+"""Attention over packed rows by torch's kernel, beside the same by document in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole loops with a vLLM server beside the trainer on one GPU, and what a server leaves on it while it is away."""
+"""Whole loops with a vLLM server beside the trainer on one GPU, and what a server away leaves."""
 
 from __future__ import annotations
 
