@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_steps.records import Step, find_device
-from tuneloop.formats.canary import canary_ids, canary_logprobs, tell_versions_apart
+from tuneloop.formats.canary import canary_logprobs, derive_ids, tell_versions_apart
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "training.md"
 QUESTIONS = ("What is the capital of France?", "Write a story about a lighthouse.")
@@ -46,7 +46,7 @@ def make_texts(step: Step, model: Any, tokenizer: Any) -> dict[str, list[list[in
     length = 24 if step.small else 128
     rows = 2 if step.small else 8
     vocabulary = len(tokenizer)
-    drawn = canary_ids(vocabulary, rows * length)
+    drawn = derive_ids(vocabulary, rows * length)
     natural = tokenizer(DOCUMENTATION.read_text())["input_ids"][: rows * length]
     own = []
     for question in QUESTIONS:
@@ -118,7 +118,7 @@ def compare_steps(step: Step, texts: dict[str, list[list[int]]], vocabulary: int
     full(input_ids=tokens, labels=tokens).loss.backward()
     masters = {name: value.detach().clone() for name, value in full.named_parameters()}
     gradients = {name: value.grad.sign() for name, value in full.named_parameters()}
-    ids = canary_ids(vocabulary)
+    ids = derive_ids(vocabulary)
     generator = torch.Generator(device).manual_seed(0)
     before = {
         name: (compute_logprobs(full, rows), compute_logprobs(low, rows))

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu_steps.records import Step, find_device, measure_seconds
 from benchmarks.gpu_steps.training import make_trainer, write_model
-from tuneloop.formats.canary import canary_ids, canary_logprobs
+from tuneloop.formats.canary import canary_logprobs, derive_ids
 
 
 def publish(step: Step, trainer: Any, model: Path, turn: int) -> None:
@@ -16,7 +16,7 @@ def publish(step: Step, trainer: Any, model: Path, turn: int) -> None:
     from transformers import AutoModelForCausalLM
 
     target = step.work / f"version-{turn}"
-    ids = canary_ids(trainer.vocab_size)
+    ids = derive_ids(trainer.vocab_size)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=1e-4)

@@ -69,7 +69,7 @@ def write_model(directory: Path, small: bool) -> Path:
 
 
 def make_documents(count: int, vocabulary: int) -> Documents:
-    """Make documents of random ids, of lognormal length (mean about 290), and their prompts' lengths."""
+    """Make documents of random ids, of lognormal length (mean about 290), with prompts."""
     rng = random.Random(0)
     lengths = [min(LONGEST, max(32, round(rng.lognormvariate(5.5, 0.6)))) for _ in range(count)]
     return [([rng.randrange(3, vocabulary) for _ in range(n)], n // 3) for n in lengths]
@@ -195,7 +195,7 @@ def train_trl(step: Step, model: Path, data: Documents, steps: int, batch: int) 
 
 def predict_memory(step: Step, model: Path, micro: int) -> None:
     """Record what `plan` computes for these steps, with the longest documents they may have."""
-    from tuneloop.argo.memory_estimate import Model, shape_of
+    from tuneloop.config.model_facts import Model, shape_of
 
     config = json.loads((model / "config.json").read_text())
     shape = shape_of("random", config, model)

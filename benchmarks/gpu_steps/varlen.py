@@ -20,7 +20,7 @@ CASES = {
 
 
 def attend(tensors: list[Tensor], boundaries: Tensor, longest: int, window: int | None) -> Tensor:
-    output, _ = attention.attend(
+    output, _ = attention.compute_attention(
         torch.nn.Identity(),
         tensors[0],
         tensors[1],

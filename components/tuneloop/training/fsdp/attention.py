@@ -170,10 +170,10 @@ def register_varlen() -> None:
     """Register ``varlen`` with transformers, without a mask function: models make no mask for it."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(VARLEN, attend)
+    AttentionInterface.register(VARLEN, compute_attention)
 
 
-def attend(
+def compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
