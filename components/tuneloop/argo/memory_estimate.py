@@ -27,7 +27,7 @@ from tuneloop.config.model_facts import (
 )
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
-from tuneloop.training.options import LOGITS, TrainerOptions
+from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
 from tuneloop.workflow.manifest import labels_of, parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import Stage, container_of, read_loop, read_stage
@@ -159,8 +159,9 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         numbers = tokens * count_activation_numbers(model, is_checkpointed)
         parts.append((f"{text} activations", numbers * wide * ranks))
         logits = tokens * model.vocab
-        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= LOGITS else f"{LOGITS:,}"
-        parts.append((f"{whole} logits at once × 8{each}", min(logits, LOGITS) * 8 * ranks))
+        most = GPU_LOGITS if stage.accelerators else LOGITS
+        whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= most else f"{most:,}"
+        parts.append((f"{whole} logits at once × 8{each}", min(logits, most) * 8 * ranks))
     return parts
 
 

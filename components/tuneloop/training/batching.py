@@ -16,6 +16,9 @@ from tuneloop.formats.token_files import Document
 
 FORWARD_COST = 256
 """Fixed cost of a forward and backward pass, in tokens (tiny model on a CPU: 15 ms at 17,000 tokens a second)."""
+GPU_FORWARD_COST = 2048
+"""The same on a GPU. Padded rows of a model of 0.6 billion parameters ran at 11,000 tokens a second with 256, and at
+20,000 with 2048 (H200)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,11 @@ class Batch:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], limit: int, world: int, packed: bool
+    lengths: Sequence[int],
+    limit: int,
+    world: int,
+    packed: bool,
+    forward_cost: int = FORWARD_COST,
 ) -> list[list[list[int]]]:
     """Deal documents to ranks, at most `limit` in a micro-batch: rank → micro-batches → indices into `lengths`.
 
@@ -72,7 +79,7 @@ def plan_micro_batches(
         count = math.ceil(len(order) / limit)
         micro = [order[start::count] for start in range(count)]
     else:
-        micro = cut_into_rectangles(order, lengths, limit)
+        micro = cut_into_rectangles(order, lengths, limit, forward_cost)
     if world > 1:
         micro.sort(key=lambda batch: count_batch_tokens(batch, lengths, packed))
     micro = [[] for _ in range(-len(micro) % world)] + micro
@@ -86,16 +93,16 @@ def count_batch_tokens(batch: Sequence[int], lengths: Sequence[int], packed: boo
 
 
 def cut_into_rectangles(
-    order: Sequence[int], lengths: Sequence[int], limit: int
+    order: Sequence[int], lengths: Sequence[int], limit: int, forward_cost: int = FORWARD_COST
 ) -> list[list[int]]:
     """Cut documents sorted by length into rectangles at minimal cost: the sum of their areas, including padding, and a
-    `FORWARD_COST` for each. Dynamic programming: the best cut of k documents extends a best cut of fewer documents."""
+    `forward_cost` for each. Dynamic programming: the best cut of k documents extends a best cut of fewer documents."""
     # For the first k documents: the minimal cost, and the start of the last rectangle.
     best, begin = np.zeros(len(order) + 1, np.int64), np.zeros(len(order) + 1, np.int64)
     for end in range(1, len(order) + 1):
         height = lengths[order[end - 1]]
         begins = np.arange(max(0, end - limit), end)
-        costs = best[begins] + FORWARD_COST + (end - begins) * height
+        costs = best[begins] + forward_cost + (end - begins) * height
         begin[end] = begins[0] + costs.argmin()
         best[end] = costs.min()
     pieces, end = [], len(order)

@@ -22,6 +22,8 @@ MODEL_OPTIONS = (
 """The options that `tuneloop.training.fsdp.policy.Policy` has."""
 LOGITS = 1 << 25
 """Maximum number of logits at once, 128 MiB in float32: 1024 tokens of a vocabulary of 32768."""
+GPU_LOGITS = 1 << 28
+"""The same on a GPU, 1 GiB in float32. Each part of the logits reads the output layer's weights anew."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class TrainerOptions(Options):
     max_length: int = Field(
         256, ge=2, description="tokens of prompt and completion; longer is an error"
     )
-    packing: Packing = Field("auto", description="auto: packed with FlashAttention, else padded")
+    packing: Packing = Field(
+        "auto", description="auto: packed on a GPU with a kernel for it, else padded"
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in place of keeping them"
     )
@@ -86,7 +90,7 @@ class TrainerOptions(Options):
     dtype: Dtype = Field("float32", description="of the computation; parameters are float32")
     attn_implementation: str = Field(
         "auto",
-        description="transformers' name; auto: FlashAttention 2 where it is installed, else sdpa",
+        description="transformers' name, or varlen; auto: FlashAttention 2, else varlen, else sdpa",
     )
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""Attention over packed rows by documents' boundaries, beside padded rows; and what ``auto`` chooses."""
+"""Attention over packed rows by documents' boundaries; and what ``auto`` chooses."""
 
 import random
 import sys

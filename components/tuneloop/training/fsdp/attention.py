@@ -1,10 +1,11 @@
-"""The attention of a policy: which implementation, whether its rows are packed, and a kernel for packed rows.
+"""The attention of a policy: the implementation, whether rows are packed, a kernel for such rows.
 
-Packed rows hold several documents, which must not attend to one another. With a dense mask that costs
-the square of the row's length. Kernels for sequences of varying length take the documents' boundaries
-instead: FlashAttention has such kernels, and so has torch itself, in `torch.nn.attention.varlen`. The
-latter is registered with transformers as the attention ``varlen``. Where torch's kernel cannot run, on a
-CPU or in float32, ``varlen`` computes document by document, which is the reference of its tests.
+Packed rows hold several documents, which must not attend to one another. With a dense mask that
+costs the square of the row's length. Kernels for sequences of varying length take the documents'
+boundaries instead: FlashAttention has such kernels, and so has torch itself, in
+`torch.nn.attention.varlen`. The latter is registered with transformers as the attention ``varlen``.
+Where torch's kernel cannot run, on a CPU or in float32, ``varlen`` computes document by document,
+which is the reference of its tests.
 """
 
 import importlib.util
@@ -60,15 +61,15 @@ def choose_attention(
 ) -> Choice:
     """Choose the attention and the layout of rows for the model in a Hugging Face directory.
 
-    ``auto`` packs where a kernel for packed rows can run: with FlashAttention 2 where it is installed,
-    else with torch's own, on a GPU with 16 bits. Otherwise it pads: a dense mask over packed rows was
+    ``auto`` packs where a kernel for packed rows can run, on a GPU with 16 bits: FlashAttention 2
+    where it is installed, else torch's own. Otherwise it pads: a dense mask over packed rows was
     measured slower than padding within similar lengths.
 
     A model that has no sdpa, as gpt-oss, computes with ``eager``.
 
     Raises:
-        UserError: the attention asked for cannot compute what the model's does, or a packed row would mix
-            its documents.
+        UserError: the attention asked for cannot compute what the model's does, or a packed row would
+            mix its documents.
     """
     obstacle = ""
     model_class = find_model_class(model)
@@ -83,24 +84,25 @@ def choose_attention(
             obstacle = find_device_obstacle(device, dtype) or find_model_obstacle(model)
             if not obstacle:
                 attention = FLASH if _has("flash_attn") else VARLEN
-    elif attention == VARLEN and (obstacle := find_model_obstacle(model)):
-        raise UserError(
-            "--attn-implementation", VARLEN, f"{obstacle}; leave it at auto, which pads rows"
-        )
+    elif attention == VARLEN:
+        obstacle = find_model_obstacle(model)
+        if obstacle:
+            remedy = f"{obstacle}; leave it at auto, which pads rows"
+            raise UserError("--attn-implementation", VARLEN, remedy)
     has_kernel = attention == VARLEN or "flash" in attention
     packed = has_kernel if packing == "auto" else packing == "packed"
     return Choice(attention, packed, obstacle)
 
 
 def _check_layers(directory: Path) -> None:
-    """Refuse to pack rows of a model that cannot keep their documents apart. Raises UserError: it is one."""
+    """Raise UserError for a model whose layers cannot keep the documents of a row apart."""
     from transformers import AutoConfig
 
     recurrent = find_recurrent_layers(AutoConfig.from_pretrained(directory, local_files_only=True))
     if recurrent:
         remedy = (
-            f"this model has layers ({', '.join(recurrent)}) whose state would go on from one document of a row "
-            "into the next; take auto or padded"
+            f"this model has layers ({', '.join(recurrent)}) whose state would go on from one "
+            "document of a row into the next; take auto or padded"
         )
         raise UserError("--packing", "packed", remedy)
 
@@ -128,7 +130,7 @@ def find_model_obstacle(directory: Path) -> str:
         # Whoever opens the model says what is wrong with it.
         return "its architecture is not one of transformers' language models"
     name = architecture.__name__
-    # A model that refuses sdpa has attention sinks or a bias of its own, which the kernels lack, too.
+    # A model that refuses sdpa has attention sinks or a bias, which the kernels lack, too.
     supported = architecture._supports_flash_attn and architecture._supports_sdpa
     if not (supported and architecture._can_set_attn_implementation()):
         return f"{name} has no attention that kernels for packed rows compute"
@@ -165,13 +167,13 @@ def list_boundary_arguments(batch: Batch) -> dict[str, Any]:
 
 
 def register_varlen() -> None:
-    """Register ``varlen`` with transformers. It has no mask function, so models make no mask for it."""
+    """Register ``varlen`` with transformers, without a mask function: models make no mask for it."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(VARLEN, attend)
+    AttentionInterface.register(VARLEN, compute_attention)
 
 
-def attend(
+def compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -187,8 +189,8 @@ def attend(
     """Compute causal attention within documents, as transformers' attention functions do.
 
     Arguments:
-        query: ``[rows, heads, length, head]``; `key` and `value` may have fewer heads, and `value` a
-            smaller head.
+        query: ``[rows, heads, length, head]``; `key` and `value` may have fewer heads, and `value`
+            a smaller head.
         sliding_window: tokens that a token attends to, itself included; None: all before it.
         cu_seq_lens_q: int32 ``[documents + 1]``, where documents begin in the rows laid end to end.
         max_length_q: length of the longest document.

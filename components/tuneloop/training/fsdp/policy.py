@@ -26,11 +26,17 @@ from tuneloop.formats.architectures import choose_dense_attention, find_model_cl
 from tuneloop.formats.model_files import choose_shard_bytes
 from tuneloop.formats.token_files import Document
 from tuneloop.training import distributed_checkpoint, lora
-from tuneloop.training.batching import Batch, collate_documents, plan_micro_batches
+from tuneloop.training.batching import (
+    FORWARD_COST,
+    GPU_FORWARD_COST,
+    Batch,
+    collate_documents,
+    plan_micro_batches,
+)
 from tuneloop.training.fsdp import attention, export
 from tuneloop.training.fsdp.ranks import Ranks
 from tuneloop.training.lora import Lora
-from tuneloop.training.options import LOGITS, Dtype, Packing
+from tuneloop.training.options import GPU_LOGITS, LOGITS, Dtype, Packing
 
 
 def compute_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -165,9 +171,9 @@ class Policy:
 
     def plan(self, lengths: Sequence[int], limit: int) -> list[list[int]]:
         """Plan this rank's micro-batches, at most `limit` examples in each, as indices; see `plan_micro_batches`."""
-        return plan_micro_batches(lengths, limit, self.ranks.world, self.layout.packed)[
-            self.ranks.rank
-        ]
+        cost = GPU_FORWARD_COST if self.ranks.device.type == "cuda" else FORWARD_COST
+        plan = plan_micro_batches(lengths, limit, self.ranks.world, self.layout.packed, cost)
+        return plan[self.ranks.rank]
 
     def logprobs(
         self, documents: Sequence[Document] | Batch, temperature: float = 1.0
@@ -199,7 +205,8 @@ class Policy:
             if self._predict is None:
                 return forward(hidden)
             labels, temperature = self._predict
-            size = max(1, LOGITS // self.vocab_size)
+            most = GPU_LOGITS if self.ranks.device.type == "cuda" else LOGITS
+            size = max(1, most // self.vocab_size)
             if len(labels) <= size:
                 return chunk(hidden[0], labels, temperature).unsqueeze(0)
             parts = zip(hidden[0].split(size), labels.split(size))
