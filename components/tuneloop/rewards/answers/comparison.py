@@ -20,6 +20,7 @@ from tuneloop.rewards.answers.forms import (
     Words,
     Writing,
 )
+from tuneloop.rewards.answers.literals import is_worked_out
 from tuneloop.rewards.answers.values import (
     are_equal,
     evaluate_number,
@@ -45,7 +46,9 @@ def is_same(gold: Form, other: Form) -> bool:
         case Writing(), Writing():
             return bool(gold.text) and gold.text == other.text
         case Value(), Value():
-            return _is_same_value(gold, other)
+            has_percent = gold.is_percent or other.is_percent
+            is_number = is_worked_out(gold.latex, other.latex, may_be_fraction=has_percent)
+            return is_number and _is_same_value(gold, other)
         case (
             (Several(items=items) | Union(items=items)),
             (Several(items=other_items) | Union(items=other_items)),
@@ -59,8 +62,10 @@ def is_same(gold: Form, other: Form) -> bool:
             # The name may be left out: `x = 5` and `5`.
             return is_same(gold.sides[-1], other)
         case _, Chain():
-            # Every side has to be the answer: `4 = 5` is neither.
-            return all(is_same(gold, side) for side in other.sides)
+            # Every side has to be the answer: `4 = 5` is neither. The last one has to state it as
+            # a number where it is one: `23 + 45 = 68`.
+            *before, last = other.sides
+            return is_same(gold, last) and all(_is_equal(gold, side) for side in before)
         case Bounds(), Bounds():
             return gold.name == other.name and _are_same_bounds(gold, other)
         case (Bounds(), Ordered()) | (Ordered(), Bounds()):
@@ -70,6 +75,15 @@ def is_same(gold: Form, other: Form) -> bool:
         case Inequality(), Inequality():
             return _is_same_inequality(gold, other)
     return False
+
+
+def _is_equal(gold: Form, other: Form) -> bool:
+    """Return whether `other` is equal to `gold`, be it worked out or not."""
+    gold = _unwrap(gold)
+    other = _unwrap(other)
+    if isinstance(gold, Value) and isinstance(other, Value):
+        return _is_same_value(gold, other)
+    return is_same(gold, other)
 
 
 def _unwrap(form: Form) -> Form:
