@@ -26,6 +26,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import local_path
 from tuneloop.data.readers.opening import is_on_hub, list_files
+from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY
 from tuneloop.stages.data_prep import FILES, data_prep, is_source_name
@@ -87,7 +88,11 @@ def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machi
     unfolded, _ = expand_pod(workflow)
     stages: list[Stage] = []
     memory_limits: dict[str, float] = {}
+    # A template that no graph calls starts nothing.
+    called = count_pods(unfolded)
     for template in unfolded["spec"].get("templates") or ():
+        if template["name"] not in called:
+            continue
         stage = read_stage(template)
         if stage.module is None:
             continue
