@@ -208,7 +208,15 @@ def check_context(subject: Subject) -> Iterator[Limit]:
 
 
 def check_devices(subject: Subject) -> Iterator[Limit]:
-    """Find a trainer and a rollout server that would both take the one GPU of this machine."""
+    """Find processes that would share a GPU, and a trainer and a rollout server that would both
+    take the one GPU of this machine."""
+    gpus = subject.machine.trainer_gpus
+    for stage in subject.stages:
+        if stage.role == "trainer" and 0 < gpus < stage.ranks and "backend" not in stage.flags:
+            owner = "a trainer's pod has" if subject.machine.is_cluster else "this machine has"
+            remedy = f"each process takes a GPU, and {owner} {gpus}: set it to at most that"
+            yield Limit(UserError("processes", stage.ranks, remedy))
+            break
     server = next((stage for stage in subject.stages if stage.serves), None)
     if server is None or not subject.machine.has_shared_gpu or subject.facts.is_demo:
         return

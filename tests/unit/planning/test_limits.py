@@ -142,6 +142,20 @@ def test_names_on_the_hub_pass() -> None:
         assert limits("sft", CPU, f"base_model={name}") == []
 
 
+def test_every_process_has_a_gpu(smollm2: Path) -> None:
+    base = f"base_model={smollm2}"
+    (line,) = limits("sft", ONE_GPU, base, "processes=2")
+    assert line.startswith("processes: 2: each process takes a GPU, and this machine has 1")
+    (line,) = limits("sft", None, base, "processes=4", "cluster.trainer.gpus=2")
+    assert "a trainer's pod has 2" in line
+    assert limits("sft", CPU, base, "processes=2") == []
+
+
+def test_what_is_not_known_of_a_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["plan", "sft", "--set", "base_model=some/model"]) == 0
+    assert "note: some/model is not here: its context, size and chat" in capsys.readouterr().err
+
+
 def test_every_command_says_it(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = ["--set", f"base_model={smollm2}", "--set", "rollout.max_tokens=9000"]
     remote = ["--run", "x", "--store", "s3://bucket/runs", "--dry-run"]
