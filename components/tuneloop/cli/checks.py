@@ -67,14 +67,15 @@ def print_followed(configured: "Configured") -> None:
     could not be followed."""
     for note in configured.notes:
         typer.echo(f"note: {note}", err=True)
-    followed = configured.followed
-    if not followed:
+    if not configured.followed:
         return
     typer.echo("settings that follow the base model (docs/defaults.md):")
-    width = max(len(f"{each.setting}={format_value(each.value)}") for each in followed)
-    for each in followed:
-        setting = f"{each.setting}={format_value(each.value)}"
-        typer.echo(f"  {setting:{width}}  {each.reason}")
+    assignments = [
+        f"{followed.setting}={format_value(followed.value)}" for followed in configured.followed
+    ]
+    width = max(map(len, assignments))
+    for assignment, followed in zip(assignments, configured.followed):
+        typer.echo(f"  {assignment:{width}}  {followed.reason}")
 
 
 def format_value(value: object) -> str:
