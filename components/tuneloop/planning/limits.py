@@ -28,7 +28,7 @@ from tuneloop.core.store import local_path
 from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
-from tuneloop.stages.base_model import TINY
+from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import FILES, data_prep, is_source_name
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod
@@ -251,7 +251,8 @@ def check_memory(subject: Subject) -> Iterator[Limit]:
         setting, value = name_largest(subject, stage, parts)
         remedy = (
             f"{stage.name} takes about {format_size(needed)} ({sums}); {room.owner} "
-            f"{format_size(room.size)}: lower it, or {suggest_savings(stage, parts)}"
+            f"{format_size(room.size)}: {'' if setting == 'base_model' else 'lower it, or '}"
+            f"{suggest_savings(stage, parts)}"
         )
         yield Limit(UserError(setting, value, remedy), is_estimate=True)
 
@@ -281,8 +282,9 @@ def find_room(subject: Subject, stage: Stage, model: Model, context: int | None)
         return Room(GPU_SHARE * machine.gpu_memory * devices, "the accelerators here have")
     if machine.memory is None:
         return None
-    # The rollout server stays while other stages run.
-    servers = [server for server in subject.stages if server.serves and server is not stage]
+    # The rollout server boots with the base model, and stays while other stages run.
+    is_alone = stage.serves or stage.component is base_model
+    servers = [server for server in subject.stages if server.serves and not is_alone]
     server_bytes = sum(
         compute_memory_request([server], estimate_memory_parts(server, model, context))
         for server in servers
