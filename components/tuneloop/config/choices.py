@@ -22,6 +22,8 @@ UNKNOWN_GPU = 80_000_000_000
 """Bytes of an accelerator whose memory is not known."""
 UNKNOWN_BUDGET = 4 << 30
 """Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
+SERVER_BYTES = 4 << 30
+"""Bytes of a vLLM server on a CPU, with its cache and without weights."""
 STEP_EXAMPLES = 32
 """Examples of an optimizer step of SFT and of preference optimization."""
 
@@ -212,7 +214,10 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
         return max(memory / 16, (0.9 * memory - shard) / 2)
     if machine.memory is None:
         return UNKNOWN_BUDGET
-    return max(machine.memory / 32, min(machine.memory / 4, machine.memory / 2 - states))
+    is_served = draft.get("engine", "name") == "vllm"
+    server = SERVER_BYTES + shape.parameters * 2 if is_served else 0
+    free = machine.memory - states - server - LOGITS * 8
+    return max(machine.memory / 64, min(machine.memory / 4, 0.8 * free))
 
 
 def format_gb(count: float) -> str:
