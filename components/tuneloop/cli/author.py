@@ -106,7 +106,7 @@ def plan_pipeline(
     console.print(render_plan(found.name, built))
     if footprint := estimate_footprint(built):
         typer.echo("\n".join(describe_footprint(footprint)))
-    print_followed(draft.followed)
+    print_followed(draft)
     if run or device is not None:
         from tuneloop.planning.cost import estimate_cost, read_seconds
 

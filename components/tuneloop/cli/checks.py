@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,7 +12,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 
 if TYPE_CHECKING:
-    from tuneloop.config.followed import Followed
+    from tuneloop.config.loading import Configured
     from tuneloop.planning.limits import Limit
 
 
@@ -62,15 +62,20 @@ def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
         raise refused[0]
 
 
-def print_followed(followed: Sequence["Followed"]) -> None:
-    """Print the settings that follow the base model and the machine, each with its reason."""
-    if not followed:
+def print_followed(configured: "Configured") -> None:
+    """Print the settings that follow the base model and the machine, each with its reason, and what
+    could not be followed."""
+    for note in configured.notes:
+        typer.echo(f"note: {note}", err=True)
+    if not configured.followed:
         return
     typer.echo("settings that follow the base model (docs/defaults.md):")
-    width = max(len(f"{each.setting}={format_value(each.value)}") for each in followed)
-    for each in followed:
-        setting = f"{each.setting}={format_value(each.value)}"
-        typer.echo(f"  {setting:{width}}  {each.reason}")
+    assignments = [
+        f"{followed.setting}={format_value(followed.value)}" for followed in configured.followed
+    ]
+    width = max(map(len, assignments))
+    for assignment, followed in zip(assignments, configured.followed):
+        typer.echo(f"  {assignment:{width}}  {followed.reason}")
 
 
 def format_value(value: object) -> str:

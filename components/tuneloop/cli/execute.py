@@ -79,7 +79,7 @@ def run_pipeline(
         limits += check_store(workflow, store)
     check_limits(limits, ignore_limits)
     check_local_run(resolved, workflow, store)
-    print_followed(configured.followed)
+    print_followed(configured)
     _check_trackers(track)
     at = normalize_url(store)
     fresh = records.Record(

@@ -22,6 +22,8 @@ UNKNOWN_GPU = 80_000_000_000
 """Bytes of an accelerator whose memory is not known."""
 UNKNOWN_BUDGET = 4 << 30
 """Bytes for a micro-batch where neither a machine's nor a device's memory limits it."""
+SERVER_BYTES = 4 << 30
+"""Bytes of a vLLM server on a CPU, with its cache and without weights."""
 STEP_EXAMPLES = 32
 """Examples of an optimizer step of SFT and of preference optimization."""
 
@@ -44,12 +46,12 @@ def choose_max_tokens(draft: Draft, section: str) -> Choice | None:
         tokens = draft.get_count(sampler, "max_tokens")
         if sampler != section and tokens:
             return Choice(tokens, f"as {sampler}.max_tokens")
-    wanted = 128 if draft.machine.is_cpu else 512
+    usual = 128 if draft.machine.is_cpu else 512
     reason = "for a CPU" if draft.machine.is_cpu else "TRL's GRPOConfig"
     context = draft.facts.context
-    if context and context // 2 < wanted:
+    if context and context // 2 < usual:
         return Choice(max(1, context // 2), f"half of the model's context of {context:,}")
-    return Choice(wanted, reason)
+    return Choice(usual, reason)
 
 
 def find_longest_completion(draft: Draft) -> int:
@@ -62,14 +64,14 @@ def choose_context(draft: Draft) -> Choice:
     """Return the tokens of a prompt with its completion, as the engine is to take them."""
     longest = find_longest_completion(draft)
     usual = 256 if draft.facts.is_demo else 1024 if draft.machine.is_cpu else 2048
-    wanted = max(usual, 2 * longest)
+    target = max(usual, 2 * longest)
     context = draft.facts.context
-    if context and context < wanted:
+    if context and context < target:
         return Choice(context, "the model's own context")
-    if wanted > usual:
-        return Choice(wanted, f"twice the {longest:,} tokens of a completion")
-    left = f"leaves {wanted - longest:,} tokens for a prompt"
-    return Choice(wanted, left if context else f"{left}; the model's context is not known here")
+    if target > usual:
+        return Choice(target, f"twice the {longest:,} tokens of a completion")
+    room = f"leaves {target - longest:,} tokens for a prompt"
+    return Choice(target, room if context else f"{room}; the model's context is not known here")
 
 
 def choose_engine_args(draft: Draft, section: str) -> Choice | None:
@@ -98,11 +100,11 @@ def choose_colocation(draft: Draft, section: str) -> Choice | None:
 
 
 def choose_max_length(draft: Draft, section: str) -> Choice | None:
-    wanted = 1024 if draft.machine.is_cpu else 2048
+    tokens = 1024 if draft.machine.is_cpu else 2048
     context = draft.facts.context
-    if context and context < wanted:
+    if context and context < tokens:
         return Choice(context, "the model's own context")
-    return Choice(wanted, "for a CPU" if draft.machine.is_cpu else "at most; the model has more")
+    return Choice(tokens, "for a CPU" if draft.machine.is_cpu else "at most; the model has more")
 
 
 def choose_epochs(draft: Draft, section: str) -> Choice | None:
@@ -145,16 +147,16 @@ def choose_checkpointing(draft: Draft, section: str) -> Choice | None:
 def choose_micro_batch(draft: Draft, section: str) -> Choice | None:
     stage = find_stage(draft, section)
     # Of SFT and pairs the processes together have at most the examples of a step.
-    most = 128 if stage == "policy_update" else max(1, STEP_EXAMPLES // count_ranks(draft))
+    limit = 128 if stage == "policy_update" else max(1, STEP_EXAMPLES // count_ranks(draft))
     unit = {"policy_update": "rollouts", "sft": "demonstrations"}.get(stage, "pairs")
     shape = draft.facts.shape
     if not isinstance(shape, Model):
-        return Choice(min(most, 4), "the model's size is not known here")
+        return Choice(min(limit, 4), "the model's size is not known here")
     is_checkpointed = draft.get(section, "gradient_checkpointing") is True
     single = estimate_sequence_bytes(draft, section, shape, is_checkpointed=is_checkpointed)
     budget = find_activation_budget(draft, section, shape)
     batch = 1
-    while batch * 2 <= most and batch * 2 * single <= budget:
+    while batch * 2 <= limit and batch * 2 * single <= budget:
         batch *= 2
     used = f"{format_gb(batch * single)} of activations of the {format_gb(budget)} for them"
     length = find_training_length(draft, section)
@@ -195,8 +197,8 @@ def estimate_sequence_bytes(
     sequences = 2 if find_stage(draft, section) in ("preference", "reward_model") else 1
     tokens = find_training_length(draft, section) * sequences
     dtype = str(draft.get(section, "dtype"))
-    whole = estimate_activation_bytes(shape, tokens, is_checkpointed=is_checkpointed, dtype=dtype)
-    return whole - min(tokens * shape.vocab, LOGITS) * 8
+    size = estimate_activation_bytes(shape, tokens, is_checkpointed=is_checkpointed, dtype=dtype)
+    return size - min(tokens * shape.vocab, LOGITS) * 8
 
 
 def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
@@ -208,11 +210,14 @@ def find_activation_budget(draft: Draft, section: str, shape: Model) -> float:
     states = shape.parameters * (4 if is_adapter else 16)
     if not machine.is_cpu:
         memory = machine.gpu_memory or UNKNOWN_GPU
-        own = states / count_ranks(draft)
-        return max(memory / 16, (0.9 * memory - own) / 2)
+        shard = states / count_ranks(draft)
+        return max(memory / 16, (0.9 * memory - shard) / 2)
     if machine.memory is None:
         return UNKNOWN_BUDGET
-    return max(machine.memory / 32, min(machine.memory / 4, machine.memory / 2 - states))
+    is_served = draft.get("engine", "name") == "vllm"
+    server = SERVER_BYTES + shape.parameters * 2 if is_served else 0
+    free = machine.memory - states - server - LOGITS * 8
+    return max(machine.memory / 64, min(machine.memory / 4, 0.8 * free))
 
 
 def format_gb(count: float) -> str:

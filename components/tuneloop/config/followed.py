@@ -114,7 +114,7 @@ class Draft:
 
 def find_section_class(field_info: FieldInfo) -> Any:
     """Return the class of a section; of one that may be left out (``X | None``) it is X."""
-    classes = [each for each in get_args(field_info.annotation) if each is not type(None)]
+    classes = [part for part in get_args(field_info.annotation) if part is not type(None)]
     return classes[0] if classes else field_info.annotation
 
 
@@ -164,15 +164,15 @@ def keep_followed(
 ) -> dict[str, Any]:
     """Return the configuration with which a run that is there is asked for: the recorded one, if
     both differ in settings alone that follow the machine, which may be another today."""
-    kept = config
+    pinned = config
     for setting in followed:
         *path, name = setting.setting.split(".")
         section: Any = recorded
         for part in path:
             section = section.get(part) if isinstance(section, Mapping) else None
         if isinstance(section, Mapping) and name in section:
-            kept = _merge(kept, setting.setting.split("."), section[name])
-    return recorded if kept == recorded else config
+            pinned = _merge(pinned, setting.setting.split("."), section[name])
+    return recorded if pinned == recorded else config
 
 
 def merge_followed(values: Mapping[str, Any], followed: Mapping[str, Followed]) -> dict[str, Any]:

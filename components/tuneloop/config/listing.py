@@ -35,8 +35,8 @@ def find_section(info: FieldInfo) -> type[BaseModel] | None:
     """Return the class of a field that is a section, perhaps one that may be left out; else None."""
     kinds: tuple[Any, ...] = get_args(info.annotation) or (info.annotation,)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    others = [kind for kind in kinds if kind is not type(None) and kind not in sections]
-    return sections[0] if sections and not others else None
+    scalars = [kind for kind in kinds if kind is not type(None) and kind not in sections]
+    return sections[0] if sections and not scalars else None
 
 
 def format_default(info: FieldInfo) -> str:

@@ -16,17 +16,19 @@ from pydantic import BaseModel, ValidationError
 
 from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
-from tuneloop.config.rules import follow_model
+from tuneloop.config.rules import follow_model, list_unknowns
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
 
 
 @dataclass(frozen=True)
 class Configured:
-    """A pipeline's configuration, and which of its settings follow the base model and the machine."""
+    """A pipeline's configuration, which of its settings follow the base model and the machine, and
+    `notes` of what could not be followed."""
 
     settings: BaseModel
     followed: tuple[Followed, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Pipeline:
         values = self.read_values(file, sets)
         followed = follow_model(self.Config, values, machine)
         settings = self.validate(merge_followed(values, followed))
-        return Configured(settings, tuple(followed.values()))
+        notes = list_unknowns(self.Config, values)
+        return Configured(settings, tuple(followed.values()), tuple(notes))
 
     def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> dict[str, Any]:
         """Read what the user sets: `file`, then `sets`. Raises UserError at an unreadable file or value."""

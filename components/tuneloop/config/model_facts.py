@@ -101,17 +101,17 @@ def read_model_facts(
     if directory is None or not (directory / "config.json").is_file():
         missing = f"{name}: not estimated, there is no directory here with a config.json"
         return ModelFacts(name=name, directory=directory, shape=missing)
-    whole = read_json(directory / "config.json")
-    config = whole.get("text_config") or whole
+    document = read_json(directory / "config.json")
+    config = document.get("text_config") or document
     generation = read_json(directory / "generation_config.json")
-    stops = generation.get("eos_token_id", whole.get("eos_token_id"))
+    stops = generation.get("eos_token_id", document.get("eos_token_id"))
     listed = stops if isinstance(stops, list) else [stops]
     return ModelFacts(
         name=name,
         directory=directory,
         shape=shape_of(name, config, directory),
         context=read_context(config),
-        dtype=read_dtype(whole, config, directory),
+        dtype=read_dtype(document, config, directory),
         has_chat_template=find_chat_template(directory),
         stop_ids=tuple(sorted(stop for stop in listed if isinstance(stop, int))),
     )
@@ -177,10 +177,12 @@ def read_context(config: Mapping[str, Any]) -> int | None:
     return next((int(length) for length in stated if isinstance(length, int)), None)
 
 
-def read_dtype(whole: Mapping[str, Any], config: Mapping[str, Any], directory: Path) -> str | None:
+def read_dtype(
+    document: Mapping[str, Any], config: Mapping[str, Any], directory: Path
+) -> str | None:
     """Return the dtype of a model's weights: as configured, else that of most tensors in its first
     file."""
-    for part in (whole, config):
+    for part in (document, config):
         stated = part.get("dtype") or part.get("torch_dtype")
         if isinstance(stated, str) and stated != "auto":
             return stated.removeprefix("torch.")
@@ -208,7 +210,7 @@ def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Mo
     """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the
     Llama formula."""
     config = {
-        **{now: config[then] for now, then in OLDER_NAMES.items() if then in config},
+        **{key: config[older] for key, older in OLDER_NAMES.items() if older in config},
         **config,
     }
     try:
@@ -258,8 +260,8 @@ def count_activation_numbers(model: Model, is_checkpointed: bool) -> int:
     """Count the numbers that training keeps of a token: 34 × hidden a layer, or with gradient
     checkpointing each layer's input and one whole layer. `tuneloop.argo.memory_estimate` has the
     source."""
-    kept = model.layers * 2 + 34 if is_checkpointed else model.layers * 34
-    return kept * model.hidden
+    numbers = model.layers * 2 + 34 if is_checkpointed else model.layers * 34
+    return numbers * model.hidden
 
 
 def estimate_activation_bytes(
@@ -268,5 +270,5 @@ def estimate_activation_bytes(
     """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and
     logits."""
     width = 1 if dtype == "bfloat16" else 2
-    kept = tokens * count_activation_numbers(model, is_checkpointed) * width
-    return kept + min(tokens * model.vocab, LOGITS) * 8
+    activations = tokens * count_activation_numbers(model, is_checkpointed) * width
+    return activations + min(tokens * model.vocab, LOGITS) * 8

@@ -53,6 +53,23 @@ def follow_model(
     return draft.chosen
 
 
+def list_unknowns(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return lines that say what of the base model is not known, so that settings cannot follow
+    it."""
+    if "base_model" not in config.model_fields:
+        return []
+    facts = read_base_model(config, values)
+    if facts.is_demo:
+        return []
+    if facts.directory is None:
+        return [
+            f"{facts.name} is not here: its context, size and chat template are not known, and "
+            f"data.chat stays as it is; `hf download {facts.name} --include '*.json' '*.jinja'` "
+            "brings what is read"
+        ]
+    return [facts.shape] if isinstance(facts.shape, str) else []
+
+
 def read_base_model(config: Any, values: Mapping[str, Any]) -> ModelFacts:
     """Read what is known of the base model that a configuration names."""
     name = values.get("base_model", config.model_fields["base_model"].get_default())

@@ -26,8 +26,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import local_path
 from tuneloop.data.readers.opening import is_on_hub, list_files
+from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
-from tuneloop.stages.base_model import TINY
+from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import FILES, data_prep, is_source_name
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod
@@ -87,7 +88,11 @@ def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machi
     unfolded, _ = expand_pod(workflow)
     stages: list[Stage] = []
     memory_limits: dict[str, float] = {}
+    # A template that no graph calls starts nothing.
+    called = count_pods(unfolded)
     for template in unfolded["spec"].get("templates") or ():
+        if template["name"] not in called:
+            continue
         stage = read_stage(template)
         if stage.module is None:
             continue
@@ -122,9 +127,9 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
     if subject.machine.is_cluster or name in TINY:
         return
     if Path(name).is_dir():
-        for what, patterns in MODEL_FILES.items():
+        for part, patterns in MODEL_FILES.items():
             if not any(any(Path(name).glob(pattern)) for pattern in patterns):
-                remedy = f"has no {what} ({' or '.join(patterns)}); add it"
+                remedy = f"has no {part} ({' or '.join(patterns)}); add it"
                 yield Limit(UserError("base_model", name, remedy))
         return
     hub_name, _ = split_hub_address("base_model", name, None)
@@ -141,13 +146,13 @@ def check_data_files(subject: Subject) -> Iterator[Limit]:
         if stage.component is not data_prep:
             continue
         setting = subject.name_setting(stage, "source")
-        for place, split in list_data_places(stage):
-            if is_on_hub(place) or local_path(place) is None:
+        for address, split in list_data_places(stage):
+            if is_on_hub(address) or local_path(address) is None:
                 continue
             try:
-                files = list_files(place, split)
+                files = list_files(address, split)
             except UserError as error:
-                yield Limit(UserError(setting, place, error.remedy))
+                yield Limit(UserError(setting, address, error.remedy))
                 continue
             for file in files:
                 if not Path(file).expanduser().exists():
@@ -166,21 +171,23 @@ def list_data_places(stage: Stage) -> Iterator[tuple[str, str]]:
     if source != FILES and (mixture or not source or is_source_name(source)):
         return
     split = arguments.get("split") or "train"
-    own = [] if source == FILES else [source]
+    addresses = [] if source == FILES else [source]
     for name in ("path", "eval", "sft", "preference"):
-        place = arguments.get(name) or []
-        own += [place] if isinstance(place, str) else place
-    for place in own:
-        yield place, split
+        address = arguments.get(name) or []
+        addresses += [address] if isinstance(address, str) else address
+    for address in addresses:
+        yield address, split
 
 
 def check_context(subject: Subject) -> Iterator[Limit]:
     """Find completions that leave no room for a prompt in the engine's context, and a context above
     the model's."""
-    own = subject.facts.context
+    model_context = subject.facts.context
     stated = context_of(subject.stages)
-    if own and stated and stated > own:
-        remedy = f"is more than the context of {subject.facts.name}: set it to at most {own}"
+    if model_context and stated and stated > model_context:
+        remedy = (
+            f"is more than the context of {subject.facts.name}: set it to at most {model_context}"
+        )
         yield Limit(UserError("engine.args.max_model_len", stated, remedy))
     samplers = [stage for stage in subject.stages if stage.role == "sampler"]
     evaluators = [stage for stage in subject.stages if stage.role == "evaluator"]
@@ -191,19 +198,27 @@ def check_context(subject: Subject) -> Iterator[Limit]:
         if tokens is None or tokens in refused:
             continue
         engine = stage.engine_args.get("max_model_len")
-        limits = {"the model's context": own, "engine.args.max_model_len": engine}
-        known = {name: int(limit) for name, limit in limits.items() if limit}
-        name = min(known, key=lambda limit: known[limit], default=None)
-        if name and tokens >= known[name]:
+        limits = {"the model's context": model_context, "engine.args.max_model_len": engine}
+        contexts = {name: int(limit) for name, limit in limits.items() if limit}
+        name = min(contexts, key=lambda limit: contexts[limit], default=None)
+        if name and tokens >= contexts[name]:
             refused.add(tokens)
-            remedy = f"leaves no room for a prompt in {name} ({known[name]}): lower it"
+            remedy = f"leaves no room for a prompt in {name} ({contexts[name]}): lower it"
             remedy += "" if name == "the model's context" else ", or raise that"
             setting = subject.name_setting(stage, "max_tokens")
             yield Limit(UserError(setting, int(tokens), remedy))
 
 
 def check_devices(subject: Subject) -> Iterator[Limit]:
-    """Find a trainer and a rollout server that would both take the one GPU of this machine."""
+    """Find processes that would share a GPU, and a trainer and a rollout server that would both
+    take the one GPU of this machine."""
+    gpus = subject.machine.trainer_gpus
+    for stage in subject.stages:
+        if stage.role == "trainer" and 0 < gpus < stage.ranks and "backend" not in stage.flags:
+            owner = "a trainer's pod has" if subject.machine.is_cluster else "this machine has"
+            remedy = f"each process takes a GPU, and {owner} {gpus}: set it to at most that"
+            yield Limit(UserError("processes", stage.ranks, remedy))
+            break
     server = next((stage for stage in subject.stages if stage.serves), None)
     if server is None or not subject.machine.has_shared_gpu or subject.facts.is_demo:
         return
@@ -236,7 +251,8 @@ def check_memory(subject: Subject) -> Iterator[Limit]:
         setting, value = name_largest(subject, stage, parts)
         remedy = (
             f"{stage.name} takes about {format_size(needed)} ({sums}); {room.owner} "
-            f"{format_size(room.size)}: lower it, or {suggest_savings(stage, parts)}"
+            f"{format_size(room.size)}: {'' if setting == 'base_model' else 'lower it, or '}"
+            f"{suggest_savings(stage, parts)}"
         )
         yield Limit(UserError(setting, value, remedy), is_estimate=True)
 
@@ -266,14 +282,15 @@ def find_room(subject: Subject, stage: Stage, model: Model, context: int | None)
         return Room(GPU_SHARE * machine.gpu_memory * devices, "the accelerators here have")
     if machine.memory is None:
         return None
-    # The rollout server stays while other stages run.
-    servers = [each for each in subject.stages if each.serves and each is not stage]
-    held = sum(
+    # The rollout server boots with the base model, and stays while other stages run.
+    is_alone = stage.serves or stage.component is base_model
+    servers = [server for server in subject.stages if server.serves and not is_alone]
+    server_bytes = sum(
         compute_memory_request([server], estimate_memory_parts(server, model, context))
         for server in servers
     )
-    owner = "this machine has beside the rollout server" if held else "this machine has"
-    return Room(max(0, machine.memory - held), owner)
+    owner = "this machine has beside the rollout server" if server_bytes else "this machine has"
+    return Room(max(0, machine.memory - server_bytes), owner)
 
 
 def name_largest(

@@ -38,7 +38,8 @@ def test_the_demo_breaks_nothing(pipeline: str, machine: Machine | None) -> None
 
 def test_a_pretrained_model_breaks_nothing_by_default(smollm2: Path) -> None:
     for pipeline in ("sft", "grpo", "sft_then_grpo", "dpo"):
-        for machine in (CPU, ONE_GPU, PODS, Machine(is_cluster=False, memory=12 * 10**9)):
+        small = [Machine(is_cluster=False, memory=size * 10**9) for size in (8, 12, 64)]
+        for machine in (CPU, ONE_GPU, PODS, *small):
             assert limits(pipeline, machine, f"base_model={smollm2}") == [], (pipeline, machine)
 
 
@@ -140,6 +141,20 @@ def test_a_base_model_that_is_nowhere(name: str) -> None:
 def test_names_on_the_hub_pass() -> None:
     for name in ("gpt2", "org/name", "hf://org/name@main"):
         assert limits("sft", CPU, f"base_model={name}") == []
+
+
+def test_every_process_has_a_gpu(smollm2: Path) -> None:
+    base = f"base_model={smollm2}"
+    (line,) = limits("sft", ONE_GPU, base, "processes=2")
+    assert line.startswith("processes: 2: each process takes a GPU, and this machine has 1")
+    (line,) = limits("sft", None, base, "processes=4", "cluster.trainer.gpus=2")
+    assert "a trainer's pod has 2" in line
+    assert limits("sft", CPU, base, "processes=2") == []
+
+
+def test_what_is_not_known_of_a_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(["plan", "sft", "--set", "base_model=some/model"]) == 0
+    assert "note: some/model is not here: its context, size and chat" in capsys.readouterr().err
 
 
 def test_every_command_says_it(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
