@@ -1,9 +1,10 @@
-"""The forms in which a conversation can be put to a chat template, since templates read messages differently.
+"""The forms in which a conversation can be put to a chat template, since templates read messages
+differently.
 
-Messages come as OpenAI has them. Most templates read them so; some want content as a list of parts, arguments of
-tool calls as JSON text, `null` where a message only calls tools, or know no role `developer`. `list_forms` lists what
-is worth trying for a conversation, the plainest form first. No form changes what a message says.
-"""
+Messages come as OpenAI has them. Most templates read them so; some want content as a list of parts,
+arguments of tool calls as JSON text, `null` where a message only calls tools, or know no role
+`developer`. `list_forms` lists what is worth trying for a conversation, the plainest form first. No
+form changes what a message says."""
 
 import contextlib
 import itertools
@@ -15,7 +16,8 @@ from typing import Any, Literal
 
 Message = dict[str, Any]
 Reasoning = Literal["keep", "drop"]
-"""What becomes of an assistant's reasoning: it is a part of the target, or it is left out everywhere."""
+"""What becomes of an assistant's reasoning: it is a part of the target, or it is left out
+everywhere."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which data sets and templates have the reasoning."""
@@ -26,8 +28,9 @@ INLINE = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Form:
-    """How messages are put to a template: content as parts, arguments as JSON text, the role of developers, and what
-    stands for the content of a message that has none (``""``, None, or `ABSENT` for no key at all)."""
+    """How messages are put to a template: content as parts, arguments as JSON text, the role of
+    developers, and what stands for the content of a message that has none (``""``, None, or
+    `ABSENT` for no key at all)."""
 
     parts: bool = False
     developer: str = "developer"
@@ -70,9 +73,10 @@ def clean_messages(
 ) -> list[Message]:
     """Return messages as a template with this source reads them, without what is not for templates.
 
-    Nulls and `weight` are left out, text parts are joined, arguments that are JSON text become objects, and an
-    assistant without content and calls says nothing (``""``). Reasoning goes under the names that the template
-    reads; where it reads none, it stays, or becomes, a block ``<think>`` of the text itself."""
+    Nulls and `weight` are left out, text parts are joined, arguments that are JSON text become
+    objects, and an assistant without content and calls says nothing (``""``). Reasoning goes under
+    the names that the template reads; where it reads none, it stays, or becomes, a block
+    ``<think>`` of the text itself."""
     return [_clean_message(message, reasoning, template) for message in messages]
 
 
@@ -90,8 +94,8 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def list_tools(tools: str | Sequence[Any] | None) -> list[Message] | None:
-    """Return the schemas of tools, which may be JSON text, as OpenAI has them; None where there are none. Raises
-    ValueError: one is not an object with a name."""
+    """Return the schemas of tools, which may be JSON text, as OpenAI has them; None where there are
+    none. Raises ValueError: one is not an object with a name."""
     listed = json.loads(tools) if isinstance(tools, str) else tools
     if not listed:
         return None
@@ -101,7 +105,8 @@ def list_tools(tools: str | Sequence[Any] | None) -> list[Message] | None:
 
 
 def _read_tool(tool: Any) -> Message:
-    """Return the schema of a tool as OpenAI has it; some data sets leave out what is around the function."""
+    """Return the schema of a tool as OpenAI has it; some data sets leave out what is around the
+    function."""
     whole = (
         tool
         if isinstance(tool, dict) and "function" in tool
@@ -155,8 +160,8 @@ def _join_parts(parts: Sequence[Any]) -> str:
 
 
 def _read_call(call: Any) -> Message:
-    """Return a tool call as OpenAI has it, with its arguments as an object where they are one. Raises ValueError: it
-    is not an object with a name."""
+    """Return a tool call as OpenAI has it, with its arguments as an object where they are one.
+    Raises ValueError: it is not an object with a name."""
     if not isinstance(call, dict):
         raise ValueError("a tool call is not an object")
     whole = call if "function" in call else {"function": call}

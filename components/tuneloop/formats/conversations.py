@@ -1,10 +1,11 @@
 """Conversations to learn from: which ids are context, and which are targets.
 
-Every turn of the assistant is a target in the context in which it is sampled: its prompt is the template's rendering
-of the messages before it, up to where the assistant speaks, and its target is what the template adds for the turn, up
-to and with the token that ends it. A template may render a turn otherwise once another follows: it strips reasoning,
-or ends the conversation by another token. Such a turn cannot be both a target and the context of a later one in a
-single document, so the later turn begins a document of its own."""
+Every turn of the assistant is a target in the context in which it is sampled: its prompt is the
+template's rendering of the messages before it, up to where the assistant speaks, and its target is
+what the template adds for the turn, up to and with the token that ends it. A template may render a
+turn otherwise once another follows: it strips reasoning, or ends the conversation by another token.
+Such a turn cannot be both a target and the context of a later one in a single document, so the
+later turn begins a document of its own."""
 
 import json
 import re
@@ -29,17 +30,17 @@ T = TypeVar("T")
 NO_PROMPT = "nothing stands before this turn; let a message of the user begin the conversation"
 NO_MESSAGES = "is not a JSON list of chat messages"
 History = Literal["as-rendered", "per-turn"]
-"""`as-rendered`: turns share a document wherever the template renders the earlier ones as they were targets;
-`per-turn`: each turn has a document of its own."""
+"""`as-rendered`: turns share a document wherever the template renders the earlier ones as they were
+targets; `per-turn`: each turn has a document of its own."""
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
 """The end of a prompt in which the template has opened the reasoning."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant: what stands before it, and its own part, as rendered text (with marks) and as ids.
-    `is_ended`: the last id is the token that ends the turn. It is not where a template ends a turn by the beginning of
-    the next message alone (GLM-4)."""
+    """A turn of the assistant: what stands before it, and its own part, as rendered text (with
+    marks) and as ids. `is_ended`: the last id is the token that ends the turn. It is not where a
+    template ends a turn by the beginning of the next message alone (GLM-4)."""
 
     prompt_text: str
     prompt: list[int]
@@ -53,7 +54,8 @@ Encoded = tuple[list[int], list[bool]]
 
 
 def encode_prompt_messages(tokenizer: Any, messages: str, tools: Any = None) -> list[int]:
-    """Encode messages up to where the assistant speaks. Raises UserError: the template cannot render them."""
+    """Encode messages up to where the assistant speaks. Raises UserError: the template cannot
+    render them."""
     chat = open_chat(tokenizer, _parse_messages(messages), tools)
     count = len(chat.messages)
 
@@ -74,10 +76,12 @@ def encode_conversation(
     history: History = "as-rendered",
     reasoning: Reasoning = "keep",
 ) -> list[Encoded]:
-    """Encode a conversation as one or more documents in which every turn of the assistant is a target once.
+    """Encode a conversation as one or more documents in which every turn of the assistant is a
+    target once.
 
-    A turn with ``weight: 0`` is context only. `stops` are the ids that end a completion beside the tokenizer's EOS.
-    Raises UserError: no turn to learn, or a template that cannot render one of them whole."""
+    A turn with ``weight: 0`` is context only. `stops` are the ids that end a completion beside the
+    tokenizer's EOS. Raises UserError: no turn to learn, or a template that cannot render one of
+    them whole."""
     parsed = _parse_messages(messages)
     chat = open_chat(tokenizer, parsed, tools, reasoning)
     numbers = [
@@ -105,8 +109,9 @@ def encode_answer(
     stops: Iterable[int] = (),
     reasoning: Reasoning = "keep",
 ) -> Encoded:
-    """Encode a prompt of messages with its completion: as the last turn of a conversation, whose only target it is, so
-    that a pair and a conversation of one turn train the same ids. Raises UserError as `encode_conversation`."""
+    """Encode a prompt of messages with its completion: as the last turn of a conversation, whose
+    only target it is, so that a pair and a conversation of one turn train the same ids. Raises
+    UserError as `encode_conversation`."""
     turns = [{**message, "weight": 0} for message in _parse_messages(messages)]
     turns.append({"role": "assistant", "content": answer})
     (document,) = encode_conversation(tokenizer, turns, tools, stops=stops, reasoning=reasoning)
@@ -114,8 +119,8 @@ def encode_answer(
 
 
 def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) -> Turn:
-    """Encode message `number`, a turn of the assistant. Raises CannotRender: the template does not render all of it,
-    or not as something that it lets the model say."""
+    """Encode message `number`, a turn of the assistant. Raises CannotRender: the template does not
+    render all of it, or not as something that it lets the model say."""
     message = chat.messages[number]
     if number == 0:
         raise CannotRender(1, describe_message([message]), NO_PROMPT)
@@ -143,8 +148,9 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
 
 
 def find_end(tokenizer: Any, ids: Sequence[int], stops: set[int]) -> int | None:
-    """Find where a turn ends in what a template adds for it: after the first of `stops` that only blanks and control
-    tokens follow, or else after the last control token, if only blanks follow. None: it has no such token."""
+    """Find where a turn ends in what a template adds for it: after the first of `stops` that only
+    blanks and control tokens follow, or else after the last control token, if only blanks follow.
+    None: it has no such token."""
     for wanted in (stops, list_control_ids(tokenizer)):
         ends = [
             place
@@ -157,8 +163,8 @@ def find_end(tokenizer: Any, ids: Sequence[int], stops: set[int]) -> int | None:
 
 
 class _Document:
-    """A document that grows by turns. A turn without an end of its own gets one: the stop that begins the next
-    message, or the tokenizer's EOS."""
+    """A document that grows by turns. A turn without an end of its own gets one: the stop that
+    begins the next message, or the tokenizer's EOS."""
 
     def __init__(self, chat: Chat, turn: Turn) -> None:
         self.chat = chat
@@ -168,7 +174,8 @@ class _Document:
         self.is_ended = turn.is_ended
 
     def append(self, turn: Turn, stops: set[int]) -> bool:
-        """Add a turn whose prompt begins with the very text of this document, and return True; else do nothing."""
+        """Add a turn whose prompt begins with the very text of this document, and return True; else
+        do nothing."""
         if not turn.prompt_text.startswith(self.text):
             return False
         if turn.prompt[: len(self.ids)] == self.ids:
@@ -206,8 +213,8 @@ def join_turns(
 
 
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
-    """Return `encode` of the conversation in the first form that the template renders whole. Raises UserError with
-    the reason of the form that got farthest."""
+    """Return `encode` of the conversation in the first form that the template renders whole. Raises
+    UserError with the reason of the form that got farthest."""
     worst: CannotRender | None = None
     for candidate in list_chats(chat):
         try:
@@ -227,8 +234,9 @@ def _show(chat: Chat, text: str) -> str:
 
 
 def _find_addition(message: Message, prompt: str, whole: str) -> str:
-    """Find what the template adds to the prompt for a turn. Where it opens the reasoning in the prompt, but shows a
-    turn without it (DeepSeek), the turn first says its reasoning, if it has some, and closes it."""
+    """Find what the template adds to the prompt for a turn. Where it opens the reasoning in the
+    prompt, but shows a turn without it (DeepSeek), the turn first says its reasoning, if it has
+    some, and closes it."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     opened = OPEN_REASONING.search(prompt)
@@ -245,7 +253,8 @@ def _find_addition(message: Message, prompt: str, whole: str) -> str:
 
 
 def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
-    """Check that a template rendered all that a turn says. Raises CannotRender: the part that is missing."""
+    """Check that a template rendered all that a turn says. Raises CannotRender: the part that is
+    missing."""
     what = describe_message([message])
     thought, text = split_reasoning(message)
     if not has_words(addition, text):
@@ -267,7 +276,8 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
 
 
 def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
-    """Whether `text` has the arguments of a call, neither as Python writes them nor encoded a second time."""
+    """Whether `text` has the arguments of a call, neither as Python writes them nor encoded a
+    second time."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         return has_words(text, arguments)
@@ -295,7 +305,8 @@ def _is_blank(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 
 def _parse_messages(messages: str | Sequence[Message]) -> list[Message]:
-    """Return messages, which may be JSON text. Raises UserError: they are not a list of objects with roles."""
+    """Return messages, which may be JSON text. Raises UserError: they are not a list of objects
+    with roles."""
     try:
         parsed = json.loads(messages) if isinstance(messages, str) else list(messages)
     except ValueError as error:

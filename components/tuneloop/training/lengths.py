@@ -1,4 +1,5 @@
-"""Rows that are longer than a training step takes: dropped, cut off or refused, and counted, before the first step."""
+"""Rows that are longer than a training step takes: dropped, cut off or refused, and counted, before
+the first step."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,9 +27,10 @@ def fit_corpus(
 ) -> Corpus:
     """Return the documents of a split that fit `max_length` and the context of `policy`.
 
-    What becomes of longer ones is a setting of the data: `too_long`, and the share `drop_at_most` that may be dropped.
-    Documents are kept or dropped by `together` (pairs: 2). Counts and the first rows are left in ``facts.too_long``.
-    Raises UserError: more rows than may be dropped, or ids beyond the vocabulary."""
+    What becomes of longer ones is a setting of the data: `too_long`, and the share `drop_at_most`
+    that may be dropped. Documents are kept or dropped by `together` (pairs: 2). Counts and the
+    first rows are left in ``facts.too_long``. Raises UserError: more rows than may be dropped, or
+    ids beyond the vocabulary."""
     check_vocabulary(corpus, policy)
     limit = min(max_length, policy.context)
     long = np.flatnonzero(corpus.lengths > limit).tolist()
@@ -79,6 +81,7 @@ def check_vocabulary(corpus: Corpus, policy: "Policy") -> None:
 
 
 def describe_long(corpus: Corpus, place: int, limit: int) -> str:
-    """Describe a document that is longer than `limit`: whether its prompt alone is, its row, and its length."""
+    """Describe a document that is longer than `limit`: whether its prompt alone is, its row, and
+    its length."""
     part = "completion" if any(corpus[place].targets[:limit]) else "prompt"
     return f"{part} of {corpus.name(place)} ({corpus.lengths[place]} tokens)"
