@@ -80,7 +80,7 @@ class Chat:
         while bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
         if ids[:1] != [bos] and prepends_bos(self.tokenizer):
-            ids = [bos, *ids]
+            ids.insert(0, bos)
         return ids
 
     def _encode_pieces(self, text: str) -> list[int]:
@@ -183,7 +183,7 @@ def list_control_ids(tokenizer: Any) -> frozenset[int]:
 def _list_control_ids(tokenizer: Any, size: int) -> frozenset[int]:
     """List the ids of the control tokens of a tokenizer of `size` tokens."""
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset({*added, *tokenizer.all_special_ids})
+    return frozenset(added.union(tokenizer.all_special_ids))
 
 
 @functools.lru_cache(8)
@@ -198,7 +198,7 @@ def compile_control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
     """Compile a pattern that finds the control tokens of a tokenizer of `size` tokens in folded
     text."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    names = sorted({*added, *tokenizer.all_special_tokens})
+    names = sorted(set(added).union(tokenizer.all_special_tokens))
     return re.compile("|".join(re.escape(fold_text(name)) for name in names) or "(?!)")
 
 

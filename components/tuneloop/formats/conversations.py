@@ -91,7 +91,7 @@ def encode_conversation(
     ]
     if not numbers:
         raise UserError("prompt", messages, "has no message of the assistant to learn")
-    all_stops = {tokenizer.eos_token_id, *stops}
+    all_stops = {tokenizer.eos_token_id}.union(stops)
 
     def encode(chat: Chat) -> list[Encoded]:
         turns = [encode_turn(chat, number, all_stops, reasoning) for number in numbers]
@@ -126,17 +126,18 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
         raise CannotRender(1, describe_message([message]), NO_PROMPT)
     prompt = chat.render(number, prompt=True)
     check_prompt(chat, prompt, number)
-    whole = chat.render(number + 1, prompt=False)
-    addition = _find_addition(message, prompt, whole)
+    rendered = chat.render(number + 1, prompt=False)
+    addition = _find_addition(message, prompt, rendered)
     _check_turn(message, addition, reasoning)
     prompt_ids = chat.encode(prompt, start=True)
     if not prompt_ids:
         raise CannotRender(1, describe_message([message]), NO_PROMPT)
-    whole_ids = chat.encode(whole, start=True)
-    if whole.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
+    whole_ids = chat.encode(rendered, start=True)
+    if rendered.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
         target = whole_ids[len(prompt_ids) :]
     else:
-        # The border between prompt and turn becomes one between tokens, as it is when the turn is sampled.
+        # The border between prompt and turn becomes one between tokens, as it is when the turn is
+        # sampled.
         target = chat.encode(addition, start=False)
     end = find_end(chat.tokenizer, target, stops)
     if end is None:
@@ -151,14 +152,14 @@ def find_end(tokenizer: Any, ids: Sequence[int], stops: set[int]) -> int | None:
     """Find where a turn ends in what a template adds for it: after the first of `stops` that only
     blanks and control tokens follow, or else after the last control token, if only blanks follow.
     None: it has no such token."""
-    for wanted in (stops, list_control_ids(tokenizer)):
+    for accepted in (stops, list_control_ids(tokenizer)):
         ends = [
-            place
-            for place, token in enumerate(ids, 1)
-            if token in wanted and _is_blank(tokenizer, ids[place:])
+            index
+            for index, token in enumerate(ids, 1)
+            if token in accepted and _is_blank(tokenizer, ids[index:])
         ]
         if ends:
-            return ends[0] if wanted is stops else ends[-1]
+            return ends[0] if accepted is stops else ends[-1]
     return None
 
 
@@ -169,7 +170,7 @@ class _Document:
     def __init__(self, chat: Chat, turn: Turn) -> None:
         self.chat = chat
         self.text = turn.prompt_text + turn.target_text
-        self.ids = [*turn.prompt, *turn.target]
+        self.ids = turn.prompt + turn.target
         self.targets = [False] * len(turn.prompt) + [True] * len(turn.target)
         self.is_ended = turn.is_ended
 
@@ -188,8 +189,8 @@ class _Document:
         if not self.is_ended:
             gap[0] = True
         self.text = turn.prompt_text + turn.target_text
-        self.ids += [*between, *turn.target]
-        self.targets += [*gap, *[True] * len(turn.target)]
+        self.ids += between + turn.target
+        self.targets += gap + [True] * len(turn.target)
         self.is_ended = turn.is_ended
         return True
 
@@ -197,7 +198,8 @@ class _Document:
         """Return ids and targets, with an end."""
         if self.is_ended:
             return self.ids, self.targets
-        return [*self.ids, self.chat.tokenizer.eos_token_id], [*self.targets, True]
+        eos = self.chat.tokenizer.eos_token_id
+        return self.ids + [eos], self.targets + [True]  # noqa: RUF005
 
 
 def join_turns(
@@ -215,15 +217,17 @@ def join_turns(
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
     """Return `encode` of the conversation in the first form that the template renders whole. Raises
     UserError with the reason of the form that got farthest."""
-    worst: CannotRender | None = None
+    refusal: CannotRender | None = None
     for candidate in list_chats(chat):
         try:
             return encode(candidate)
         except CannotRender as error:
-            if worst is None or error.progress > worst.progress:
-                worst = error
-    assert worst is not None
-    raise UserError("conversation", _show(chat, worst.what), _show(chat, worst.remedy)) from worst
+            if refusal is None or error.progress > refusal.progress:
+                refusal = error
+    assert refusal is not None
+    raise UserError(
+        "conversation", _show(chat, refusal.what), _show(chat, refusal.remedy)
+    ) from refusal
 
 
 def _show(chat: Chat, text: str) -> str:
@@ -233,22 +237,23 @@ def _show(chat: Chat, text: str) -> str:
     return text
 
 
-def _find_addition(message: Message, prompt: str, whole: str) -> str:
+def _find_addition(message: Message, prompt: str, rendered: str) -> str:
     """Find what the template adds to the prompt for a turn. Where it opens the reasoning in the
     prompt, but shows a turn without it (DeepSeek), the turn first says its reasoning, if it has
     some, and closes it."""
-    if whole.startswith(prompt):
-        return whole[len(prompt) :]
+    if rendered.startswith(prompt):
+        return rendered[len(prompt) :]
     opened = OPEN_REASONING.search(prompt)
-    if opened and whole.startswith(prompt[: opened.start()]):
-        rest = whole[opened.start() :]
-        if rest.startswith("<think>"):
-            return rest.removeprefix("<think>").lstrip("\n")
+    if opened and rendered.startswith(prompt[: opened.start()]):
+        remainder = rendered[opened.start() :]
+        if remainder.startswith("<think>"):
+            return remainder.removeprefix("<think>").lstrip("\n")
         thought, _ = split_reasoning(message)
-        return f"{thought}\n</think>\n\n{rest.lstrip()}"
+        return f"{thought}\n</think>\n\n{remainder.lstrip()}"
     remedy = "the chat template does not render this turn as something that follows its own prompt"
     if split_reasoning(message)[0]:
-        remedy += " (its arguments may turn reasoning off); set data.reasoning=drop, or model.template_args"
+        remedy += " (its arguments may turn reasoning off)"
+        remedy += "; set data.reasoning=drop, or model.template_args"
     raise CannotRender(2, describe_message([message]), remedy)
 
 
@@ -261,7 +266,8 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
         if message.get("tool_calls"):
             remedy = "the chat template leaves out the text beside tool calls; drop one of the two"
         else:
-            remedy = "the chat template leaves out the text of this turn; set model.chat_template to one that has it"
+            remedy = "the chat template leaves out the text of this turn;"
+            remedy += " set model.chat_template to one that has it"
         raise CannotRender(2, what, remedy)
     if reasoning == "keep" and not has_words(addition, thought):
         remedy = "the chat template leaves out the reasoning of this turn; set data.reasoning=drop,"
@@ -269,10 +275,15 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         name = function["name"]
-        calls = [other for other in message["tool_calls"] if other["function"]["name"] == name]
+        calls = [
+            candidate
+            for candidate in message["tool_calls"]
+            if candidate["function"]["name"] == name
+        ]
         if addition.count(name) < len(calls) or not _has_arguments(addition, function):
-            remedy = f"the chat template does not render all tool calls ({name!r}); set model.chat_template to one that"
-            raise CannotRender(2, what, f"{remedy} does, or drop the row")
+            remedy = f"the chat template does not render all tool calls ({name!r});"
+            remedy += " set model.chat_template to one that does, or drop the row"
+            raise CannotRender(2, what, remedy)
 
 
 def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
@@ -284,6 +295,7 @@ def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
     if not arguments:
         return True
     encoded = json.dumps(arguments, ensure_ascii=False)
+    # As Python writes an object, with single quotes.
     if str(arguments) in text and str(arguments) != encoded:
         return False
     if json.dumps(encoded, ensure_ascii=False) in text:
@@ -294,7 +306,8 @@ def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
 def _list_leaves(value: Any) -> list[str]:
     """List the keys and values in a JSON value as text, without truth values and nulls."""
     if isinstance(value, Mapping):
-        return [leaf for key, part in value.items() for leaf in [key, *_list_leaves(part)]]
+        leaves = [leaf for part in value.values() for leaf in _list_leaves(part)]
+        return list(value) + leaves
     if isinstance(value, list):
         return [leaf for part in value for leaf in _list_leaves(part)]
     return [] if value is None or isinstance(value, bool) else [str(value)]
