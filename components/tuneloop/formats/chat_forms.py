@@ -1,9 +1,10 @@
-"""The forms in which a conversation can be put to a chat template, since templates read messages differently.
+"""The forms in which a conversation can be put to a chat template, since templates read messages
+differently.
 
-Messages come as OpenAI has them. Most templates read them so; some want content as a list of parts, arguments of
-tool calls as JSON text, `null` where a message only calls tools, or know no role `developer`. `list_forms` lists what
-is worth trying for a conversation, the plainest form first. No form changes what a message says.
-"""
+Messages come as OpenAI has them. Most templates read them so; some want content as a list of parts,
+arguments of tool calls as JSON text, `null` where a message only calls tools, or know no role
+`developer`. `list_forms` lists what is worth trying for a conversation, the plainest form first. No
+form changes what a message says."""
 
 import contextlib
 import itertools
@@ -15,7 +16,8 @@ from typing import Any, Literal
 
 Message = dict[str, Any]
 Reasoning = Literal["keep", "drop"]
-"""What becomes of an assistant's reasoning: it is a part of the target, or it is left out everywhere."""
+"""What becomes of an assistant's reasoning: it is a part of the target, or it is left out
+everywhere."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which data sets and templates have the reasoning."""
@@ -26,8 +28,9 @@ INLINE = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Form:
-    """How messages are put to a template: content as parts, arguments as JSON text, the role of developers, and what
-    stands for the content of a message that has none (``""``, None, or `ABSENT` for no key at all)."""
+    """How messages are put to a template: content as parts, arguments as JSON text, the role of
+    developers, and what stands for the content of a message that has none (``""``, None, or
+    `ABSENT` for no key at all)."""
 
     parts: bool = False
     developer: str = "developer"
@@ -56,13 +59,14 @@ def list_forms(messages: Sequence[Message]) -> list[Form]:
     calls = any(message.get("tool_calls") for message in messages)
     silent = any(message.get("tool_calls") and not message.get("content") for message in messages)
     developer = any(message["role"] == "developer" for message in messages)
+    # The last choice varies first.
     choices = itertools.product(
         (False, True),
         ("developer", "system") if developer else ("developer",),
         (False, True) if calls else (False,),
         ("", None, ABSENT) if silent else ("",),
     )
-    return [Form(*choice) for choice in choices]
+    return list(itertools.starmap(Form, choices))
 
 
 def clean_messages(
@@ -70,9 +74,10 @@ def clean_messages(
 ) -> list[Message]:
     """Return messages as a template with this source reads them, without what is not for templates.
 
-    Nulls and `weight` are left out, text parts are joined, arguments that are JSON text become objects, and an
-    assistant without content and calls says nothing (``""``). Reasoning goes under the names that the template
-    reads; where it reads none, it stays, or becomes, a block ``<think>`` of the text itself."""
+    Nulls and `weight` are left out, text parts are joined, arguments that are JSON text become
+    objects, and an assistant without content and calls says nothing (``""``). Reasoning goes under
+    the names that the template reads; where it reads none, it stays, or becomes, a block
+    ``<think>`` of the text itself."""
     return [_clean_message(message, reasoning, template) for message in messages]
 
 
@@ -90,8 +95,8 @@ def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def list_tools(tools: str | Sequence[Any] | None) -> list[Message] | None:
-    """Return the schemas of tools, which may be JSON text, as OpenAI has them; None where there are none. Raises
-    ValueError: one is not an object with a name."""
+    """Return the schemas of tools, which may be JSON text, as OpenAI has them; None where there are
+    none. Raises ValueError: one is not an object with a name."""
     listed = json.loads(tools) if isinstance(tools, str) else tools
     if not listed:
         return None
@@ -101,43 +106,46 @@ def list_tools(tools: str | Sequence[Any] | None) -> list[Message] | None:
 
 
 def _read_tool(tool: Any) -> Message:
-    """Return the schema of a tool as OpenAI has it; some data sets leave out what is around the function."""
-    whole = (
-        tool
-        if isinstance(tool, dict) and "function" in tool
-        else {"type": "function", "function": tool}
-    )
-    function = whole["function"]
+    """Return the schema of a tool as OpenAI has it; some data sets leave out what is around the
+    function."""
+    is_wrapped = isinstance(tool, dict) and "function" in tool
+    wrapped = tool if is_wrapped else {"type": "function", "function": tool}
+    function = wrapped["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool is not an object with a name")
-    return whole
+    return wrapped
 
 
 def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: str) -> Message:
     """Clean one message; see `clean_messages`."""
-    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    if isinstance(kept.get("content"), list):
-        kept["content"] = _join_parts(kept["content"])
-    if not kept.get("tool_calls"):
-        kept.pop("tool_calls", None)
-        kept.setdefault("content", "")
-    elif not isinstance(kept["tool_calls"], list):
+    cleaned = {
+        key: value for key, value in message.items() if value is not None and key != "weight"
+    }
+    if isinstance(cleaned.get("content"), list):
+        cleaned["content"] = _join_parts(cleaned["content"])
+    if not cleaned.get("tool_calls"):
+        cleaned.pop("tool_calls", None)
+        cleaned.setdefault("content", "")
+    elif not isinstance(cleaned["tool_calls"], list):
         raise ValueError("tool_calls are not a list")
     else:
-        kept["tool_calls"] = [_read_call(call) for call in kept["tool_calls"]]
-    if kept["role"] != "assistant":
-        return kept
-    thought, text = split_reasoning(kept)
+        cleaned["tool_calls"] = [_read_call(call) for call in cleaned["tool_calls"]]
+    if cleaned["role"] != "assistant":
+        return cleaned
+    thought, text = split_reasoning(cleaned)
     for key in REASONING_KEYS:
-        kept.pop(key, None)
+        cleaned.pop(key, None)
     if reasoning == "drop":
-        return {**kept, "content": text}
+        cleaned["content"] = text
+        return cleaned
+    # Templates differ in the key that they read; one that reads none gets the reasoning as text.
     keys = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", template)]
     if thought and keys:
-        kept |= {"content": text, **dict.fromkeys(keys, thought)}
+        cleaned["content"] = text
+        cleaned |= dict.fromkeys(keys, thought)
     elif thought:
-        kept["content"] = f"<think>\n{thought}\n</think>\n\n{text}"
-    return kept
+        cleaned["content"] = f"<think>\n{thought}\n</think>\n\n{text}"
+    return cleaned
 
 
 def _join_parts(parts: Sequence[Any]) -> str:
@@ -155,24 +163,27 @@ def _join_parts(parts: Sequence[Any]) -> str:
 
 
 def _read_call(call: Any) -> Message:
-    """Return a tool call as OpenAI has it, with its arguments as an object where they are one. Raises ValueError: it
-    is not an object with a name."""
+    """Return a tool call as OpenAI has it, with its arguments as an object where they are one.
+    Raises ValueError: it is not an object with a name."""
     if not isinstance(call, dict):
         raise ValueError("a tool call is not an object")
-    whole = call if "function" in call else {"function": call}
-    function = whole["function"]
+    wrapped = call if "function" in call else {"function": call}
+    function = wrapped["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call has no function with a name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with contextlib.suppress(json.JSONDecodeError):
             arguments = json.loads(arguments)
-    kept = {key: value for key, value in whole.items() if value is not None}
-    return {"type": "function", **kept, "function": {**function, "arguments": arguments}}
+    cleaned = {key: value for key, value in wrapped.items() if value is not None}
+    cleaned.setdefault("type", "function")
+    cleaned["function"] = function | {"arguments": arguments}
+    return cleaned
 
 
 def _write_arguments(call: Mapping[str, Any]) -> Message:
     """Return a tool call with its arguments as JSON text."""
     arguments = call["function"].get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
+    function = call["function"] | {"arguments": text}
+    return dict(call) | {"function": function}

@@ -1,7 +1,8 @@
-"""Chat templates: from messages to text and ids, with what users write kept apart from control tokens.
+"""Chat templates: from messages to text and ids, with what users write kept apart from control
+tokens.
 
-Text is text: what messages and tools say never becomes a control token, also where it is spelled like one. Such words
-are replaced by marks while the template renders, and are encoded as text."""
+Text is text: what messages and tools say never becomes a control token, also where it is spelled
+like one. Such words are replaced by marks while the template renders, and are encoded as text."""
 
 import functools
 import hashlib
@@ -29,8 +30,9 @@ NO_UNICODE = "is not Unicode: it has half of a surrogate pair; correct or drop t
 
 
 class CannotRender(ValueError):
-    """A template that raises, or that leaves out what a message says. `progress`: how far the form got, to choose the
-    error that says most of several; `what`: the part of the conversation; `remedy`: what the user can do."""
+    """A template that raises, or that leaves out what a message says. `progress`: how far the form
+    got, to choose the error that says most of several; `what`: the part of the conversation;
+    `remedy`: what the user can do."""
 
     def __init__(self, progress: int, what: str, remedy: str) -> None:
         self.progress, self.what, self.remedy = progress, what, remedy
@@ -39,8 +41,8 @@ class CannotRender(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation with its tools, ready for the template of a tokenizer: cleaned, and with marks for words that
-    spell control tokens. `words`: mark → the word that it stands for."""
+    """A conversation with its tools, ready for the template of a tokenizer: cleaned, and with marks
+    for words that spell control tokens. `words`: mark → the word that it stands for."""
 
     tokenizer: Any
     messages: list[Message]
@@ -49,8 +51,8 @@ class Chat:
     words: Mapping[str, str]
 
     def render(self, count: int, *, prompt: bool) -> str:
-        """Render the first `count` messages, with marks; as a `prompt` up to where the assistant speaks. Raises
-        CannotRender: whatever the template raises."""
+        """Render the first `count` messages, with marks; as a `prompt` up to where the assistant
+        speaks. Raises CannotRender: whatever the template raises."""
         messages = [self.form.apply(message) for message in self.messages[:count]]
         try:
             text = self.tokenizer.apply_chat_template(
@@ -66,8 +68,8 @@ class Chat:
         return str(text)
 
     def encode(self, text: str, *, start: bool) -> list[int]:
-        """Encode rendered text; `start`: it begins the conversation, so it gets one BOS, whatever the template and
-        the tokenizer put there. Raises UserError: it is not Unicode."""
+        """Encode rendered text; `start`: it begins the conversation, so it gets one BOS, whatever
+        the template and the tokenizer put there. Raises UserError: it is not Unicode."""
         try:
             ids = self._encode_pieces(text)
         except (UnicodeError, TypeError) as error:  # half of a surrogate pair
@@ -78,7 +80,7 @@ class Chat:
         while bos is not None and ids[:2] == [bos, bos]:
             ids = ids[1:]
         if ids[:1] != [bos] and prepends_bos(self.tokenizer):
-            ids = [bos, *ids]
+            ids.insert(0, bos)
         return ids
 
     def _encode_pieces(self, text: str) -> list[int]:
@@ -96,8 +98,8 @@ class Chat:
 def open_chat(
     tokenizer: Any, messages: Sequence[Message], tools: Any, reasoning: Reasoning = "keep"
 ) -> Chat:
-    """Prepare a conversation for the template of a tokenizer. Raises UserError: it has none, no message is given, or
-    parts of messages are not as OpenAI has them."""
+    """Prepare a conversation for the template of a tokenizer. Raises UserError: it has none, no
+    message is given, or parts of messages are not as OpenAI has them."""
     template = tokenizer.chat_template
     if not template:
         remedy = "has no chat template, but the prompts are chats; use plain prompts,"
@@ -118,7 +120,8 @@ def open_chat(
 
 
 def list_chats(chat: Chat) -> list[Chat]:
-    """List a conversation in all forms that could make a difference to a template, the plainest first."""
+    """List a conversation in all forms that could make a difference to a template, the plainest
+    first."""
     return [
         Chat(chat.tokenizer, chat.messages, chat.tools, form, chat.words)
         for form in list_forms(chat.messages)
@@ -126,8 +129,9 @@ def list_chats(chat: Chat) -> list[Chat]:
 
 
 def check_prompt(chat: Chat, text: str, count: int) -> None:
-    """Check that `text`, rendered of the first `count` messages, has what these and the tools say. An assistant's
-    earlier turns are the template's to shorten. Raises CannotRender: something is missing."""
+    """Check that `text`, rendered of the first `count` messages, has what these and the tools say.
+    An assistant's earlier turns are the template's to shorten. Raises CannotRender: something is
+    missing."""
     for tool in chat.tools or ():
         name = tool["function"]["name"]
         if name not in text:
@@ -162,7 +166,8 @@ def describe_message(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Encode text by itself; what is spelled like a control token is text, too. Raises UserError: it is not Unicode."""
+    """Encode text by itself; what is spelled like a control token is text, too. Raises UserError:
+    it is not Unicode."""
     try:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
     except (UnicodeError, TypeError) as error:
@@ -178,7 +183,7 @@ def list_control_ids(tokenizer: Any) -> frozenset[int]:
 def _list_control_ids(tokenizer: Any, size: int) -> frozenset[int]:
     """List the ids of the control tokens of a tokenizer of `size` tokens."""
     added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset({*added, *tokenizer.all_special_ids})
+    return frozenset(added.union(tokenizer.all_special_ids))
 
 
 @functools.lru_cache(8)
@@ -190,19 +195,22 @@ def prepends_bos(tokenizer: Any) -> bool:
 
 @functools.lru_cache(8)
 def compile_control_tokens(tokenizer: Any, size: int) -> re.Pattern[str]:
-    """Compile a pattern that finds the control tokens of a tokenizer of `size` tokens in folded text."""
+    """Compile a pattern that finds the control tokens of a tokenizer of `size` tokens in folded
+    text."""
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    names = sorted({*added, *tokenizer.all_special_tokens})
+    names = sorted(set(added).union(tokenizer.all_special_tokens))
     return re.compile("|".join(re.escape(fold_text(name)) for name in names) or "(?!)")
 
 
 def fold_text(text: str) -> str:
-    """Fold text at least as far as any tokenizer's normalizer: compatible forms and upper and lower case are equal."""
+    """Fold text at least as far as any tokenizer's normalizer: compatible forms and upper and lower
+    case are equal."""
     return unicodedata.normalize("NFKC", text).casefold()
 
 
 class _Hider:
-    """Replaces words that spell control tokens by marks that nobody can write into the conversation."""
+    """Replaces words that spell control tokens by marks that nobody can write into the
+    conversation."""
 
     def __init__(self, tokenizer: Any, messages: Any, tools: Any) -> None:
         self.controls = compile_control_tokens(tokenizer, len(tokenizer))

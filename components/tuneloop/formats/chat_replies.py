@@ -1,4 +1,5 @@
-"""What lies between two turns of the policy in a conversation that goes on: an environment's reply."""
+"""What lies between two turns of the policy in a conversation that goes on: an environment's
+reply."""
 
 import hashlib
 from collections.abc import Sequence
@@ -25,13 +26,15 @@ def encode_reply(
     turn: str | None = None,
     last: int | None = None,
 ) -> list[int]:
-    """Encode what lies between two turns of the policy: after the token that ended one, up to the start of the next.
+    """Encode what lies between two turns of the policy: after the token that ended one, up to the
+    start of the next.
 
-    Plain text is itself. In a chat it is what the template puts between the end of the assistant's turn and its next:
-    the rest of that message, a message of `role`, the opening of a new one. The template renders a sample conversation;
-    the policy's own turn is never rendered, as only its sampled ids count. `turn` is its text, if known: one without
-    reasoning loses nothing where the template removes reasoning from earlier turns. `last` is its last id, if known.
-    Raises UserError if the template cannot render this, ends turns with none of the ids `stops`, or removes the
+    Plain text is itself. In a chat it is what the template puts between the end of the assistant's
+    turn and its next: the rest of that message, a message of `role`, the opening of a new one. The
+    template renders a sample conversation; the policy's own turn is never rendered, as only its
+    sampled ids count. `turn` is its text, if known: one without reasoning loses nothing where the
+    template removes reasoning from earlier turns. `last` is its last id, if known. Raises UserError
+    if the template cannot render this, ends turns with none of the ids `stops`, or removes the
     reasoning of earlier turns; `keep_reasoning` accepts that."""
     if not chat:
         return encode_text(tokenizer, text)
@@ -55,8 +58,9 @@ def encode_reply(
 
 
 def _render_sample(chat: Chat, answer: str) -> tuple[Chat, str, str]:
-    """Render a sample conversation up to the assistant's turn, and up to the next; return both with the conversation in
-    the form that shows the `answer`. Raises UserError: the template shows it in none."""
+    """Render a sample conversation up to the assistant's turn, and up to the next; return both with
+    the conversation in the form that shows the `answer`. Raises UserError: the template shows it in
+    none."""
     role = chat.messages[-1]["role"]
     refusal: CannotRender | None = None
     for sample in list_chats(chat):
@@ -77,8 +81,9 @@ def _render_sample(chat: Chat, answer: str) -> tuple[Chat, str, str]:
 def _cut_end(
     sample: Chat, alone: str, followed: str, stops: Sequence[int], last: int | None
 ) -> list[int]:
-    """Encode what follows a turn, `followed`, without the token that ends the turn, which was sampled. `alone` is what
-    follows it at the end of a conversation. Raises UserError: the template ends turns with no stop."""
+    """Encode what follows a turn, `followed`, without the token that ends the turn, which was
+    sampled. `alone` is what follows it at the end of a conversation. Raises UserError: the template
+    ends turns with no stop."""
     end_ids = sample.encode(alone, start=False)
     ids = sample.encode(followed, start=False)
     if any(token in stops for token in end_ids):

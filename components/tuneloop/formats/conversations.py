@@ -1,10 +1,11 @@
 """Conversations to learn from: which ids are context, and which are targets.
 
-Every turn of the assistant is a target in the context in which it is sampled: its prompt is the template's rendering
-of the messages before it, up to where the assistant speaks, and its target is what the template adds for the turn, up
-to and with the token that ends it. A template may render a turn otherwise once another follows: it strips reasoning,
-or ends the conversation by another token. Such a turn cannot be both a target and the context of a later one in a
-single document, so the later turn begins a document of its own."""
+Every turn of the assistant is a target in the context in which it is sampled: its prompt is the
+template's rendering of the messages before it, up to where the assistant speaks, and its target is
+what the template adds for the turn, up to and with the token that ends it. A template may render a
+turn otherwise once another follows: it strips reasoning, or ends the conversation by another token.
+Such a turn cannot be both a target and the context of a later one in a single document, so the
+later turn begins a document of its own."""
 
 import json
 import re
@@ -29,17 +30,17 @@ T = TypeVar("T")
 NO_PROMPT = "nothing stands before this turn; let a message of the user begin the conversation"
 NO_MESSAGES = "is not a JSON list of chat messages"
 History = Literal["as-rendered", "per-turn"]
-"""`as-rendered`: turns share a document wherever the template renders the earlier ones as they were targets;
-`per-turn`: each turn has a document of its own."""
+"""`as-rendered`: turns share a document wherever the template renders the earlier ones as they were
+targets; `per-turn`: each turn has a document of its own."""
 OPEN_REASONING = re.compile(r"<think>\s*\Z")
 """The end of a prompt in which the template has opened the reasoning."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant: what stands before it, and its own part, as rendered text (with marks) and as ids.
-    `is_ended`: the last id is the token that ends the turn. It is not where a template ends a turn by the beginning of
-    the next message alone (GLM-4)."""
+    """A turn of the assistant: what stands before it, and its own part, as rendered text (with
+    marks) and as ids. `is_ended`: the last id is the token that ends the turn. It is not where a
+    template ends a turn by the beginning of the next message alone (GLM-4)."""
 
     prompt_text: str
     prompt: list[int]
@@ -53,7 +54,8 @@ Encoded = tuple[list[int], list[bool]]
 
 
 def encode_prompt_messages(tokenizer: Any, messages: str, tools: Any = None) -> list[int]:
-    """Encode messages up to where the assistant speaks. Raises UserError: the template cannot render them."""
+    """Encode messages up to where the assistant speaks. Raises UserError: the template cannot
+    render them."""
     chat = open_chat(tokenizer, _parse_messages(messages), tools)
     count = len(chat.messages)
 
@@ -74,10 +76,12 @@ def encode_conversation(
     history: History = "as-rendered",
     reasoning: Reasoning = "keep",
 ) -> list[Encoded]:
-    """Encode a conversation as one or more documents in which every turn of the assistant is a target once.
+    """Encode a conversation as one or more documents in which every turn of the assistant is a
+    target once.
 
-    A turn with ``weight: 0`` is context only. `stops` are the ids that end a completion beside the tokenizer's EOS.
-    Raises UserError: no turn to learn, or a template that cannot render one of them whole."""
+    A turn with ``weight: 0`` is context only. `stops` are the ids that end a completion beside the
+    tokenizer's EOS. Raises UserError: no turn to learn, or a template that cannot render one of
+    them whole."""
     parsed = _parse_messages(messages)
     chat = open_chat(tokenizer, parsed, tools, reasoning)
     numbers = [
@@ -87,7 +91,7 @@ def encode_conversation(
     ]
     if not numbers:
         raise UserError("prompt", messages, "has no message of the assistant to learn")
-    all_stops = {tokenizer.eos_token_id, *stops}
+    all_stops = {tokenizer.eos_token_id}.union(stops)
 
     def encode(chat: Chat) -> list[Encoded]:
         turns = [encode_turn(chat, number, all_stops, reasoning) for number in numbers]
@@ -105,8 +109,9 @@ def encode_answer(
     stops: Iterable[int] = (),
     reasoning: Reasoning = "keep",
 ) -> Encoded:
-    """Encode a prompt of messages with its completion: as the last turn of a conversation, whose only target it is, so
-    that a pair and a conversation of one turn train the same ids. Raises UserError as `encode_conversation`."""
+    """Encode a prompt of messages with its completion: as the last turn of a conversation, whose
+    only target it is, so that a pair and a conversation of one turn train the same ids. Raises
+    UserError as `encode_conversation`."""
     turns = [{**message, "weight": 0} for message in _parse_messages(messages)]
     turns.append({"role": "assistant", "content": answer})
     (document,) = encode_conversation(tokenizer, turns, tools, stops=stops, reasoning=reasoning)
@@ -114,24 +119,25 @@ def encode_answer(
 
 
 def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) -> Turn:
-    """Encode message `number`, a turn of the assistant. Raises CannotRender: the template does not render all of it,
-    or not as something that it lets the model say."""
+    """Encode message `number`, a turn of the assistant. Raises CannotRender: the template does not
+    render all of it, or not as something that it lets the model say."""
     message = chat.messages[number]
     if number == 0:
         raise CannotRender(1, describe_message([message]), NO_PROMPT)
     prompt = chat.render(number, prompt=True)
     check_prompt(chat, prompt, number)
-    whole = chat.render(number + 1, prompt=False)
-    addition = _find_addition(message, prompt, whole)
+    rendered = chat.render(number + 1, prompt=False)
+    addition = _find_addition(message, prompt, rendered)
     _check_turn(message, addition, reasoning)
     prompt_ids = chat.encode(prompt, start=True)
     if not prompt_ids:
         raise CannotRender(1, describe_message([message]), NO_PROMPT)
-    whole_ids = chat.encode(whole, start=True)
-    if whole.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
+    whole_ids = chat.encode(rendered, start=True)
+    if rendered.startswith(prompt) and whole_ids[: len(prompt_ids)] == prompt_ids:
         target = whole_ids[len(prompt_ids) :]
     else:
-        # The border between prompt and turn becomes one between tokens, as it is when the turn is sampled.
+        # The border between prompt and turn becomes one between tokens, as it is when the turn is
+        # sampled.
         target = chat.encode(addition, start=False)
     end = find_end(chat.tokenizer, target, stops)
     if end is None:
@@ -143,32 +149,34 @@ def encode_turn(chat: Chat, number: int, stops: set[int], reasoning: Reasoning) 
 
 
 def find_end(tokenizer: Any, ids: Sequence[int], stops: set[int]) -> int | None:
-    """Find where a turn ends in what a template adds for it: after the first of `stops` that only blanks and control
-    tokens follow, or else after the last control token, if only blanks follow. None: it has no such token."""
-    for wanted in (stops, list_control_ids(tokenizer)):
+    """Find where a turn ends in what a template adds for it: after the first of `stops` that only
+    blanks and control tokens follow, or else after the last control token, if only blanks follow.
+    None: it has no such token."""
+    for accepted in (stops, list_control_ids(tokenizer)):
         ends = [
-            place
-            for place, token in enumerate(ids, 1)
-            if token in wanted and _is_blank(tokenizer, ids[place:])
+            index
+            for index, token in enumerate(ids, 1)
+            if token in accepted and _is_blank(tokenizer, ids[index:])
         ]
         if ends:
-            return ends[0] if wanted is stops else ends[-1]
+            return ends[0] if accepted is stops else ends[-1]
     return None
 
 
 class _Document:
-    """A document that grows by turns. A turn without an end of its own gets one: the stop that begins the next
-    message, or the tokenizer's EOS."""
+    """A document that grows by turns. A turn without an end of its own gets one: the stop that
+    begins the next message, or the tokenizer's EOS."""
 
     def __init__(self, chat: Chat, turn: Turn) -> None:
         self.chat = chat
         self.text = turn.prompt_text + turn.target_text
-        self.ids = [*turn.prompt, *turn.target]
+        self.ids = turn.prompt + turn.target
         self.targets = [False] * len(turn.prompt) + [True] * len(turn.target)
         self.is_ended = turn.is_ended
 
     def append(self, turn: Turn, stops: set[int]) -> bool:
-        """Add a turn whose prompt begins with the very text of this document, and return True; else do nothing."""
+        """Add a turn whose prompt begins with the very text of this document, and return True; else
+        do nothing."""
         if not turn.prompt_text.startswith(self.text):
             return False
         if turn.prompt[: len(self.ids)] == self.ids:
@@ -181,8 +189,8 @@ class _Document:
         if not self.is_ended:
             gap[0] = True
         self.text = turn.prompt_text + turn.target_text
-        self.ids += [*between, *turn.target]
-        self.targets += [*gap, *[True] * len(turn.target)]
+        self.ids += between + turn.target
+        self.targets += gap + [True] * len(turn.target)
         self.is_ended = turn.is_ended
         return True
 
@@ -190,7 +198,8 @@ class _Document:
         """Return ids and targets, with an end."""
         if self.is_ended:
             return self.ids, self.targets
-        return [*self.ids, self.chat.tokenizer.eos_token_id], [*self.targets, True]
+        eos = self.chat.tokenizer.eos_token_id
+        return self.ids + [eos], self.targets + [True]  # noqa: RUF005
 
 
 def join_turns(
@@ -206,17 +215,19 @@ def join_turns(
 
 
 def _encode_in_some_form(chat: Chat, encode: Callable[[Chat], T]) -> T:
-    """Return `encode` of the conversation in the first form that the template renders whole. Raises UserError with
-    the reason of the form that got farthest."""
-    worst: CannotRender | None = None
+    """Return `encode` of the conversation in the first form that the template renders whole. Raises
+    UserError with the reason of the form that got farthest."""
+    refusal: CannotRender | None = None
     for candidate in list_chats(chat):
         try:
             return encode(candidate)
         except CannotRender as error:
-            if worst is None or error.progress > worst.progress:
-                worst = error
-    assert worst is not None
-    raise UserError("conversation", _show(chat, worst.what), _show(chat, worst.remedy)) from worst
+            if refusal is None or error.progress > refusal.progress:
+                refusal = error
+    assert refusal is not None
+    raise UserError(
+        "conversation", _show(chat, refusal.what), _show(chat, refusal.remedy)
+    ) from refusal
 
 
 def _show(chat: Chat, text: str) -> str:
@@ -226,33 +237,37 @@ def _show(chat: Chat, text: str) -> str:
     return text
 
 
-def _find_addition(message: Message, prompt: str, whole: str) -> str:
-    """Find what the template adds to the prompt for a turn. Where it opens the reasoning in the prompt, but shows a
-    turn without it (DeepSeek), the turn first says its reasoning, if it has some, and closes it."""
-    if whole.startswith(prompt):
-        return whole[len(prompt) :]
+def _find_addition(message: Message, prompt: str, rendered: str) -> str:
+    """Find what the template adds to the prompt for a turn. Where it opens the reasoning in the
+    prompt, but shows a turn without it (DeepSeek), the turn first says its reasoning, if it has
+    some, and closes it."""
+    if rendered.startswith(prompt):
+        return rendered[len(prompt) :]
     opened = OPEN_REASONING.search(prompt)
-    if opened and whole.startswith(prompt[: opened.start()]):
-        rest = whole[opened.start() :]
-        if rest.startswith("<think>"):
-            return rest.removeprefix("<think>").lstrip("\n")
+    if opened and rendered.startswith(prompt[: opened.start()]):
+        remainder = rendered[opened.start() :]
+        if remainder.startswith("<think>"):
+            return remainder.removeprefix("<think>").lstrip("\n")
         thought, _ = split_reasoning(message)
-        return f"{thought}\n</think>\n\n{rest.lstrip()}"
+        return f"{thought}\n</think>\n\n{remainder.lstrip()}"
     remedy = "the chat template does not render this turn as something that follows its own prompt"
     if split_reasoning(message)[0]:
-        remedy += " (its arguments may turn reasoning off); set data.reasoning=drop, or model.template_args"
+        remedy += " (its arguments may turn reasoning off)"
+        remedy += "; set data.reasoning=drop, or model.template_args"
     raise CannotRender(2, describe_message([message]), remedy)
 
 
 def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
-    """Check that a template rendered all that a turn says. Raises CannotRender: the part that is missing."""
+    """Check that a template rendered all that a turn says. Raises CannotRender: the part that is
+    missing."""
     what = describe_message([message])
     thought, text = split_reasoning(message)
     if not has_words(addition, text):
         if message.get("tool_calls"):
             remedy = "the chat template leaves out the text beside tool calls; drop one of the two"
         else:
-            remedy = "the chat template leaves out the text of this turn; set model.chat_template to one that has it"
+            remedy = "the chat template leaves out the text of this turn;"
+            remedy += " set model.chat_template to one that has it"
         raise CannotRender(2, what, remedy)
     if reasoning == "keep" and not has_words(addition, thought):
         remedy = "the chat template leaves out the reasoning of this turn; set data.reasoning=drop,"
@@ -260,20 +275,27 @@ def _check_turn(message: Message, addition: str, reasoning: Reasoning) -> None:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         name = function["name"]
-        calls = [other for other in message["tool_calls"] if other["function"]["name"] == name]
+        calls = [
+            candidate
+            for candidate in message["tool_calls"]
+            if candidate["function"]["name"] == name
+        ]
         if addition.count(name) < len(calls) or not _has_arguments(addition, function):
-            remedy = f"the chat template does not render all tool calls ({name!r}); set model.chat_template to one that"
-            raise CannotRender(2, what, f"{remedy} does, or drop the row")
+            remedy = f"the chat template does not render all tool calls ({name!r});"
+            remedy += " set model.chat_template to one that does, or drop the row"
+            raise CannotRender(2, what, remedy)
 
 
 def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
-    """Whether `text` has the arguments of a call, neither as Python writes them nor encoded a second time."""
+    """Whether `text` has the arguments of a call, neither as Python writes them nor encoded a
+    second time."""
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         return has_words(text, arguments)
     if not arguments:
         return True
     encoded = json.dumps(arguments, ensure_ascii=False)
+    # As Python writes an object, with single quotes.
     if str(arguments) in text and str(arguments) != encoded:
         return False
     if json.dumps(encoded, ensure_ascii=False) in text:
@@ -284,7 +306,8 @@ def _has_arguments(text: str, function: Mapping[str, Any]) -> bool:
 def _list_leaves(value: Any) -> list[str]:
     """List the keys and values in a JSON value as text, without truth values and nulls."""
     if isinstance(value, Mapping):
-        return [leaf for key, part in value.items() for leaf in [key, *_list_leaves(part)]]
+        leaves = [leaf for part in value.values() for leaf in _list_leaves(part)]
+        return list(value) + leaves
     if isinstance(value, list):
         return [leaf for part in value for leaf in _list_leaves(part)]
     return [] if value is None or isinstance(value, bool) else [str(value)]
@@ -295,7 +318,8 @@ def _is_blank(tokenizer: Any, ids: Sequence[int]) -> bool:
 
 
 def _parse_messages(messages: str | Sequence[Message]) -> list[Message]:
-    """Return messages, which may be JSON text. Raises UserError: they are not a list of objects with roles."""
+    """Return messages, which may be JSON text. Raises UserError: they are not a list of objects
+    with roles."""
     try:
         parsed = json.loads(messages) if isinstance(messages, str) else list(messages)
     except ValueError as error:

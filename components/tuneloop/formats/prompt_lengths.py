@@ -22,11 +22,12 @@ def check_prompts(
     completion_tokens: Mapping[str, int],
     context: int,
 ) -> None:
-    """Encode every prompt of the splits in `completion_tokens` and count those that leave less room than that.
+    """Encode every prompt of the splits in `completion_tokens` and count those that leave less room
+    than that.
 
-    Later stages skip the ones that do not fit; here it is known how many they are. Counts, the longest prompt and the
-    first rows are left in ``facts.prompts``. Raises UserError: a prompt that the chat template cannot render, or more
-    that do not fit than the data allows to drop."""
+    Later stages skip the ones that do not fit; here it is known how many they are. Counts, the
+    longest prompt and the first rows are left in ``facts.prompts``. Raises UserError: a prompt that
+    the chat template cannot render, or more that do not fit than the data allows to drop."""
     rule = LengthPolicy.from_facts(prompts.manifest.facts)
     counts: dict[str, Any] = {}
     for split, tokens in completion_tokens.items():
@@ -55,8 +56,8 @@ def check_prompts(
 def measure_prompts(
     stage: Stage, tokenizer: Any, prompts: Artifact, split: str
 ) -> list[tuple[str, int]]:
-    """Encode the prompts of a split; return each row's name and number of tokens. Raises UserError that names the row
-    of a prompt that cannot be encoded."""
+    """Encode the prompts of a split; return each row's name and number of tokens. Raises UserError
+    that names the row of a prompt that cannot be encoded."""
     file = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     columns = list_columns(REQUIRED, file.schema_arrow.names)
     bar = stage.progress(file.metadata.num_rows, f"{split} prompts")

@@ -1,10 +1,12 @@
-"""Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named to people."""
+"""Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named
+to people."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 OPTIONAL_COLUMNS = ("tools", "row")
-"""Columns that are read where the data has them: schemas of tools (a JSON list), and the row of the user's file."""
+"""Columns that are read where the data has them: schemas of tools (a JSON list), and the row of the
+user's file."""
 
 
 def list_columns(required: Iterable[str], present: Iterable[str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""A chat template as a setting: read from a file, with arguments of its own, and written into a checkpoint.
+"""A chat template as a setting: read from a file, with arguments of its own, and written into a
+checkpoint.
 
-Arguments stand before the template as defaults, so that every program that renders it, ours or another, does so
-alike: all stages, vLLM, and whoever loads the export."""
+Arguments stand before the template as defaults, so that every program that renders it, ours or
+another, does so alike: all stages, vLLM, and whoever loads the export."""
 
 import json
 from collections.abc import Mapping
@@ -32,8 +33,9 @@ SET_BY_CALLERS = {
 
 
 def set_chat_template(tokenizer: Any, file: str | None, arguments: Mapping[str, Any]) -> None:
-    """Give a tokenizer the chat template of a file, or keep its own, with `arguments` as defaults. Raises UserError: no
-    such file, a template with a mistake in it, or an argument that it does not have."""
+    """Give a tokenizer the chat template of a file, or keep its own, with `arguments` as defaults.
+    Raises UserError: no such file, a template with a mistake in it, or an argument that it does not
+    have."""
     if file is not None:
         tokenizer.chat_template = read_template(file)
         _compile(tokenizer.chat_template, "model.chat_template", file)
@@ -70,8 +72,8 @@ def read_template(file: str) -> str:
 
 
 def write_arguments(template: str, arguments: Mapping[str, Any]) -> str:
-    """Return `template` with `arguments` as its defaults. Raises UserError: it has no argument of that name, or the
-    value cannot be written into it."""
+    """Return `template` with `arguments` as its defaults. Raises UserError: it has no argument of
+    that name, or the value cannot be written into it."""
     known = list_arguments(template)
     for name, value in arguments.items():
         if name not in known:
@@ -86,8 +88,8 @@ def write_arguments(template: str, arguments: Mapping[str, Any]) -> str:
 
 
 def list_arguments(template: str) -> set[str]:
-    """List the arguments of a template: the names that it reads, beside messages and tools, and does not set itself,
-    and those for which it has a default."""
+    """List the arguments of a template: the names that it reads, beside messages and tools, and
+    does not set itself, and those for which it has a default."""
     from jinja2 import meta, nodes
 
     environment = _compile(template, "chat template", "").environment
@@ -119,8 +121,9 @@ def write_literal(name: str, value: Any) -> str:
 
 
 def find_turn_end(tokenizer: Any, stops: set[int]) -> int | None:
-    """Find the control token that ends every turn of the assistant under the chat template, if none of `stops` does:
-    Gemma's ``<end_of_turn>`` where only ``<eos>`` is a stop. None: a stop ends turns, or nothing of that kind does."""
+    """Find the control token that ends every turn of the assistant under the chat template, if none
+    of `stops` does: Gemma's ``<end_of_turn>`` where only ``<eos>`` is a stop. None: a stop ends
+    turns, or nothing of that kind does."""
     if not tokenizer.chat_template:
         return None
     answer = str(SAMPLE[1]["content"])

@@ -1,4 +1,5 @@
-"""Tokenized documents in files that are mapped into memory: a data set may be larger than what the machine has."""
+"""Tokenized documents in files that are mapped into memory: a data set may be larger than what the
+machine has."""
 
 import copy
 import itertools
@@ -40,8 +41,8 @@ class Places(Sequence[T]):
 
 
 class Corpus(Places["Document"]):
-    """Documents by index, in an Arrow `file` by `write_corpus`, about 4.5 bytes a token. It is mapped into memory, so
-    it may be deleted while in use.
+    """Documents by index, in an Arrow `file` by `write_corpus`, about 4.5 bytes a token. It is
+    mapped into memory, so it may be deleted while in use.
 
     Attributes:
         names: the id of each document.
@@ -113,7 +114,8 @@ class Corpus(Places["Document"]):
 
 
 def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None:
-    """Write documents, each with its name, for `Corpus`; equal ones give equal bytes. At most `ROWS` are in memory."""
+    """Write documents, each with its name, for `Corpus`; equal ones give equal bytes. At most
+    `ROWS` are in memory."""
     rest = iter(documents)
     with pa.ipc.new_file(file, SCHEMA) as out:
         while part := list(itertools.islice(rest, ROWS)):
@@ -129,8 +131,9 @@ def write_corpus(file: str, documents: "Iterable[tuple[str, Document]]") -> None
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, and which of them are targets; the first never is, for nothing precedes it. `labels` are the ids to
-    predict at each position, where they differ from `ids`. `row`: the row of the user's file that it comes from."""
+    """Token ids, and which of them are targets; the first never is, for nothing precedes it.
+    `labels` are the ids to predict at each position, where they differ from `ids`. `row`: the row
+    of the user's file that it comes from."""
 
     ids: Sequence[int]
     targets: Sequence[int]

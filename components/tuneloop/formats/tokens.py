@@ -1,10 +1,12 @@
 """Text to token ids and back: the one place where it happens, so that SFT and RL see the same ids.
 
-A prompt and its completion are tokenized apart and joined as ids: the border between them is always a border
-between tokens, in training as in generation. After that nothing retokenizes: stages hand ids to one another.
+A prompt and its completion are tokenized apart and joined as ids: the border between them is always
+a border between tokens, in training as in generation. After that nothing retokenizes: stages hand
+ids to one another.
 
-Text is text: what data, users or tools say never becomes a control token (one that the tokenizer marks as special),
-also where it is spelled like one. Those come from the chat template and from this module alone."""
+Text is text: what data, users or tools say never becomes a control token (one that the tokenizer
+marks as special), also where it is spelled like one. Those come from the chat template and from
+this module alone."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Load the tokenizer of a Hugging Face model directory. Raises UserError: it cannot be loaded, or has no EOS."""
+    """Load the tokenizer of a Hugging Face model directory. Raises UserError: it cannot be loaded,
+    or has no EOS."""
     from transformers import AutoTokenizer
 
     if not any(
@@ -46,13 +49,15 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = None) -> list[int]:
-    """Encode a prompt, which is plain text or (`chat`) a JSON list of messages: the ids that a completion follows.
+    """Encode a prompt, which is plain text or (`chat`) a JSON list of messages: the ids that a
+    completion follows.
 
-    Messages, with the schemas of `tools` (a JSON list), go through the tokenizer's template, up to where the assistant
-    speaks; only the template adds special tokens, and there is one BOS. Plain text gets the special tokens that the
-    tokenizer itself prepends (Llama's BOS, nothing for Qwen), as vLLM does; an end of sequence that it appends is
-    dropped, since the text goes on. Raises UserError: messages that the template cannot render, text that is not a
-    list of messages, or a prompt of no token."""
+    Messages, with the schemas of `tools` (a JSON list), go through the tokenizer's template, up to
+    where the assistant speaks; only the template adds special tokens, and there is one BOS. Plain
+    text gets the special tokens that the tokenizer itself prepends (Llama's BOS, nothing for Qwen),
+    as vLLM does; an end of sequence that it appends is dropped, since the text goes on. Raises
+    UserError: messages that the template cannot render, text that is not a list of messages, or a
+    prompt of no token."""
     if chat:
         ids = encode_prompt_messages(tokenizer, prompt, tools)
     else:
@@ -66,12 +71,14 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = N
 
 
 def encode_completion(tokenizer: Any, text: str) -> list[int]:
-    """Encode what the policy should produce for `text`: no special tokens but the end of sequence, last."""
+    """Encode what the policy should produce for `text`: no special tokens but the end of sequence,
+    last."""
     return [*encode_text(tokenizer, text), tokenizer.eos_token_id]
 
 
 def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
-    """Return the ids that end a completion: the tokenizer's and those of generation_config.json, sorted."""
+    """Return the ids that end a completion: the tokenizer's and those of generation_config.json,
+    sorted."""
     config = model / "generation_config.json"
     listed = json.loads(config.read_text()).get("eos_token_id") if config.exists() else None
     more = listed if isinstance(listed, list) else [] if listed is None else [listed]
@@ -79,5 +86,6 @@ def stop_ids(tokenizer: Any, model: Path) -> tuple[int, ...]:
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode `ids` to text for people and verifiers, without special tokens; never encode it again."""
+    """Decode `ids` to text for people and verifiers, without special tokens; never encode it
+    again."""
     return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

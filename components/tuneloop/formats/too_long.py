@@ -7,7 +7,8 @@ from typing import Any, Literal
 from tuneloop.core.errors import UserError
 
 TooLong = Literal["drop", "truncate", "refuse"]
-"""`drop` leaves a row out, `truncate` cuts the end of a demonstration off, `refuse` ends the stage."""
+"""`drop` leaves a row out, `truncate` cuts the end of a demonstration off, `refuse` ends the
+stage."""
 DROP_AT_MOST = 0.01
 """The share of rows that may be dropped where nothing else is set."""
 SHOWN = 10
@@ -16,7 +17,8 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """The settings ``data.too_long`` and ``data.drop_at_most``, as an artifact of data states them."""
+    """The settings ``data.too_long`` and ``data.drop_at_most``, as an artifact of data states
+    them."""
 
     action: TooLong = "drop"
     share: float = DROP_AT_MOST
@@ -27,8 +29,9 @@ class LengthPolicy:
         return cls(facts.get("too_long", "drop"), facts.get("drop_at_most", DROP_AT_MOST))
 
     def check_share(self, dropped: int, total: int, rows: Sequence[str], problem: str) -> None:
-        """Check that `dropped` of `total` rows may be left out. Raises UserError with the first ones of `rows`,
-        descriptions of these; `problem` ends the sentence about them, with what the user can do."""
+        """Check that `dropped` of `total` rows may be left out. Raises UserError with the first
+        ones of `rows`, descriptions of these; `problem` ends the sentence about them, with what the
+        user can do."""
         allowed = 0 if self.action == "refuse" else int(self.share * total)
         if dropped <= allowed:
             return

@@ -1,4 +1,5 @@
-"""Prompts that leave too little room for a completion: others take their place, the same ones at every attempt."""
+"""Prompts that leave too little room for a completion: others take their place, the same ones at
+every attempt."""
 
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
@@ -18,12 +19,12 @@ class Spares:
     """What becomes of prompts that do not fit.
 
     Attributes:
-        rows: rows that take their place, in the order in which they are taken; a function of the seed and the batch.
+        rows: rows that take their place, in the order in which they are taken; a function of the
+        seed and the batch.
         rule: what the data says about rows that are too long.
-        total: rows that a share of dropped ones is computed of; 0: any number may be replaced, as a batch is a sample
-            and `base_model` has checked the whole.
-        required: rows for lack of which the batch cannot be made; else it is smaller.
-    """
+        total: rows that a share of dropped ones is computed of; 0: any number may be replaced, as a
+            batch is a sample and `base_model` has checked the whole.
+        required: rows for lack of which the batch cannot be made; else it is smaller."""
 
     rows: Iterator[Row] = field(default_factory=lambda: iter(()))
     rule: LengthPolicy = field(default_factory=lambda: LengthPolicy("refuse"))
@@ -43,11 +44,12 @@ def replace_long_prompts(
     room: int,
     problem: str,
 ) -> None:
-    """Replace, in place, the prompts of more than `room` tokens by spare rows; `encode` encodes row `index` anew.
+    """Replace, in place, the prompts of more than `room` tokens by spare rows; `encode` encodes row
+    `index` anew.
 
-    The first `fixed` have begun, and cannot be replaced. The batch keeps its size and order; without
-    spare rows it gets smaller, unless they are required. Counts and the first rows are left in
-    ``facts.too_long``. Raises UserError, with `problem`: too many prompts are too long."""
+    The first `fixed` have begun, and cannot be replaced. The batch keeps its size and order;
+    without spare rows it gets smaller, unless they are required. Counts and the first rows are left
+    in ``facts.too_long``. Raises UserError, with `problem`: too many prompts are too long."""
     long: list[str] = []
     for index in reversed(range(len(requests))):
         while len(requests[index].prompt_ids) > room:

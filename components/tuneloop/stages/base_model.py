@@ -142,8 +142,8 @@ def base_model(
             tokenizer = pretrained.tokenizer
         set_chat_template(tokenizer, chat_template, template_args)
         set_turn_end(stage, policy, tokenizer)
+    own_context = get_context(policy.config)
     if completion_tokens and prompts is not None:
-        own_context = get_context(policy.config)
         context = min(own_context, engine_context or own_context)
         with stage.timed("check"):
             check_prompts(stage, tokenizer, prompts, completion_tokens, context)

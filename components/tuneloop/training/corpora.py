@@ -1,4 +1,5 @@
-"""Rows of data as documents: tokenized once by the stage `tokenize_data`, or in the stage that reads them."""
+"""Rows of data as documents: tokenized once by the stage `tokenize_data`, or in the stage that
+reads them."""
 
 import json
 import re
@@ -38,8 +39,9 @@ GENERATION_CONFIG = "model/generation_config.json"
 
 
 def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool = True) -> Corpus:
-    """Open the documents of a split, mapped into memory: those of `tokenize_data`, or else of its rows, tokenized now.
-    Raises UserError: the split is missing, lacks a column, or was tokenized otherwise than `policy` does it."""
+    """Open the documents of a split, mapped into memory: those of `tokenize_data`, or else of its
+    rows, tokenized now. Raises UserError: the split is missing, lacks a column, or was tokenized
+    otherwise than `policy` does it."""
     if f"{split}.arrow" in prompts.manifest.files:
         if prompts.manifest.facts["tokenizer"] != digest_tokenizer(policy):
             remedy = "was tokenized by another tokenizer than --policy has; run tokenize_data with that policy"
@@ -56,8 +58,9 @@ def read_corpus(prompts: Artifact, policy: Artifact, split: str, required: bool 
 def tokenize_split(
     prompts: Artifact, policy: Artifact, split: str, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (row id, document) of a split; a conversation whose turns the chat template cannot show together gives
-    several documents. Raises UserError: no such column or tokenizer, or a row it cannot encode."""
+    """Yield (row id, document) of a split; a conversation whose turns the chat template cannot show
+    together gives several documents. Raises UserError: no such column or tokenizer, or a row it
+    cannot encode."""
     table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
     names = table.schema_arrow.names
     columns = ["id", "prompt", "chat", *SIDES[split]]
@@ -84,8 +87,9 @@ class RowEncoder:
     reasoning: Reasoning
 
     def encode_row(self, row: Mapping[str, Any], sides: Sequence[str]) -> list[Document]:
-        """Encode the text after the prompt as the target; in a conversation, all turns of the assistant. Raises
-        UserError: the row, by its name in the user's file, and what its chat template cannot do."""
+        """Encode the text after the prompt as the target; in a conversation, all turns of the
+        assistant. Raises UserError: the row, by its name in the user's file, and what its chat
+        template cannot do."""
         try:
             if row[sides[0]] is None:
                 encoded = encode_conversation(
@@ -122,7 +126,8 @@ class RowEncoder:
 
 
 def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
-    """Open the tokenizer of `policy` to encode rows of `prompts`. Raises UserError: it cannot be loaded."""
+    """Open the tokenizer of `policy` to encode rows of `prompts`. Raises UserError: it cannot be
+    loaded."""
     for name in find_tokenizer_files(policy):
         policy.part(name)
     if GENERATION_CONFIG in policy.manifest.files:
@@ -139,8 +144,8 @@ def open_encoder(prompts: Artifact, policy: Artifact) -> RowEncoder:
 
 
 def report_split_conversations(stage: Stage, corpus: Corpus) -> None:
-    """Say how many conversations gave several documents, as their chat template shows a turn otherwise once another
-    follows; leave the counts in ``facts.conversations_split``."""
+    """Say how many conversations gave several documents, as their chat template shows a turn
+    otherwise once another follows; leave the counts in ``facts.conversations_split``."""
     counts = pc.value_counts(corpus.names).field("counts").to_numpy()
     split = counts[counts > 1]
     if not len(split):
@@ -153,8 +158,8 @@ def report_split_conversations(stage: Stage, corpus: Corpus) -> None:
 
 
 def digest_tokenizer(policy: Artifact) -> str:
-    """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds, and over the stop ids
-    of the generation's configuration: these end the targets."""
+    """Compute the SHA-256 over names and SHA-256 of the files that `find_tokenizer_files` finds,
+    and over the stop ids of the generation's configuration: these end the targets."""
     files: dict[str, Any] = {
         name: file.sha256 for name, file in find_tokenizer_files(policy).items()
     }
@@ -165,7 +170,8 @@ def digest_tokenizer(policy: Artifact) -> str:
 
 
 def find_tokenizer_files(policy: Artifact) -> dict[str, File]:
-    """Find a checkpoint's tokenizer and chat template, which training keeps. Raises UserError: it is no checkpoint."""
+    """Find a checkpoint's tokenizer and chat template, which training keeps. Raises UserError: it
+    is no checkpoint."""
     if CONFIG not in (files := policy.manifest.files):
         raise UserError("checkpoint", policy.url, f"holds no {CONFIG}; give it a checkpoint")
     others = re.compile(r"model/(config\.json|generation_config\.json|.*\.(safetensors|bin).*)")

@@ -1,4 +1,5 @@
-"""Rows that are longer than a training step takes: dropped, cut off or refused, and counted, before the first step."""
+"""Rows that are longer than a training step takes: dropped, cut off or refused, and counted, before
+the first step."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,9 +27,10 @@ def fit_corpus(
 ) -> Corpus:
     """Return the documents of a split that fit `max_length` and the context of `policy`.
 
-    What becomes of longer ones is a setting of the data: `too_long`, and the share `drop_at_most` that may be dropped.
-    Documents are kept or dropped by `together` (pairs: 2). Counts and the first rows are left in ``facts.too_long``.
-    Raises UserError: more rows than may be dropped, or ids beyond the vocabulary."""
+    What becomes of longer ones is a setting of the data: `too_long`, and the share `drop_at_most`
+    that may be dropped. Documents are kept or dropped by `together` (pairs: 2). Counts and the
+    first rows are left in ``facts.too_long``. Raises UserError: more rows than may be dropped, or
+    ids beyond the vocabulary."""
     check_vocabulary(corpus, policy)
     limit = min(max_length, policy.context)
     long = np.flatnonzero(corpus.lengths > limit).tolist()
@@ -40,22 +42,22 @@ def fit_corpus(
         rule = replace(rule, action="refuse")
     # A document that has no target within the limit is of no use, even cut off.
     lost = [
-        place
-        for place in long
-        if rule.action != "truncate" or not any(corpus[place].targets[:limit])
+        index
+        for index in long
+        if rule.action != "truncate" or not any(corpus[index].targets[:limit])
     ]
-    dropped = {place // together for place in lost}
+    dropped = {index // together for index in lost}
     count = len(corpus) // together
     over = f"max_length {max_length}; raise it" if max_length <= policy.context else ""
     rule.check_share(
         len(dropped),
         count,
-        [describe_long(corpus, place, limit) for place in lost[:SHOWN]],
+        [describe_long(corpus, index, limit) for index in lost[:SHOWN]],
         f"over the {over or f'context of {policy.context}'}",
     )
     groups = [group for group in range(count) if group not in dropped]
-    places = [group * together + member for group in groups for member in range(together)]
-    examples = [describe_long(corpus, place, limit) for place in long[:SHOWN]]
+    indices = [group * together + member for group in groups for member in range(together)]
+    examples = [describe_long(corpus, index, limit) for index in long[:SHOWN]]
     cut = len(long) - len(lost)
     counts = {"dropped": len(dropped), "cut": cut, "of": count, "limit": limit, "first": examples}
     stage.facts.setdefault("too_long", []).append(counts)
@@ -63,22 +65,23 @@ def fit_corpus(
         f"longer than {limit} tokens: {len(dropped)} of {count} rows dropped, {cut} cut off "
         f"({'; '.join(examples[:3])})"
     )
-    return corpus.select(places, limit)
+    return corpus.select(indices, limit)
 
 
 def check_vocabulary(corpus: Corpus, policy: "Policy") -> None:
     """Raise UserError for a document with an id that `policy` has no embedding for."""
     if not len(corpus) or corpus.highest_ids.max() < policy.vocab_size:
         return
-    place = int(corpus.highest_ids.argmax())
+    index = int(corpus.highest_ids.argmax())
     remedy = (
         f"the tokenizer gives this id, and the model has embeddings for {policy.vocab_size} ids only; drop "
         "the row, or take the tokenizer and the chat template that belong to the model"
     )
-    raise UserError(f"row {corpus.name(place)}: token", int(corpus.highest_ids[place]), remedy)
+    raise UserError(f"row {corpus.name(index)}: token", int(corpus.highest_ids[index]), remedy)
 
 
-def describe_long(corpus: Corpus, place: int, limit: int) -> str:
-    """Describe a document that is longer than `limit`: whether its prompt alone is, its row, and its length."""
-    part = "completion" if any(corpus[place].targets[:limit]) else "prompt"
-    return f"{part} of {corpus.name(place)} ({corpus.lengths[place]} tokens)"
+def describe_long(corpus: Corpus, index: int, limit: int) -> str:
+    """Describe a document that is longer than `limit`: whether its prompt alone is, its row, and
+    its length."""
+    part = "completion" if any(corpus[index].targets[:limit]) else "prompt"
+    return f"{part} of {corpus.name(index)} ({corpus.lengths[index]} tokens)"

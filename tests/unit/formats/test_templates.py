@@ -344,6 +344,23 @@ def test_masks_are_those_of_rendered_prefixes(words: Any, name: str) -> None:
         )
 
 
+def test_the_native_template_of_the_pretrained_model(smollm2: Path) -> None:
+    """SmolLM2's own: it shows any role, and no tools."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    stops = [tokenizer.eos_token_id]
+    for form in ("one turn", "several turns", "system", "developer", "weight 0"):
+        messages, _ = FORMS[form]
+        trained = [
+            i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight") != 0
+        ]
+        cleaned = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+        reference = build_reference(tokenizer, cleaned, None, trained, stops)
+        assert encode_conversation(tokenizer, json.dumps(messages)) == reference
+    messages, _ = FORMS["tools"]
+    with pytest.raises(UserError, match="does not render all tool calls"):
+        encode_conversation(tokenizer, json.dumps(messages))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pair_trains_what_a_conversation_of_one_turn_does(words: Any, name: str) -> None:
     stops = set_family(words, name)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import LENGTH, canary_logprobs, derive_ids
+from tuneloop.formats.tokens import stop_ids
 from tuneloop.stages.base_model import base_model, train_tokenizer
 from tuneloop.stages.data_prep import data_prep
 
@@ -56,6 +57,40 @@ def test_tiny_models(prompts: str, tmp_path: Path, name: str, architecture: str)
     assert len(canary["ids"]) == LENGTH and len(canary["logprobs"]) == LENGTH - 1
     assert canary["text"] == "prompts"
     assert canary["logprobs"] == pytest.approx(canary_logprobs(policy, canary["ids"]), abs=1e-6)
+
+
+def test_the_chat_template_is_a_setting_that_the_checkpoint_keeps(
+    prompts: str, tmp_path: Path
+) -> None:
+    """Template, arguments and the end of turns are in the files, so that whoever loads them renders alike."""
+    file = tmp_path / "mine.jinja"
+    file.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' quietly' if quiet else '' }}\n{{ m.content }}<|endoftext|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    made = [
+        base_model(
+            out=str(tmp_path / name),
+            prompts=prompts,
+            chat_template=str(file),
+            template_args=arguments,
+        )
+        for name, arguments in (("loud", {}), ("quiet", {"quiet": True}))
+    ]
+    assert made[0].digest != made[1].digest
+    model = Artifact(str(tmp_path / "quiet")).path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    talk = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(talk, tokenize=False).startswith(
+        "<|im_start|>user quietly\nhi"
+    )
+    stops = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    assert stop_ids(tokenizer, model) == tuple(sorted(stops))
+    # The same command with another file is another stage.
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(UserError, match="is committed already"):
+        base_model(out=str(tmp_path / "loud"), prompts=prompts, chat_template=str(file))
 
 
 def test_same_seed_same_bytes(prompts: str, tiny: Path, tmp_path: Path) -> None:
