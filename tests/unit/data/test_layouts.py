@@ -114,7 +114,10 @@ def test_parquet_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     for suffix in ("jsonl", "parquet"):
         arguments = {"path": f"{tmp_path}/rows.{suffix}", "layout": layout.name, "shuffle": False}
         examples.append(
-            [vars(e) | {"row": None} for e in load_source("files", arguments, 0, 0).train]
+            [
+                vars(e) | {"row": None, "nulls": 0}
+                for e in load_source("files", arguments, 0, 0).train
+            ]
         )
     assert examples[0] == examples[1]
 
