@@ -14,7 +14,8 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.plugins import list_variants
 from tuneloop.data.layouts import find_layout, list_layouts, recognise_layout
-from tuneloop.stages.data_prep import data_prep, load_source
+from tuneloop.data.sources import load_source
+from tuneloop.stages.data_prep import data_prep
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 HELD_OUT = {"eval": 0, "sft_eval": 0, "preference_eval": 0}
