@@ -21,6 +21,7 @@ NOT_VARIANTS = (
     "messages",
     "readers",
     "sizes",
+    "sources",
     "splitting",
     "tables",
 )
@@ -57,6 +58,7 @@ class Example:
         conversation: a whole conversation for SFT, where `prompt` is a prompt with an answer.
         row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
         rewards: reward → weight that fit this row, where the user named none.
+        nulls: how many null fields of nested columns were left out of the row.
         key: what decides whether two rows have the same prompt, where it is not the prompt.
     """
 
@@ -71,6 +73,7 @@ class Example:
     row: str | None = None
     rewards: Mapping[str, float] | None = None
     key: str | None = None
+    nulls: int = 0
 
 
 Examples = Iterable[Example | BadRow]

@@ -93,7 +93,7 @@ class Table:
         rewards = None
         if self.layout is not None and self.layout.rewards:
             rewards = self.layout.rewards
-        return replace(example, row=row.name, rewards=rewards)
+        return replace(example, row=row.name, rewards=rewards, nulls=row.nulls)
 
 
 def load_splits(

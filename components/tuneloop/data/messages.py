@@ -114,35 +114,43 @@ def _parse_message(message: Any) -> Message:
     if not isinstance(message, Mapping):
         raise BadValue("is no object with a role")
     values = {name: value for name, value in message.items() if value is not None}
-    written_role = values.pop("role", None) or values.pop("from", None)
+    written_role = values.pop("role", values.get("from"))
     values.pop("from", None)
-    role = ROLES.get(written_role.lower().strip()) if isinstance(written_role, str) else None
-    if role is None:
-        raise BadValue(f"has the role {written_role!r}; known are {', '.join(ROLES)}")
-    content = values.pop("content", None)
-    if content is None:
-        content = values.pop("value", None)
+    role = _parse_role(written_role)
+    content = values.pop("content", values.get("value"))
+    values.pop("value", None)
     calls = values.pop("tool_calls", None)
-    if calls is None and role == "assistant":
-        calls = values.pop("function_call", None)
-    parsed: Message = {"role": role, "content": ""}
-    if role == "assistant" and written_role.lower().strip() in CALLING_ROLES:
-        calls = calls or (parse_json(content) if isinstance(content, str) else content)
-        content = None
-    if content is not None:
-        parsed["content"] = _join_parts(content)
+    if role == "assistant":
+        calls = values.pop("function_call", None) if calls is None else calls
+        if not calls and written_role.lower().strip() in CALLING_ROLES:
+            calls = parse_json(content) if isinstance(content, str) else content
+            content = None
+    parsed: Message = {"role": role, "content": "" if content is None else _join_parts(content)}
     if calls:
         if role != "assistant":
             raise BadValue(f"is of the {role}, but has tool calls")
         parsed["tool_calls"] = parse_calls(calls)
-    if role in ("user", "assistant") and not parsed["content"].strip() and not calls:
-        reason = "has no content" if content is None else "is empty"
-        raise BadValue(f"of the {role} {reason}")
-    if role == "tool" and content is None:
-        raise BadValue("of the tool has no content")
+    _check_content(parsed, is_missing=content is None)
     if "weight" in values:
         parsed["weight"] = _parse_weight(values.pop("weight"))
     return parsed | values
+
+
+def _parse_role(written: Any) -> str:
+    role = ROLES.get(written.lower().strip()) if isinstance(written, str) else None
+    if role is None:
+        raise BadValue(f"has the role {written!r}; known are {', '.join(ROLES)}")
+    return role
+
+
+def _check_content(message: Message, is_missing: bool) -> None:
+    """Check that a message says something: only one with calls, or of a tool, may be empty."""
+    role = message["role"]
+    must_speak = role in ("user", "assistant") and "tool_calls" not in message
+    if (must_speak or role == "tool") and is_missing:
+        raise BadValue(f"of the {role} has no content")
+    if must_speak and not message["content"].strip():
+        raise BadValue(f"of the {role} is empty")
 
 
 def _join_parts(content: Any) -> str:

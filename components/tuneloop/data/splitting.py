@@ -62,6 +62,7 @@ class Counts:
         conflicting: prompts that came again, with another answer.
         held_back: rows whose prompt is in a split that cannot have them.
         unused: rows beyond the numbers that were asked for, or of a form that no split takes.
+        nulls: rows of which null fields of nested columns were left out.
     """
 
     read: int = 0
@@ -146,6 +147,7 @@ class Router:
             return None
         self._homes.setdefault(key, sum(1 << SPLITS.index(split) for split in chosen))
         self.counts.taken.update(kept)
+        self.counts.nulls += example.nulls > 0
         return RoutedRow(example, kept, prompt, is_chat, conversation, tools)
 
     def _list_fitting(self, example: Example) -> list[Split]:

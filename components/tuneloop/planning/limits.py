@@ -26,10 +26,11 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import local_path
 from tuneloop.data.readers.opening import is_on_hub, list_files
+from tuneloop.data.sources import FILES, is_source_name
 from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
-from tuneloop.stages.data_prep import FILES, data_prep, is_source_name
+from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import Stage, container_of, read_stage

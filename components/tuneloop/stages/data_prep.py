@@ -3,29 +3,37 @@
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, validate_call
+from pydantic import AfterValidator, Field
 
 from tuneloop.core import plugins
-from tuneloop.core.component import UNTRACKED, Results, Stage, component, convert_validation_error
+from tuneloop.core.component import UNTRACKED, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget, Policy
-from tuneloop.data.columns import Columns
-from tuneloop.data.files import Part
-from tuneloop.data.layouts import find_layout
-from tuneloop.data.readers.opening import is_place
 from tuneloop.data.sizes import SPLITS, Size, Split, choose_sizes, count_wanted
+from tuneloop.data.sources import (
+    FILES,
+    check_arguments,
+    check_columns,
+    check_layout,
+    check_mixture,
+    check_source,
+    digest_source_of,
+    find_source_of,
+    load_source,
+)
 from tuneloop.data.splitting import Counts, Form, Router
 from tuneloop.data.tables import (
     Examine,
     Preparation,
     RowBuilder,
+    SplitWriter,
     build_tables,
     examine_answers,
     open_writers,
@@ -37,8 +45,6 @@ from tuneloop.formats.conversations import History
 from tuneloop.formats.too_long import TooLong
 from tuneloop.rewards.scoring import parse_spec
 
-FILES = "files"
-"""The source that a path, a glob, a folder or a name on the hub stands for."""
 SHOWN_ORDER: tuple[Split, ...] = (
     "train",
     "eval",
@@ -49,134 +55,21 @@ SHOWN_ORDER: tuple[Split, ...] = (
 )
 
 
-def find_source(
-    source: str, arguments: Mapping[str, Any], **of_files: Any
-) -> tuple[str, dict[str, Any]]:
-    """Return the source that a setting names, and its arguments: a path stands for `FILES`. Raises
-    UserError: a setting of files beside another source."""
-    chosen = {name: value for name, value in of_files.items() if value}
-    name = source
-    own = dict(arguments)
-    if chosen.get("mixture"):
-        name = FILES
-    elif not is_source_name(source):
-        name = FILES
-        own["path"] = source
-    if chosen and name != FILES:
-        setting = next(iter(chosen))
-        remedy = f"is for files; {source} makes its own rows"
-        raise UserError(f"data.{setting}", chosen[setting], remedy)
-    return name, {**own, **chosen}
-
-
-def is_source_name(source: str) -> bool:
-    """Return whether a text names a source, by a short name or a dotted path, and no place."""
-    if source in plugins.list_variants("data"):
-        return True
-    return ":" in source and "/" not in source and not is_place(source)
-
-
-def source_digest(params: Any) -> dict[str, str]:
-    """Return the digest of the files that a source reads, to identify their contents; empty if it
-    reads none."""
-    try:
-        source, arguments = _find_source_of(params)
-        module = plugins.load_variant("data", source)
-    except (ImportError, UserError):
-        # The stage says so, if it runs.
-        return {}
-    digest = getattr(module, "digest_source", None)
-    value = digest(arguments) if digest else None
-    return {"source_digest": value} if value else {}
-
-
-def _find_source_of(params: Any) -> tuple[str, dict[str, Any]]:
-    return find_source(
-        params.source,
-        params.source_args,
-        layout=params.layout,
-        columns=params.columns,
-        mixture=params.mixture,
-    )
-
-
-def _find_loader(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
-    """Find the loader of a source, and check the names of its arguments; `prefix` begins their
-    errors."""
-    load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
-    for name, parameter in plugins.check_variant_args(
-        source, load, arguments, first=2, prefix=prefix
-    ).items():
-        if parameter.default is parameter.empty and name not in arguments:
-            raise UserError(f"{prefix}{name}", None, f"is required by {source}")
-    return load
-
-
-def _check_source(source: str) -> str:
-    """Refuse what is neither a source nor a place."""
-    if source and not is_source_name(source) and not is_place(source):
-        known = ", ".join(plugins.list_variants("data"))
-        remedy = f"unknown; known: {known}, a dotted path pkg.mod:attr, a file, a glob or a folder"
-        raise ValueError(remedy)
-    return source
-
-
-def _check_arguments(written: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its packages
-    are installed."""
-    arguments = written
-    # None: refused already.
-    source = info.data.get("source")
-    if source is not None and not is_source_name(source):
-        arguments = {**arguments, "path": source}
-        source = FILES
-    if source == FILES and not (arguments.get("path") or info.data.get("mixture")):
-        raise UserError("path", None, "is required: a file, a glob, a folder or hf://…")
-    if source in plugins.list_shipped_variants("data"):
-        with suppress(ImportError):
-            load = _find_loader(source, arguments, "")
-            try:
-                validate_call(functools.wraps(load)(lambda *_, **__: None))(0, 0, **arguments)
-            except ValidationError as error:
-                raise convert_validation_error(error) from None
-    return written
-
-
-def _check_layout(layout: str | None) -> str | None:
-    if layout is not None:
-        find_layout(layout)
-    return layout
-
-
-def _check_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    try:
-        Columns(**columns)
-    except ValidationError as error:
-        raise convert_validation_error(error) from None
-    return columns
-
-
-def _check_mixture(mixture: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for number, part in enumerate(mixture):
-        try:
-            Part(**part)
-        except ValidationError as error:
-            raise convert_validation_error(error, f"{number}.") from None
-    return mixture
-
-
 Rows = Annotated[int | None, Field(ge=0)]
 
 
 @component(
-    "prompts", image="base", results={"train": int, "eval": int, "sft": int}, identity=source_digest
+    "prompts",
+    image="base",
+    results={"train": int, "eval": int, "sft": int},
+    identity=digest_source_of,
 )
 def data_prep(
     stage: Stage,
     *,
     source: Annotated[
         str,
-        AfterValidator(_check_source),
+        AfterValidator(check_source),
         Field(
             description="a file, a glob, a folder, a data set of the hub; or digits, functions, "
             "reasoning_gym, or a dotted path"
@@ -184,22 +77,22 @@ def data_prep(
     ] = "digits",
     layout: Annotated[
         str | None,
-        AfterValidator(_check_layout),
+        AfterValidator(check_layout),
         Field(description="of a file: what its columns are (docs/data.md); default: recognised"),
     ] = None,
     columns: Annotated[
         dict[str, Any],
-        AfterValidator(_check_columns),
+        AfterValidator(check_columns),
         Field(description="of a file: prompt, answer, completion, … → column, or path in a column"),
     ] = {},  # noqa: B006
     mixture: Annotated[
         list[dict[str, Any]],
-        AfterValidator(_check_mixture),
+        AfterValidator(check_mixture),
         Field(description="several files: source, weight, layout and columns of each"),
     ] = [],  # noqa: B006
     source_args: Annotated[
         dict[str, Any],
-        AfterValidator(_check_arguments),
+        AfterValidator(check_arguments),
         Field(description="the source's own arguments", validate_default=True),
     ] = {},  # noqa: B006
     train: Annotated[
@@ -310,25 +203,7 @@ def data_prep(
     router = Router(splits, sizes, Form(chat, system), bad)
     builder = RowBuilder(rewards, reward_args)
     tally = Tally(wrong)
-    judge = functools.partial(examine_answers, timeout_s=timeout_s)
-    expected = sum(size.number or 0 for size in sizes.values())
-    bar = stage.progress(splits.rows or expected, "rows")
-
-    def examine_here(tables: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
-        return map(functools.partial(function, progress=lambda _: stage.check_stop()), tables)
-
-    writers = open_writers(stage.out)
-    with (
-        stage.timed("prepare"),
-        ray_data() if preparation == "ray" else nullcontext(examine_here) as mapped,
-    ):
-        rows = map(builder.build, router.route())
-        for table in mapped(build_tables(rows), judge):
-            stage.check_stop()
-            proved = tally.add(table)
-            for split, writer in writers.items():
-                writer.add(select_split(proved, split))
-            bar.update(tally.examined)
+    writers = write_rows(stage, router, builder, tally)
     bad.check(router.counts.read)
     _check_sizes(splits, sizes, router.counts, source)
     wrong.check(tally.examined - tally.unchecked)
@@ -350,30 +225,42 @@ def data_prep(
     return {split: counts[split] for split in ("train", "eval", "sft")}
 
 
+def write_rows(
+    stage: Stage, router: Router, builder: RowBuilder, tally: "Tally"
+) -> dict[Split, SplitWriter]:
+    """Read all rows, prove their gold answers, and give each to the writers of its splits."""
+    params: Any = stage.params
+    judge = functools.partial(examine_answers, timeout_s=params.timeout_s)
+    expected = sum(size.number or 0 for size in router.sizes.values())
+    bar = stage.progress(router.total or expected, "rows")
+
+    def examine_here(tables: Iterable[pa.Table], function: Examine) -> Iterator[pa.Table]:
+        return map(functools.partial(function, progress=lambda _: stage.check_stop()), tables)
+
+    has_ray = params.preparation == "ray"
+    writers = open_writers(stage.out)
+    with (
+        stage.timed("prepare"),
+        ray_data() if has_ray else nullcontext(examine_here) as map_tables,
+    ):
+        rows = map(builder.build, router.route())
+        for table in map_tables(build_tables(rows), judge):
+            stage.check_stop()
+            proved = tally.add(table)
+            for split, writer in writers.items():
+                writer.add(select_split(proved, split))
+            bar.update(tally.examined)
+    return writers
+
+
 def open_source(
     stage: Stage, wanted: Mapping[Split, int | None]
 ) -> tuple[Splits, dict[Split, Size]]:
     """Open the source of a stage's parameters, and choose how many rows each split gets."""
-    source, arguments = _find_source_of(stage.params)
+    source, arguments = find_source_of(stage.params)
     splits = load_source(source, arguments, count_wanted(wanted), stage.seed("data"))
     is_endless = splits.rows is None and source != FILES
     return splits, choose_sizes(wanted, splits.rows, splits.own, is_endless)
-
-
-def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
-    """Load the splits of a source, its arguments checked against the types that it declares. Raises
-    UserError: an unknown source or argument, a wrong type, a package that is not installed."""
-    try:
-        load = _find_loader(source, arguments, "source_args.")
-    except ImportError as error:
-        extra = "rewards" if source == "reasoning_gym" else "train"
-        remedy = f"needs {error.name or error}; pip install 'tuneloop[{extra}]'"
-        raise UserError("data_prep.source", source, remedy) from error
-    try:
-        splits: Splits = validate_call(load)(n, seed, **arguments)
-    except ValidationError as error:
-        raise convert_validation_error(error, "source_args.") from None
-    return splits
 
 
 def _name_source(source: str, mixture: list[dict[str, Any]]) -> str:
@@ -429,6 +316,9 @@ def _report(
             stage.log(f"left out {number} rows that {sentence}")
     if dropped:
         facts["dropped"] = dropped
+    if counts.nulls:
+        facts["rows_with_null_fields"] = counts.nulls
+        stage.log(f"left null fields of nested columns out of {counts.nulls} rows")
     if counts.unused:
         facts["unused"] = counts.unused
     stage.facts.update(facts)

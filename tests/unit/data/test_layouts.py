@@ -1,6 +1,5 @@
 """The layouts of public data sets: the samples of docs/data.md, through `data_prep`."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
-from tuneloop.core.plugins import list_variants
 from tuneloop.data.layouts import find_layout, list_layouts, recognise_layout
-from tuneloop.stages.data_prep import data_prep, load_source
+from tuneloop.data.sources import load_source
+from tuneloop.stages.data_prep import data_prep
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 HELD_OUT = {"eval": 0, "sft_eval": 0, "preference_eval": 0}
@@ -54,17 +53,6 @@ def read_rows(artifact: Artifact, split: str) -> list[dict[str, Any]]:
     return pq.read_table(file).to_pylist() if file.exists() else []
 
 
-def choose_rewards(name: str) -> dict[str, float] | None:
-    """Return the rewards that prove a sample where those of its layout are not there yet."""
-    rewards = find_layout(name).rewards
-    reads_tests = importlib.util.find_spec("tuneloop.rewards.programs") is not None
-    is_ready = all(
-        reward in list_variants("rewards") and (reward != "code" or reads_tests)
-        for reward in rewards
-    )
-    return None if is_ready else {"format": 1.0}
-
-
 def test_the_page_has_every_layout() -> None:
     names = {layout.name for layout in list_layouts()}
     assert names == set(SAMPLES) == set(read_splits())
@@ -75,9 +63,7 @@ def test_the_page_has_every_layout() -> None:
 def test_a_sample_is_recognised_and_prepared(name: str, tmp_path: Path) -> None:
     rows = SAMPLES[name]
     assert recognise_layout(rows) == find_layout(name)
-    rewards = choose_rewards(name)
-    extra = {} if rewards is None else {"rewards": rewards, "reward_args": ANY_TEXT}
-    artifact = prepare(tmp_path, rows, **extra)
+    artifact = prepare(tmp_path, rows)
     facts = artifact.manifest.facts
     assert facts["recognised"][0].startswith(f"recognised: {find_layout(name).title}; ")
     assert "dropped" not in facts and "unused" not in facts
@@ -90,12 +76,9 @@ def test_a_sample_is_recognised_and_prepared(name: str, tmp_path: Path) -> None:
     for split in counts:
         for row in read_rows(artifact, split):
             assert re.fullmatch(rf"{tmp_path}/rows.jsonl:\d( with .*:\d)?", row["row"])
-    if rewards is None and "train" in counts:
+    if "train" in counts:
         spec = json.loads(read_rows(artifact, "train")[0]["reward"])
         assert spec == dict(find_layout(name).rewards or {"exact": 1.0})
-
-
-ANY_TEXT = {"format": {"pattern": r"[\s\S]*"}}
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
@@ -114,7 +97,10 @@ def test_parquet_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     for suffix in ("jsonl", "parquet"):
         arguments = {"path": f"{tmp_path}/rows.{suffix}", "layout": layout.name, "shuffle": False}
         examples.append(
-            [vars(e) | {"row": None} for e in load_source("files", arguments, 0, 0).train]
+            [
+                vars(e) | {"row": None, "nulls": 0}
+                for e in load_source("files", arguments, 0, 0).train
+            ]
         )
     assert examples[0] == examples[1]
 

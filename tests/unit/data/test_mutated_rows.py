@@ -26,9 +26,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.data import Example
 from tuneloop.data.budgets import Budget
 from tuneloop.data.sizes import Size, Split
+from tuneloop.data.sources import load_source
 from tuneloop.data.splitting import Form, Router
 from tuneloop.data.tables import RowBuilder
-from tuneloop.stages.data_prep import load_source
 
 MARKER = "Zq7 ü✓ {{x}} <|im_end|> \u2028 Zq7"
 WORDS = re.compile(r"\b(None|nan|NaN|inf|Infinity|True|False|null)\b|\[\{'|\{'|\\ud")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tuneloop.core.errors import UserError
 from tuneloop.data import BadRow, Example
-from tuneloop.stages.data_prep import load_source
+from tuneloop.data.sources import load_source
 
 ROWS = [{"prompt": f"{i} + {i} =", "answer": 2 * i, "how": f"it is {2 * i}"} for i in range(20)]
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -240,6 +241,23 @@ def test_a_reward_whose_calls_cost_proves_a_sample(tmp_path: Path) -> None:
     prepare(tmp_path / "a", file, rewards={f"{__name__}:score_costly": 1.0})
     assert len(calls.read_text().splitlines()) == 32
     assert Artifact(str(tmp_path / "a")).manifest.facts["unchecked"] == 200 - 32
+
+
+def test_null_fields_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    calls = [{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {"b": "y"}}]
+    rows = [
+        {
+            "messages": [
+                *build_chat(number)["messages"][:1],
+                {"role": "assistant", "tool_calls": [call]},
+            ]
+        }
+        for number, call in enumerate(calls)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    made = prepare(tmp_path / "a", str(tmp_path / "x.parquet"))
+    assert not any("null" in row["prompt"] for row in made["sft"])
+    assert Artifact(str(tmp_path / "a")).manifest.facts["rows_with_null_fields"] == 2
 
 
 def test_a_compressed_file_is_named_as_it_is(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""Sources by name: which one a setting means, its arguments checked, its rows loaded."""
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pydantic import ValidationError, ValidationInfo, validate_call
+
+from tuneloop.core import plugins
+from tuneloop.core.component import convert_validation_error
+from tuneloop.core.errors import UserError
+from tuneloop.data import Splits
+from tuneloop.data.columns import Columns
+from tuneloop.data.files import Part
+from tuneloop.data.layouts import find_layout
+from tuneloop.data.readers.opening import is_place
+
+FILES = "files"
+"""The source that a path, a glob, a folder or a name on the hub stands for."""
+
+
+def find_source(
+    source: str, arguments: Mapping[str, Any], **of_files: Any
+) -> tuple[str, dict[str, Any]]:
+    """Return the source that a setting names, and its arguments: a path stands for `FILES`. Raises
+    UserError: a setting of files beside another source."""
+    chosen = {name: value for name, value in of_files.items() if value}
+    name = source
+    own = dict(arguments)
+    if chosen.get("mixture"):
+        name = FILES
+    elif not is_source_name(source):
+        name = FILES
+        own["path"] = source
+    if chosen and name != FILES:
+        setting = next(iter(chosen))
+        remedy = f"is for files; {source} makes its own rows"
+        raise UserError(f"data.{setting}", chosen[setting], remedy)
+    return name, {**own, **chosen}
+
+
+def is_source_name(source: str) -> bool:
+    """Return whether a text names a source, by a short name or a dotted path, and no place."""
+    if source in plugins.list_variants("data"):
+        return True
+    return ":" in source and "/" not in source and not is_place(source)
+
+
+def digest_source_of(params: Any) -> dict[str, str]:
+    """Return the digest of the files that a source reads, to identify their contents; empty if it
+    reads none."""
+    try:
+        source, arguments = find_source_of(params)
+        module = plugins.load_variant("data", source)
+    except (ImportError, UserError):
+        # The stage says so, if it runs.
+        return {}
+    digest = getattr(module, "digest_source", None)
+    value = digest(arguments) if digest else None
+    return {"source_digest": value} if value else {}
+
+
+def find_source_of(params: Any) -> tuple[str, dict[str, Any]]:
+    return find_source(
+        params.source,
+        params.source_args,
+        layout=params.layout,
+        columns=params.columns,
+        mixture=params.mixture,
+    )
+
+
+def _find_loader(source: str, arguments: Mapping[str, Any], prefix: str) -> Callable[..., Splits]:
+    """Find the loader of a source, and check the names of its arguments; `prefix` begins their
+    errors."""
+    load: Callable[..., Splits] = plugins.load_variant("data", source, "load_splits")
+    for name, parameter in plugins.check_variant_args(
+        source, load, arguments, first=2, prefix=prefix
+    ).items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise UserError(f"{prefix}{name}", None, f"is required by {source}")
+    return load
+
+
+def check_source(source: str) -> str:
+    """Refuse what is neither a source nor a place."""
+    if source and not is_source_name(source) and not is_place(source):
+        known = ", ".join(plugins.list_variants("data"))
+        remedy = f"unknown; known: {known}, a dotted path pkg.mod:attr, a file, a glob or a folder"
+        raise ValueError(remedy)
+    return source
+
+
+def check_arguments(written: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    """Refuse wrong arguments before anything runs, if the source ships with tuneloop and its packages
+    are installed."""
+    arguments = written
+    # None: refused already.
+    source = info.data.get("source")
+    if source is not None and not is_source_name(source):
+        arguments = {**arguments, "path": source}
+        source = FILES
+    if source == FILES and not (arguments.get("path") or info.data.get("mixture")):
+        raise UserError("path", None, "is required: a file, a glob, a folder or hf://…")
+    if source in plugins.list_shipped_variants("data"):
+        with suppress(ImportError):
+            load = _find_loader(source, arguments, "")
+            try:
+                validate_call(functools.wraps(load)(lambda *_, **__: None))(0, 0, **arguments)
+            except ValidationError as error:
+                raise convert_validation_error(error) from None
+    return written
+
+
+def check_layout(layout: str | None) -> str | None:
+    if layout is not None:
+        find_layout(layout)
+    return layout
+
+
+def check_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    try:
+        Columns(**columns)
+    except ValidationError as error:
+        raise convert_validation_error(error) from None
+    return columns
+
+
+def check_mixture(mixture: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for number, part in enumerate(mixture):
+        try:
+            Part(**part)
+        except ValidationError as error:
+            raise convert_validation_error(error, f"{number}.") from None
+    return mixture
+
+
+def load_source(source: str, arguments: Mapping[str, Any], n: int, seed: int) -> Splits:
+    """Load the splits of a source, its arguments checked against the types that it declares. Raises
+    UserError: an unknown source or argument, a wrong type, a package that is not installed."""
+    try:
+        load = _find_loader(source, arguments, "source_args.")
+    except ImportError as error:
+        extra = "rewards" if source == "reasoning_gym" else "train"
+        remedy = f"needs {error.name or error}; pip install 'tuneloop[{extra}]'"
+        raise UserError("data_prep.source", source, remedy) from error
+    try:
+        splits: Splits = validate_call(load)(n, seed, **arguments)
+    except ValidationError as error:
+        raise convert_validation_error(error, "source_args.") from None
+    return splits
