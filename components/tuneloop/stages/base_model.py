@@ -168,7 +168,7 @@ def base_model(
         vocabulary = min(
             len(tokenizer), policy.config.get_text_config().vocab_size
         )  # padding rows are never served
-        length = min(LENGTH, own_context - 1)
+        length = min(LENGTH, get_context(policy.config) - 1)
         texts = _text(prompts, model) if prompts else ()
         ids, origin = encode_text(tokenizer, texts, vocabulary, length)
         make_canary(policy, ids, origin).write(stage.out / FILE)

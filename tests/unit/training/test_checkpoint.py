@@ -131,6 +131,18 @@ def test_a_foreign_float32_engine_tells_versions_apart_and_a_bfloat16_one_says_i
     assert [read_canary(policy).indistinct_since for policy in small_steps] == [None, 1, 1, 1]
 
 
+def test_a_float16_model_may_be_served_in_bfloat16_where_its_tensors_are_compared(tmp_path):
+    """Its own noise is an eighth of bfloat16's, and would refuse right weights."""
+    policy = checkpoint_artifact(tmp_path / "c", dtype=torch.float16)
+    assert read_canary(policy).noise.dtype == "float16"
+    with contextlib.closing(open_engine("", {"dtype": "bfloat16"}, 60.0)) as engine:
+        engine.load(policy)
+        proof = prove_weights(engine, policy)
+        assert proof.is_by_tensors and proof.mean > read_canary(policy).tolerance
+        with pytest.raises(StaleWeights, match=r"noise of right weights in float16"):
+            prove_weights(Foreign(engine, policy), policy)
+
+
 def test_version_and_trainer_state(trained):
     base, after = trained
     assert after.manifest.facts["version"] == after.manifest.results["version"] == 5

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXPERT = re.compile(
     r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<which>gate|up|down)_proj\.weight$"
 )
-UNKNOWN_LAYOUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+UNKNOWN_LAYOUT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a layer that lacks what is asked of it may raise."""
 
 
