@@ -12,7 +12,11 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.formats.canary import FILE, LENGTH, encode_text, make_canary
-from tuneloop.formats.model_files import choose_shard_bytes, copy_companions
+from tuneloop.formats.model_files import (
+    DEFAULT_SHARD_BYTES,
+    choose_shard_bytes,
+    copy_companions,
+)
 from tuneloop.formats.prompt_lengths import check_prompts
 from tuneloop.formats.template_settings import find_turn_end, read_template, set_chat_template
 from tuneloop.training.pretrained import Pretrained, load_pretrained
@@ -149,16 +153,7 @@ def base_model(
             check_prompts(stage, tokenizer, prompts, completion_tokens, context)
     dtype = str(policy.dtype).removeprefix("torch.") if save_dtype == "auto" else save_dtype
     with stage.timed("save"):
-        policy.to(getattr(torch, dtype))
-        if pretrained:
-            shard_bytes = choose_shard_bytes(pretrained.directory, dtype)
-            policy.save_pretrained(target, max_shard_size=shard_bytes)
-        else:
-            policy.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        if pretrained:
-            copy_companions(pretrained.directory, target)
-            note_surplus_tokens(stage, pretrained)
+        write_model(stage, policy.to(getattr(torch, dtype)), tokenizer, pretrained)
         pretrained = None
         del policy
     with stage.timed("canary"):  # from the files: a cast in memory rounds more than the weights
@@ -177,6 +172,20 @@ def base_model(
     stage.facts.update(architecture=policy.config.architectures[0], vocab_size=vocabulary)
     stage.log(f"{model}: {parameters:,} parameters, vocabulary {vocabulary}")
     return {"parameters": parameters}
+
+
+def write_model(stage: Stage, policy: Any, tokenizer: Any, pretrained: Pretrained | None) -> None:
+    """Write a model and its tokenizer to ``model/``, with what lay beside a pretrained one, in files as large."""
+    target = stage.out / "model"
+    shard_bytes = DEFAULT_SHARD_BYTES
+    if pretrained:
+        dtype = str(policy.dtype).removeprefix("torch.")
+        shard_bytes = choose_shard_bytes(pretrained.directory, dtype)
+    policy.save_pretrained(target, max_shard_size=shard_bytes)
+    tokenizer.save_pretrained(target)
+    if pretrained:
+        copy_companions(pretrained.directory, target)
+        note_surplus_tokens(stage, pretrained)
 
 
 def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:

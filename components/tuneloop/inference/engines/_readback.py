@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuneloop.core.errors import UserError
 from tuneloop.inference.engines._tensors import Readback, is_same, read_tensors
 
 if TYPE_CHECKING:
@@ -50,7 +51,19 @@ def _reload(worker: Any, model: str) -> None:
         if hasattr(getattr(kernel, "fused_experts", None), "isa"):
             module.quant_method.moe_kernel = None
     worker.reload_weights(weights_path=model)
+    _check_experts(worker)
     _repack_head(worker)
+
+
+def _check_experts(worker: Any) -> None:
+    """Refuse a model whose experts vLLM's reload left as they were, as it does where their loader copies into them.
+    Raises UserError: it is one, such as gpt-oss."""
+    for module in worker.get_model().modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel") and method.moe_kernel is None:
+            name = type(worker.get_model()).__name__
+            remedy = f"cannot change the experts of {name} in place; take the engine transformers"
+            raise UserError("engine", "vllm", remedy)
 
 
 def _repack_head(worker: Any) -> None:

@@ -26,6 +26,7 @@ from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._readback import read_back, reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
+from tuneloop.inference.engines._start_errors import explain_start_error
 from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend_process
 
@@ -148,6 +149,7 @@ class Vllm:
         shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:
             self.engine = _start(model, self.args, self.deterministic)
+            self._try_first_step(model)
             self.determinism = _describe_kernels() if self.deterministic else {}
             self.shape, self.context = shape, self.engine.model_config.max_model_len
             self.dtype = str(self.engine.model_config.dtype).removeprefix("torch.")
@@ -188,6 +190,20 @@ class Vllm:
     def summarize(self, comparison: Readback, digest: str) -> TensorProof:
         """Add the digest of the files that were compared, and the dtype of the engine."""
         return comparison.summarize(digest, self.dtype)
+
+    def _try_first_step(self, model: Path) -> None:
+        """Compute two tokens, since some kernels refuse a model only then. Raises UserError: it will never do."""
+        try:
+            self.begin_batch()
+            self.submit("first-step", [0, 1, 2], 0, Sampling(1.0, 2, ()))
+            while not list(self.step()):
+                pass
+        except Exception as error:
+            self.engine = None
+            lasting = explain_start_error(error, model, self.args)
+            if lasting is None:
+                raise
+            raise lasting from error
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Done
@@ -381,33 +397,40 @@ def _start(model: Path, args: Mapping[str, Any], deterministic: bool) -> Any:
             os.environ.setdefault(
                 "VLLM_BATCH_INVARIANT", "1"
             )  # some modules read it when they are imported
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
+        import vllm.v1.engine.llm_engine  # noqa: F401
     except ImportError as error:
         raise UserError("engine", "vllm", f"{INSTALL} ({error})") from error
+    try:
+        return _create_engine(model, args)
+    except Exception as error:
+        lasting = explain_start_error(error, model, args)
+        if lasting is None:
+            raise
+        raise lasting from error
+
+
+def _create_engine(model: Path, args: Mapping[str, Any]) -> Any:
+    """Create vLLM's engine on `model`. Raises whatever vLLM and its model classes raise."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
     if current_platform.is_cpu():
         check_processor()
         inspect_here(model)
-        args = {**_cpu_defaults(), **args}
+        args = {**_cpu_defaults(model), **args}
     if args.get("enforce_eager"):  # vLLM would compile parts of its sampler even so, for seconds
         import torch._dynamo
 
         torch._dynamo.config.disable = True
     fixed = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
     given = {"disable_log_stats": True, "use_tqdm_on_load": False, **args, **fixed}
-    try:
-        # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
-        engine_args = EngineArgs(model=str(model), **given)
-        config, quiet = (
-            engine_args.create_engine_config(UsageContext.LLM_CLASS),
-            engine_args.disable_log_stats,
-        )
-        return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(
-            "--engine-args", dict(args), f"vLLM refuses: {' '.join(str(error).split())[:300]}"
-        ) from error
+    # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
+    engine_args = EngineArgs(model=str(model), **given)
+    config = engine_args.create_engine_config(UsageContext.LLM_CLASS)
+    quiet = engine_args.disable_log_stats
+    return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
 
 
 def _describe_kernels() -> dict[str, Any]:
@@ -436,11 +459,13 @@ def inspect_here(model: Path) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
-def _cpu_defaults() -> dict[str, Any]:
+def _cpu_defaults(model: Path) -> dict[str, Any]:
     """Return engine arguments for a CPU. vLLM's default cache would take most of the memory, compiling takes longer
     than a small loop, and bfloat16 without instructions for it was measured at less than half of float32's speed. A
-    prompt cut into chunks ends vLLM 0.32 on a CPU if its request has a seed ("CPU Generator does not use offset")."""
+    prompt cut into chunks ends vLLM 0.32 on a CPU if its request has a seed ("CPU Generator does not use offset").
+    Layers with a recurrent state share a prefix only between chunks, so that such a model has no prefix cache."""
     import torch
+    from vllm.engine.arg_utils import EngineArgs
 
     native = {"avx512_bf16", "amx_bf16", "bf16"} & {
         k for k, has in torch.cpu.get_capabilities().items() if has
@@ -451,4 +476,6 @@ def _cpu_defaults() -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "dtype": "auto" if native else "float32",
     }
+    if EngineArgs(model=str(model), skip_tokenizer_init=True).create_model_config().has_inner_state:
+        chosen["enable_prefix_caching"] = False
     return {**chosen, **space}

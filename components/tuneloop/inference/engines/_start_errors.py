@@ -1,0 +1,51 @@
+"""Which errors of a vLLM engine that starts are lasting: a package or an architecture that it lacks, a kernel that
+refuses the model's shape.
+
+A server that meets one of these ends with exit code 2, as starting it again would meet it again. What may pass, as
+too little memory or a device that is away, is left to be retried.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneloop.core.errors import UserError
+
+PASSING = re.compile(
+    r"memory|alloc|CUDA|HIP|NCCL|cuBLAS|cuDNN|device|connect|address|socket|timed? ?out|background process|root cause",
+    re.IGNORECASE,
+)
+"""What a RuntimeError speaks of that may be otherwise at the next start, or whose cause is in another process."""
+OTHER_ENGINE = "take the engine transformers, or another vLLM"
+
+
+def explain_start_error(error: Exception, model: Path, args: Mapping[str, Any]) -> UserError | None:
+    """Explain an error of starting vLLM on a model directory, or of its first step; None for one that may pass."""
+    if isinstance(error, UserError):
+        return error
+    reason = " ".join(str(error).split())[:300]
+    architecture = _read_architecture(model)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        remedy = f"needs the package {package} for {architecture}: pip install {package}, or {OTHER_ENGINE}"
+        return UserError("engine", "vllm", remedy)
+    if "architectures" in reason and "not supported" in reason:
+        return UserError("engine", "vllm", f"does not have {architecture}; {OTHER_ENGINE}")
+    if isinstance(error, OSError | MemoryError) or _may_pass(error, reason):
+        return None
+    if isinstance(error, TypeError | ValueError) or "validation error" in reason:
+        return UserError("--engine-args", dict(args), f"vLLM refuses: {reason}")
+    remedy = f"cannot serve {architecture} here ({type(error).__name__}: {reason}); {OTHER_ENGINE}"
+    return UserError("engine", "vllm", remedy)
+
+
+def _may_pass(error: Exception, reason: str) -> bool:
+    # torch's OutOfMemoryError is a RuntimeError, too.
+    return isinstance(error, RuntimeError) and bool(PASSING.search(reason))
+
+
+def _read_architecture(model: Path) -> str:
+    architectures = json.loads((model / "config.json").read_text()).get("architectures")
+    return ", ".join(architectures or ["this model"])
