@@ -1,12 +1,12 @@
 """Judges that are away: how a reward says so, how it is recognized, and how long to wait.
 
-A reward that asks a service says ``raise RewardUnavailable("the queue is full", retry_after_s=30)``.
+A reward that asks a service says ``raise RewardUnavailable("its queue is full", retry_after_s=30)``.
 What the usual clients raise is recognized by its attributes, so that none of them is imported here:
 urllib, requests, httpx, aiohttp, openai and anthropic put the status of an answer, and its headers,
 into their errors. Connections that fail are recognized by the names of their classes.
 
-A judge that is down or has no room (429, 503, a connection that is refused) is waited for, as long as
-it takes. What a completion may cause (500, an answer that breaks off, a timeout) is tried a few
+A judge that is down or has no room (429, 503, a connection that is refused) is waited for, as long
+as it takes. What a completion may cause (500, an answer that breaks off, a timeout) is tried a few
 times: a policy must not be able to stop its own run.
 """
 
@@ -22,11 +22,11 @@ from tuneloop.core.errors import print_diagnostic
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
 LONGEST_RETRY_AFTER_S = 3600.0
-"""Seconds: of the first pause, which doubles each time; of the longest; and of what a judge may ask for."""
+"""Seconds of the first pause, which doubles each time, of the longest, and of what a judge may want."""
 REPORT_EVERY_S = 60.0
 TRIES = 4
-"""How often a call is made that may fail because of its completion: for seven seconds. Where that did not help, the
-calls that follow are made once, until one has succeeded again."""
+"""How often a call is made that may fail because of its completion: for seven seconds. Where that did
+not help, the calls that follow are made once, until one has succeeded again."""
 AWAY = (425, 429, 502, 503, 504)
 """Statuses of a judge that has no room, or is not there behind its proxy."""
 PASSING = (408,)
@@ -92,7 +92,7 @@ class Outage:
 
 
 def find_outage(error: BaseException) -> Outage | None:
-    """Return the outage that an error of a reward, or one that it was raised from, stands for; None for another."""
+    """Return the outage that an error of a reward stands for, or one behind it; None for another."""
     errors = list(_walk(error))
     for cause in errors:
         if isinstance(cause, RewardUnavailable):
@@ -127,7 +127,7 @@ def read_status(error: BaseException) -> int | None:
 
 
 def compute_delay(failures: int, retry_after_s: float | None) -> float:
-    """Compute the seconds to wait after so many failures in a row, at least what the judge asks for."""
+    """Compute the seconds to wait after failures in a row, at least what the judge asks for."""
     delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 10))
     # Several processes ask the same judge: they should not all come back at once. The reward's own
     # random numbers are left alone.
@@ -166,7 +166,7 @@ class OutageReport:
 
 
 def _walk(error: BaseException, depth: int = 0) -> Iterator[BaseException]:
-    """Yield an error, those in its arguments and its `reason`, and those that it was raised from."""
+    """Yield an error, those in its arguments and its `reason`, and those behind it."""
     yield error
     if depth == _DEEPEST:
         return
@@ -185,7 +185,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _read_retry_after(error: BaseException) -> float | None:
-    """Read the header Retry-After of an answer: seconds, or a date (RFC 9110); openai's is in milliseconds."""
+    """Read Retry-After of an answer: seconds, or a date (RFC 9110); openai's is in milliseconds."""
     headers = _read_headers(error)
     milliseconds = headers.get("retry-after-ms")
     text = headers.get("retry-after")

@@ -1,7 +1,7 @@
 """What rewards have said in earlier attempts of a stage, so that no judge is asked twice.
 
-``scores.jsonl`` in a resume point has a line for each call of a reward that ended in a verdict of its
-own: the row's number, the reward, the xxh3-64 of what it was given, and the verdict.
+``scores.jsonl`` in a resume point has a line for each call of a reward that ended in a verdict of
+its own: the row's number, the reward, the xxh3-64 of what it was given, and the verdict.
 """
 
 import json
@@ -28,11 +28,11 @@ class ScoreRecord:
         return len(self._verdicts)
 
     def find(self, row_number: int, row: Mapping[str, Any], name: str) -> Verdict | None:
-        """Return what the reward `name` said of a row; None if it has not been asked about these very texts."""
+        """Return what the reward `name` said of these very texts; None if it was not asked."""
         return self._verdicts.get((row_number, name, _hash_row(row)))
 
     def add(self, row_number: int, row: Mapping[str, Any], name: str, verdict: Verdict) -> None:
-        """Add what the reward `name` said of a row, unless another attempt may get a score for it."""
+        """Add what the reward `name` said of a row, unless another attempt may get a score."""
         kind = verdict[0]
         if kind in FINAL:
             self._verdicts[row_number, name, _hash_row(row)] = verdict

@@ -576,25 +576,29 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
     except MemoryError:  # earlier calls may hold memory, too: a new process will tell
         raise
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
-        outage = find_outage(error)
-        if outage:
-            raise _Away(outage) from None
-        if isinstance(error, OSError) and read_status(error) is None:
-            # A file that it reads.
-            return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
-        if reward.trusted and not isinstance(error, Exception):  # this is the caller's process
-            raise
-        frames = traceback.extract_tb(
-            error.__traceback__
-        )  # the innermost line of the reward's own says where
-        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
-        if isinstance(error, json.JSONDecodeError):
-            answer = f"what its judge answered {GARBAGE}: {error.doc[:80]!r}{at}"
-            return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {answer}"[:300])
-        return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{at}"[:300])
+        return _judge_error(reward, error)
     if not reward.low <= number <= reward.high:  # NaN fails this, too
         return _Verdict(
             "infra_error",
             f"{RETURNED} {number}, {OUT_OF_RANGE} [{reward.low:g}, {reward.high:g}]",
         )
     return _Verdict("score", number, parts)
+
+
+def _judge_error(reward: Reward, error: BaseException) -> _Verdict:
+    """Return what an error of a reward means. Raises _Away: its judge is to be asked again; what is the caller's."""
+    outage = find_outage(error)
+    if outage:
+        raise _Away(outage) from None
+    if isinstance(error, OSError) and read_status(error) is None:
+        # A file that it reads.
+        return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
+    if reward.trusted and not isinstance(error, Exception):  # this is the caller's process
+        raise error
+    # The innermost line of the reward's own says where.
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    reason = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"what its judge answered {GARBAGE}: {error.doc[:80]!r}"
+    return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {reason}{at}"[:300])

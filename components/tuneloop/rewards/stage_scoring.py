@@ -1,4 +1,4 @@
-"""Scoring in a stage: it stops when the stage does, and keeps what was scored for its next attempt."""
+"""Scoring in a stage: it stops when the stage does, and keeps the scores for its next attempt."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class ScoringStage:
             raise
 
     def check_budget(self, outcomes: Sequence[Outcome], budget: float) -> None:
-        """Check a budget as `check_error_budget` does; before another attempt, commit the scores."""
+        """Check a budget as `check_error_budget`; before another attempt, commit the scores."""
         try:
             check_error_budget(self.stage.name, outcomes, budget)
         except Retryable:
