@@ -1,5 +1,21 @@
 """Reward functions: one file a reward, with ``score(completion, answer, metadata) -> float`` and ``RANGE``.
 
-`scoring` runs them with a time limit, `sandbox` confines the code that a policy writes. No reward knows another."""
+`scoring` runs them with a time limit, `sandbox` confines the code that a policy writes. No reward knows another.
+A reward of yours whose judge is away raises `RewardUnavailable`."""
 
-NOT_VARIANTS = ("answers", "programs", "proof", "sandbox", "scoring", "structures")
+from tuneloop.rewards.outages import RewardUnavailable
+
+NOT_VARIANTS = (
+    "answers",
+    "error_budget",
+    "outages",
+    "programs",
+    "proof",
+    "sandbox",
+    "score_record",
+    "scoring",
+    "stage_scoring",
+    "structures",
+)
+
+__all__ = ["NOT_VARIANTS", "RewardUnavailable"]

@@ -18,11 +18,15 @@ are imported before the fork, so that a replacement starts in milliseconds.
 
 A policy must gain nothing by how its text is judged. A call that spends all its time computing, or twice runs out of
 memory or kills its process, was ended by the completion, and that is a score: the least that the reward can give. A
-call that waits, or whose process got no processor, was hindered by its host: it has no score, but may get one later."""
+call that waits, or whose process got no processor, was hindered by its host: it has no score, but may get one later.
+
+A reward whose judge is away (`tuneloop.rewards.outages`) is called again later, as long as it
+takes: a judge that has no room must cost no score."""
 
 import contextlib
 import ctypes
 import functools
+import inspect
 import json
 import math
 import os
@@ -38,17 +42,34 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
+import xxhash
+
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
+from tuneloop.rewards.outages import (
+    TRIES,
+    Outage,
+    OutageReport,
+    compute_delay,
+    find_outage,
+    read_status,
+)
 from tuneloop.rewards.sandbox import find_sandbox
+from tuneloop.rewards.score_record import ScoreRecord
 from tuneloop.workflow.settings import PROCESS
 
 Kind = Literal["score", "timeout", "infra_error", "unverifiable", "escape"]
 Row = Mapping[str, Any]
 REPORTED = 1000
 """Calls in the stage's own process between two reports of progress, at which the stage may also stop."""
+OUT_OF_RANGE, GARBAGE = "outside its RANGE", "is no JSON"
+"""In the reason of an ``infra_error``: what a reward returned, and what its judge answered."""
+POLL_S = 1.0
+"""The longest wait, in seconds, without a look at whether the stage is to stop."""
 RAISED, RETURNED = "raised", "returned"
 """The start of the reason of an ``infra_error`` that the reward itself caused: the same text would cause it again."""
+AWAY = "away"
+"""In place of a verdict's kind, between a process that judges and the stage: it waits."""
 KINDS: tuple[Kind, ...] = ("score", "timeout", "infra_error", "unverifiable", "escape")
 
 
@@ -86,6 +107,8 @@ class Reward(NamedTuple):
     trusted: bool = False
     write_answers: Callable[[str, dict[str, Any]], list[str]] | None = None
     """Writes completions that state a gold answer, and earn full marks: see `proof`."""
+    source: str = ""
+    """The xxh3-64 of the file that has the function, so that what other code said is not taken for its verdict."""
 
 
 class _Verdict(NamedTuple):
@@ -94,6 +117,14 @@ class _Verdict(NamedTuple):
     parts: Mapping[str, float] = {}
     ended_by: str = ""
     """What the completion did to its judge: ``timeout`` or ``crash``."""
+
+
+class _Away(Exception):
+    """A call found its judge away."""
+
+    def __init__(self, outage: Outage) -> None:
+        self.outage = outage
+        super().__init__(outage.reason)
 
 
 class _Limits(NamedTuple):
@@ -130,7 +161,15 @@ def find_reward(name: str) -> Reward:
         needs_episode=bool(episode),
         trusted=bool(getattr(plugin, "TRUSTED", False)),
         write_answers=getattr(plugin, "write_answers", None),
+        source=_hash_source(function),
     )
+
+
+def _hash_source(function: Callable[..., Any]) -> str:
+    """Hash the file that has a function; empty where there is none."""
+    with contextlib.suppress(TypeError, OSError):
+        return xxhash.xxh3_64_hexdigest(Path(inspect.getfile(function)).read_bytes())
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,6 +213,7 @@ def score_all(
     memory: int | None = None,
     punish: bool = True,
     progress: Callable[[int], None] | None = None,
+    record: ScoreRecord | None = None,
 ) -> list[Outcome]:
     """Score every row by its own rewards; return one outcome a row, in order. Raises UserError: a reward that does not
     exist or a malformed spec; before anything is scored.
@@ -186,30 +226,40 @@ def score_all(
         punish: whether a completion that ends a reward's call gets the least that this can give, and ``NAME.timeout``
             or ``NAME.crash`` in its breakdown; else, and where that is infinite, it has no score.
         progress: called with the number of finished calls (a row has one for each of its rewards); may raise to stop.
+            Where calls wait, it is called each second.
+        record: what was said before, which is not asked again; new verdicts are added.
     """
     specs = [parse_spec(row["reward_spec"]) for row in rows]
     rewards = {name: find_reward(name) for name in {name for spec in specs for name in spec}}
     jobs = [_Job(index, name) for index, spec in enumerate(specs) for name in spec]
-    verdicts: dict[_Job, _Verdict] = {}
-    trusted = [job for job in jobs if rewards[job.name].trusted]
-    for count, job in enumerate(trusted, start=1):
-        verdicts[job] = _judge(rewards[job.name], rows[job.row])
-        if progress and (count % REPORTED == 0 or count == len(trusted)):
-            progress(count)
+    verdicts = _take_recorded(jobs, rows, rewards, record)
+    report = OutageReport()
+    trusted = [job for job in jobs if rewards[job.name].trusted and job not in verdicts]
+    _judge_trusted(trusted, rows, rewards, verdicts, report, progress)
     jobs = [job for job in jobs if job not in verdicts]
     limits = _Limits(timeout_s, memory, punish)
     pool = [
-        _Worker(share, rows, rewards, limits) for i in range(workers) if (share := jobs[i::workers])
+        _Worker(share, rows, rewards, limits, report)
+        for i in range(workers)
+        if (share := jobs[i::workers])
     ]
+
+    def take(arrived: Iterable[tuple[_Job, _Verdict]]) -> None:
+        for job, verdict in arrived:
+            verdicts[job] = verdict
+            if record is not None:
+                source = rewards[job.name].source
+                record.add(job.row, rows[job.row], f"{job.name} {source}", verdict)
+
     try:
         while active := [worker for worker in pool if worker.left]:
             patience = min(worker.due for worker in active) - time.monotonic()
-            ready = wait([worker.pipe for worker in active], max(patience, 0.0))
+            ready = wait([worker.pipe for worker in active], min(max(patience, 0.0), POLL_S))
             for worker in active:
                 if worker.pipe in ready:
-                    verdicts.update(worker.receive())
+                    take(worker.receive())
                 elif time.monotonic() >= worker.due:
-                    verdicts.update(worker.replace_late())
+                    take(worker.replace_late())
             if progress:
                 progress(len(verdicts))
     finally:
@@ -225,6 +275,54 @@ def score_all(
         )
         for index, spec in enumerate(specs)
     ]
+
+
+def _judge_trusted(
+    jobs: Sequence[_Job],
+    rows: Sequence[Row],
+    rewards: Mapping[str, Reward],
+    verdicts: dict[_Job, _Verdict],
+    report: OutageReport,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Judge in the stage's own process, and add to `verdicts`."""
+    current = ""
+
+    def pause(outage: Outage, delay_s: float) -> None:
+        report.add_wait(current, outage.reason, delay_s)
+        _sleep(delay_s, lambda: progress(len(verdicts)) if progress else None)
+
+    judge = _PatientJudge(pause)
+    for count, job in enumerate(jobs, start=1):
+        current = job.name
+        verdicts[job] = judge.judge(job.name, rewards[job.name], rows[job.row])
+        report.end_wait(job.name)
+        if progress and (count % REPORTED == 0 or count == len(jobs)):
+            progress(len(verdicts))
+
+
+def _take_recorded(
+    jobs: Iterable[_Job],
+    rows: Sequence[Row],
+    rewards: Mapping[str, Reward],
+    record: ScoreRecord | None,
+) -> dict[_Job, _Verdict]:
+    """Take the verdicts that rewards of this very code gave on these very texts in an earlier attempt."""
+    verdicts: dict[_Job, _Verdict] = {}
+    for job in jobs if record else ():
+        source = rewards[job.name].source
+        verdict = record.find(job.row, rows[job.row], f"{job.name} {source}") if record else None
+        if verdict is not None:
+            verdicts[job] = _Verdict(*verdict)
+    return verdicts
+
+
+def _sleep(seconds: float, check: Callable[[], None]) -> None:
+    """Sleep, and call `check` each `POLL_S` seconds; what it raises ends the sleep."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        check()
+        time.sleep(min(left, POLL_S))
 
 
 def _settle(verdict: _Verdict, reward: Reward, weight: float) -> _Verdict:
@@ -262,8 +360,14 @@ class _Worker:
     partial: bytes
 
     def __init__(
-        self, jobs: list[_Job], rows: Sequence[Row], rewards: Mapping[str, Reward], limits: _Limits
+        self,
+        jobs: list[_Job],
+        rows: Sequence[Row],
+        rewards: Mapping[str, Reward],
+        limits: _Limits,
+        report: OutageReport,
     ) -> None:
+        self.report = report
         self.left, self.rows, self.rewards, self.limits = jobs[::-1], rows, rewards, limits
         self.killer: _Job | None = None
         self._start()
@@ -280,6 +384,12 @@ class _Worker:
             if not verdict:
                 self.ready = True
                 continue
+            if verdict[0] == AWAY:
+                _, reason, delay_s = verdict
+                self.due += delay_s
+                self.report.add_wait(self.left[-1].name, reason, delay_s)
+                continue
+            self.report.end_wait(self.left[-1].name)
             verdicts.append((self.left.pop(), _Verdict(*verdict)))
         return verdicts
 
@@ -398,14 +508,53 @@ def _serve(
             signal.signal(number, signal.SIG_DFL)
         os.dup2(2, 1)  # what a reward prints is for people
         os.write(pipe, json.dumps([sum(os.times()[:4])]).encode() + b"\n")
+
+        def pause(outage: Outage, delay_s: float) -> None:
+            # An alarm that the reward left behind would end the wait.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            line = json.dumps([sum(os.times()[:4]), AWAY, outage.reason, delay_s])
+            os.write(pipe, line.encode() + b"\n")
+            time.sleep(delay_s)
+
+        judge = _PatientJudge(pause)
         for job in jobs:
-            verdict = _judge(rewards[job.name], rows[job.row])
+            verdict = judge.judge(job.name, rewards[job.name], rows[job.row])
             signal.setitimer(
                 signal.ITIMER_REAL, 0
             )  # an alarm that it left behind would hit the next
             os.write(pipe, json.dumps([sum(os.times()[:4]), *verdict]).encode() + b"\n")
     finally:
         os._exit(0)
+
+
+class _PatientJudge:
+    """Calls rewards again that find their judges away.
+
+    Args:
+        pause: waits for a number of seconds, and says why.
+    """
+
+    def __init__(self, pause: Callable[[Outage, float], None]) -> None:
+        self._pause = pause
+        self._failing: set[str] = set()
+
+    def judge(self, name: str, reward: Reward, row: Row) -> _Verdict:
+        """Judge a row, however long its judge is away; give up on what the completion may cause."""
+        failures = 0
+        tries = 1 if name in self._failing else TRIES
+        while True:
+            try:
+                verdict = _judge(reward, row)
+                self._failing.discard(name)
+                return verdict
+            except _Away as away:
+                outage = away.outage
+            # Outside of the handler: its error keeps what the call held.
+            failures += 1
+            if not outage.is_away and failures >= tries:
+                self._failing.add(name)
+                return _Verdict("infra_error", outage.reason)
+            self._pause(outage, compute_delay(failures - 1, outage.retry_after_s))
 
 
 def _judge(reward: Reward, row: Row) -> _Verdict:
@@ -426,19 +575,30 @@ def _judge(reward: Reward, row: Row) -> _Verdict:
         return _Verdict("unverifiable", str(error)[:300])
     except MemoryError:  # earlier calls may hold memory, too: a new process will tell
         raise
-    except OSError as error:  # a file or a service that it asks
-        return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the reward's doing, too
-        if reward.trusted and not isinstance(error, Exception):  # this is the caller's process
-            raise
-        frames = traceback.extract_tb(
-            error.__traceback__
-        )  # the innermost line of the reward's own says where
-        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
-        return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {error}{at}"[:300])
+        return _judge_error(reward, error)
     if not reward.low <= number <= reward.high:  # NaN fails this, too
         return _Verdict(
             "infra_error",
-            f"{RETURNED} {number}, outside its range [{reward.low:g}, {reward.high:g}]",
+            f"{RETURNED} {number}, {OUT_OF_RANGE} [{reward.low:g}, {reward.high:g}]",
         )
     return _Verdict("score", number, parts)
+
+
+def _judge_error(reward: Reward, error: BaseException) -> _Verdict:
+    """Return what an error of a reward means. Raises _Away: its judge is to be asked again; what is the caller's."""
+    outage = find_outage(error)
+    if outage:
+        raise _Away(outage) from None
+    if isinstance(error, OSError) and read_status(error) is None:
+        # A file that it reads.
+        return _Verdict("infra_error", f"{type(error).__name__}: {error}"[:300])
+    if reward.trusted and not isinstance(error, Exception):  # this is the caller's process
+        raise error
+    # The innermost line of the reward's own says where.
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    reason = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"what its judge answered {GARBAGE}: {error.doc[:80]!r}"
+    return _Verdict("infra_error", f"{RAISED} {type(error).__name__}: {reason}{at}"[:300])

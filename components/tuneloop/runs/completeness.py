@@ -12,10 +12,10 @@ NAMED = 3
 
 
 def list_missing(run: Run) -> list[str]:
-    """List the keys of artifacts that a run has committed and that are gone, in whole or but for their manifests.
+    """List the keys of artifacts that a run has committed and that are gone, in whole or in part.
 
-    What the run has committed is known from the inputs of other artifacts and from the outputs of its stages. The
-    files of checkpoints that the loop has left behind may be deleted (`tuneloop.runs.retention`).
+    What the run has committed is known from the inputs of other artifacts and from the outputs of
+    its stages. The files of checkpoints that the loop has left behind may be deleted (`tuneloop.runs.retention`).
     """
     missing = set(_list_lost(run))
     followed = {
@@ -50,8 +50,9 @@ def _list_lost(run: Run) -> Iterator[str]:
 
 
 def _has_files(run: Run, entry: Entry) -> bool:
-    """Return whether an artifact's directory is there; of an object store that would take a request for each."""
+    """Return whether an artifact's directory is there."""
     root = local_path(run.url)
+    # In an object store each answer would take a request.
     if root is None:
         return True
     directory = Path(root, entry.key, entry.manifest.root)

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 from pydantic import Field
 
 from tuneloop.core.component import Input, Results, Stage
-from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs, open_rows, read_rows
 from tuneloop.formats.rows import list_columns
 from tuneloop.formats.too_long import LengthPolicy
@@ -15,7 +14,8 @@ from tuneloop.inference import generate
 from tuneloop.inference.generate import SamplingOptions
 from tuneloop.inference.held_out import has_rows, is_prompts, sample_demonstrations
 from tuneloop.inference.prompt_room import Spares
-from tuneloop.rewards.scoring import KINDS, may_pass, score_all
+from tuneloop.rewards.scoring import KINDS
+from tuneloop.rewards.stage_scoring import ScoringStage
 
 
 class EvaluateOptions(SamplingOptions):
@@ -24,7 +24,7 @@ class EvaluateOptions(SamplingOptions):
     flags: ClassVar[tuple[str, ...]] = (
         *("engine", "endpoint", "iteration", "limit", "temperature"),
         *generate.SHARED_FLAGS,
-        "reward_timeout_s",
+        *("reward_timeout_s", "error_budget"),
     )
 
     iteration: int = Field(0, ge=0, description="the iteration of the loop")
@@ -33,6 +33,9 @@ class EvaluateOptions(SamplingOptions):
     reward_timeout_s: float = Field(
         5.0, gt=0, description="seconds that one call of a reward may take"
     )
+    error_budget: float = Field(
+        0.05, ge=0, le=1, description="share of completions that may go unscored"
+    )
 
 
 @generate.sampling_stage("metrics", "evaluator", mean_reward=float)
@@ -40,14 +43,15 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
     """Generate one completion for each of the first `limit` held-out prompts, and score it by the prompt's rewards.
 
     Prompts that leave too little room for a completion are skipped, and others take their place (``data.too_long``).
-    The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind. Data without
+    The mean is over what could be scored; ``facts.outcomes`` counts the rest by kind. Where these are
+    more than the budget, the stage ends without a mean. Data without
     held-out prompts has nothing to score: then the prompts of held-out demonstrations are completed
     for people to read, and there is no mean.
 
     Raises:
         UserError, StaleWeights: as `rollout`.
-        UserError: nothing could be scored, and not because of timeouts or crashes.
-        Retryable: as `rollout`, or nothing could be scored because of these.
+        UserError: more completions than the budget have no score, and not because of timeouts or crashes.
+        Retryable: as `rollout`, or more than the budget have no score because of these.
     """
     if is_prompts(prompts) and not has_rows(prompts, "eval.parquet"):
         count = sample_demonstrations(stage, policy, prompts, options)
@@ -69,18 +73,12 @@ def evaluate(stage: Stage, policy: Input, prompts: Input, *, options: EvaluateOp
         tokenizer, _, completions = generate.generate_completions(stage, policy, job, engine)
     heard = [build_reward_inputs(tokenizer, row, group[0]) for row, group in zip(rows, completions)]
     judged = [{**row, "reward_spec": row["reward"], **said} for row, said in zip(rows, heard)]
+    scoring = ScoringStage.open(stage)
     with stage.timed("score"):
-        outcomes = score_all(
-            judged, timeout_s=options.reward_timeout_s, progress=lambda _: stage.check_stop()
-        )
+        outcomes = scoring.score(judged, timeout_s=options.reward_timeout_s)
+    scoring.check_budget(outcomes, options.error_budget)
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     counts = {kind: sum(outcome.outcome == kind for outcome in outcomes) for kind in KINDS}
-    if not scores:
-        story = f"none of {len(rows)} completions could be scored: {counts}"
-        if any(map(may_pass, outcomes)):
-            raise Retryable(f"evaluate: {story}; see the rewards")
-        remedy = f"{story}; the rewards must fit the data, and the environment must be rollout's"
-        raise UserError("rewards", rows[0]["reward"], remedy)
     samples = [{**row, "score": o.score, "outcome": o.outcome} for row, o in zip(judged, outcomes)]
     pq.write_table(pa.Table.from_pylist(samples, schema=SAMPLES), stage.out / "samples.parquet")
     mean = sum(scores) / len(scores)

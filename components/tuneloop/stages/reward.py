@@ -16,17 +16,10 @@ from pydantic import Field
 
 from tuneloop.core import plugins
 from tuneloop.core.component import Input, Results, Stage, component
-from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.carried import pass_carried
 from tuneloop.formats.rollouts import FILE, ROWS, open_rows
-from tuneloop.rewards.scoring import (
-    KINDS,
-    Outcome,
-    compute_full_marks,
-    may_pass,
-    parse_spec,
-    score_all,
-)
+from tuneloop.rewards.scoring import KINDS, Outcome, compute_full_marks, parse_spec
+from tuneloop.rewards.stage_scoring import ScoringStage
 
 
 @component("rewards", image="base", role="scorer", results={"mean_reward": float})
@@ -78,24 +71,21 @@ def reward(
         rows = [{**row, "reward_spec": json.dumps(reward_weights, sort_keys=True)} for row in rows]
     bar = stage.progress(sum(len(parse_spec(row["reward_spec"])) for row in rows), "rewards")
 
-    def advance(done: int) -> None:
-        stage.check_stop()
-        bar.update(done)
-
+    scoring = ScoringStage.open(stage)
     with stage.timed("score"):
-        outcomes = score_all(
+        outcomes = scoring.score(
             rows,
             timeout_s=timeout_s,
             memory=memory_mb << 20,
             punish=punish,
             workers=workers,
-            progress=advance,
+            progress=bar.update,
         )
     if escape_score is not None:
         outcomes = [
             replace(o, score=escape_score) if o.outcome == "escape" else o for o in outcomes
         ]
-    _check_budget(outcomes, error_budget)
+    scoring.check_budget(outcomes, error_budget)
     if crashed := sum(any(key.endswith(".crash") for key in o.breakdown) for o in outcomes):
         stage.log(
             f"{crashed} of {len(outcomes)} rollouts crashed a reward and got its least score: read what they say"
@@ -152,27 +142,6 @@ def summarize_rewards(
         },
         "zero_variance": fmean(max(g) == min(g) for g in groups.values()),
     }
-
-
-def _check_budget(outcomes: Sequence[Outcome], budget: float) -> None:
-    failed = [outcome for outcome in outcomes if outcome.score is None]
-    if len(failed) <= budget * len(outcomes) and len(failed) < len(outcomes):
-        return
-    kinds = Counter(outcome.outcome for outcome in failed)
-    said = (
-        item for outcome in failed for item in outcome.breakdown.items() if isinstance(item[1], str)
-    )
-    causes = Counter(f"{name}: {what}" for name, what in said)
-    listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(5))
-    story = f"{len(failed)} of {len(outcomes)} rollouts have no score ({dict(kinds)}): {listed}"
-    lasting = len(failed) - sum(map(may_pass, failed))
-    if lasting <= budget * len(outcomes) and lasting < len(outcomes):
-        raise Retryable(
-            f"reward: {story}; the budget is {budget:.0%}. If it happens again, correct the reward"
-        )
-    escaping = "read what the policy tries; escape_score teaches it not to"
-    remedy = escaping if kinds["escape"] else "correct the data or the rewards"
-    raise UserError("reward.error_budget", budget, f"{story}; {remedy}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files of artifacts that a page shows again and again: proved when they are read, and again once they have changed."""
+"""Files of artifacts that a page shows: proved when they are read, and again once they have changed."""
 
 import os
 from collections import OrderedDict
@@ -19,7 +19,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class FileMark:
-    """What changes whenever a file is written, also where its size and its time of change are put back."""
+    """What changes whenever a file is written, also where its size and its times are put back."""
 
     size: int
     modified_ns: int
@@ -52,7 +52,7 @@ class ProvedFile(Generic[Content]):
 
 
 class ProvedFiles(Generic[Content]):
-    """The files that were shown last, at most `capacity` of them, each read by `read` once it is proved."""
+    """The files that were shown last, at most `capacity`, each read by `read` once it is proved."""
 
     def __init__(self, read: Callable[[Path], Content], capacity: int) -> None:
         self._read = read
@@ -60,7 +60,7 @@ class ProvedFiles(Generic[Content]):
         self._files: OrderedDict[tuple[str, str], ProvedFile[Content]] = OrderedDict()
 
     def open(self, ref: str, name: str) -> ProvedFile[Content]:
-        """Open the file `name` of the artifact `ref`; one that is open already only if it has not changed.
+        """Open the file `name` of the artifact `ref`; an open one is taken unless it has changed.
 
         Raises:
             Corrupt: it differs from its manifest, or cannot be read.
@@ -113,7 +113,7 @@ class ProvedFiles(Generic[Content]):
 
 @contextmanager
 def explain_unreadable(url: str) -> Iterator[None]:
-    """Raise Corrupt for what a library raises in the block because it cannot read the file at `url`."""
+    """Raise Corrupt for what a library raises in the block because it cannot read a file."""
     try:
         yield
     except (UserError, Retryable):

@@ -11,11 +11,12 @@ import pytest
 from tests.making import commit
 from tests.policies import commit_policy, commit_prompts
 from tuneloop.core.artifacts import Artifact, Draft
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 from tuneloop.formats.rollouts import Request
 from tuneloop.formats.tokens import load_tokenizer, stop_ids
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
+from tuneloop.rewards import outages
 from tuneloop.stages.evaluate import SAMPLES, evaluate
 
 PROMPTS = [f"reverse {i} =" for i in range(10, 18)]
@@ -78,8 +79,37 @@ def test_limit_and_repetition(tmp_path: Path, policy: Artifact) -> None:
 
 def test_nothing_scored_is_no_zero(tmp_path: Path, policy: Artifact) -> None:
     prompts = commit_prompts(tmp_path / "p", PROMPTS, reward=json.dumps({f"{__name__}:shy": 1.0}))
-    with pytest.raises(UserError, match="none of 8 completions could be scored"):
+    with pytest.raises(UserError, match=r"8 of 8 completions have no score.*could not judge it"):
         run(tmp_path / "m", policy, prompts)
+
+
+def flaky(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """A judge that breaks off for three prompts of four."""
+    if int(answer.split()[1]) % 4:
+        raise BrokenPipeError("the judge ended")
+    return 1.0
+
+
+def test_the_mean_of_few_is_none(
+    tmp_path: Path, policy: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 3 of 4 completions unscored the mean of one was committed, which `promote --min` would go by."""
+    monkeypatch.setattr(outages, "FIRST_DELAY_S", 0.001)
+    prompts = commit_prompts(tmp_path / "p", PROMPTS, reward=json.dumps({f"{__name__}:flaky": 1.0}))
+    reason = r"evaluate: 6 of 8 completions have no score.*flaky: BrokenPipeError: the judge ended"
+    with pytest.raises(Retryable, match=reason):
+        run(tmp_path / "m", policy, prompts)
+    rows = run(tmp_path / "n", policy, prompts, error_budget=0.75)
+    assert [row["outcome"] for row in rows].count("score") == 2
+    small = {f"{__name__}:below": 1.0}
+    prompts = commit_prompts(tmp_path / "q", PROMPTS, reward=json.dumps(small))
+    with pytest.raises(UserError, match=r"evaluate.error_budget.*returned -1.0, outside its RANGE"):
+        run(tmp_path / "o", policy, prompts)
+
+
+def below(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Is below its range."""
+    return -1.0
 
 
 def test_another_artifact_in_place_of_prompts_is_refused(tmp_path: Path, policy: Artifact) -> None:

@@ -83,7 +83,7 @@ def test_more_failures_than_the_budget_stop_the_run(tmp_path: Path) -> None:
     given = rollouts(tmp_path / "r", ["fine"] * 5 + ["raises", "raises", "hangs"], BY_NAME)
     with pytest.raises(Retryable) as caught:
         reward(out=str(tmp_path / "w"), rollouts=given, timeout_s=1.0, error_budget=0.25)
-    assert "3 of 8 rollouts have no score" in str(caught.value)
+    assert "3 of 8 completions have no score" in str(caught.value)
     assert "2 × tests.unit.rewards.bad:by_name: raised RuntimeError: no luck (bad.py:" in str(
         caught.value
     )
@@ -104,7 +104,7 @@ def test_what_no_retry_can_mend_is_the_users(tmp_path: Path) -> None:
     given = rollouts(tmp_path / "r", ["fine"] * 4, {"format": 1.0})
     with pytest.raises(
         UserError,
-        match=r"4 of 4 rollouts have no score.*format: could not judge it; correct the data",
+        match=r"4 of 4 completions have no score.*format: could not judge it; correct the data",
     ):
         reward(out=str(tmp_path / "w"), rollouts=given)
     with pytest.raises(UserError, match="4 of 4"):  # nothing to learn from, whatever the budget

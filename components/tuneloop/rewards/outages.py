@@ -1,0 +1,212 @@
+"""Judges that are away: how a reward says so, how it is recognized, and how long to wait.
+
+A reward that asks a service says ``raise RewardUnavailable("its queue is full", retry_after_s=30)``.
+What the usual clients raise is recognized by its attributes, so that none of them is imported here:
+urllib, requests, httpx, aiohttp, openai and anthropic put the status of an answer, and its headers,
+into their errors. Connections that fail are recognized by the names of their classes.
+
+A judge that is down or has no room (429, 503, a connection that is refused) is waited for, as long
+as it takes. What a completion may cause (500, an answer that breaks off, a timeout) is tried a few
+times: a policy must not be able to stop its own run.
+"""
+
+import email.utils
+import random
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuneloop.core.errors import print_diagnostic
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 60.0
+LONGEST_RETRY_AFTER_S = 3600.0
+"""Seconds of the first pause, which doubles each time, of the longest, and of what a judge may want."""
+REPORT_EVERY_S = 60.0
+TRIES = 4
+"""How often a call is made that may fail because of its completion: for seven seconds. Where that did
+not help, the calls that follow are made once, until one has succeeded again."""
+AWAY = (425, 429, 502, 503, 504)
+"""Statuses of a judge that has no room, or is not there behind its proxy."""
+PASSING = (408,)
+"""Statuses below 500, besides, that may pass."""
+REFUSED = {
+    "ConnectionRefusedError",
+    "gaierror",
+    # Of urllib3 and httpx, and by these of requests, openai and anthropic; of aiohttp.
+    "NewConnectionError",
+    "ConnectTimeoutError",
+    "ConnectError",
+    "ConnectTimeout",
+    "ClientConnectorError",
+}
+"""The names of classes whose errors mean that nobody is there."""
+CONNECTION_ERRORS = {
+    # Of Python, requests and urllib3.
+    "ConnectionError",
+    "Timeout",
+    "TimeoutError",
+    "gaierror",
+    "IncompleteRead",
+    "NewConnectionError",
+    "ProtocolError",
+    # Of httpx, aiohttp, openai and anthropic.
+    "TransportError",
+    "ClientConnectionError",
+    "APIConnectionError",
+}
+"""The names of classes whose errors mean that nobody answered, or that the answer broke off."""
+_DEEPEST = 4
+"""How many errors behind one are looked at: clients wrap those of the libraries below them."""
+
+
+class RewardUnavailable(Exception):
+    """Raised by a reward whose judge is away, or has no room now: it is called again later.
+
+    Args:
+        reason: what people are told meanwhile.
+        retry_after_s: the seconds to wait at least; by default 1, and twice as many each time.
+    """
+
+    def __init__(
+        self, reason: str = "its judge is away", retry_after_s: float | None = None
+    ) -> None:
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        super().__init__(reason)
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Why a judge gave no answer.
+
+    Attributes:
+        retry_after_s: the seconds after which it wants to be asked again, if it says so.
+        is_away: it would answer no other call either; else the completion may be the cause.
+    """
+
+    reason: str
+    retry_after_s: float | None = None
+    is_away: bool = False
+
+
+def find_outage(error: BaseException) -> Outage | None:
+    """Return the outage that an error of a reward stands for, or one behind it; None for another."""
+    errors = list(_walk(error))
+    for cause in errors:
+        if isinstance(cause, RewardUnavailable):
+            return Outage(cause.reason, cause.retry_after_s, is_away=True)
+        status = read_status(cause)
+        if status is not None:
+            # The status decides, whatever the classes are called: 401 will not pass by waiting.
+            is_away = status in AWAY
+            if is_away or status >= 500 or status in PASSING:
+                return Outage(_describe(cause), _read_retry_after(cause), is_away)
+            return None
+    if any(_is_named(cause, REFUSED) for cause in errors):
+        return Outage(_describe(error), is_away=True)
+    if any(_is_named(cause, CONNECTION_ERRORS) for cause in errors):
+        return Outage(_describe(error))
+    return None
+
+
+def read_status(error: BaseException) -> int | None:
+    """Read the HTTP status that a client's error carries; None where it has none."""
+    response = getattr(error, "response", None)
+    sources = [
+        getattr(error, "status_code", None),
+        getattr(error, "status", None),
+        getattr(error, "code", None),
+        getattr(response, "status_code", None),
+        getattr(response, "status", None),
+    ]
+    numbers = [source for source in sources if isinstance(source, int)]
+    valid = [number for number in numbers if 100 <= number < 600]
+    return valid[0] if valid else None
+
+
+def compute_delay(failures: int, retry_after_s: float | None) -> float:
+    """Compute the seconds to wait after failures in a row, at least what the judge asks for."""
+    delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 10))
+    # Several processes ask the same judge: they should not all come back at once. The reward's own
+    # random numbers are left alone.
+    delay_s *= random.SystemRandom().uniform(0.75, 1.0)
+    if retry_after_s is None:
+        return delay_s
+    return max(delay_s, min(retry_after_s, LONGEST_RETRY_AFTER_S))
+
+
+class OutageReport:
+    """Says that rewards wait for their judges, at once and then once a minute."""
+
+    def __init__(self) -> None:
+        self._since_by_reward: dict[str, float] = {}
+        self._reported_by_reward: dict[str, float] = {}
+
+    def add_wait(self, name: str, reason: str, delay_s: float) -> None:
+        """Say that the reward `name` waits `delay_s` seconds, unless that was said lately."""
+        now = time.monotonic()
+        since = self._since_by_reward.setdefault(name, now)
+        reported = self._reported_by_reward.get(name)
+        if reported is not None and now - reported < REPORT_EVERY_S:
+            return
+        self._reported_by_reward[name] = now
+        waited = f", for {now - since:.0f} s so far" if now - since >= 1 else ""
+        line = f"rewards: {name} is away ({reason}); asks again in {delay_s:.0f} s{waited}"
+        print_diagnostic(line, 0)
+
+    def end_wait(self, name: str) -> None:
+        """Note that the reward `name` has answered."""
+        since = self._since_by_reward.pop(name, None)
+        if since is not None:
+            self._reported_by_reward.pop(name, None)
+            seconds = time.monotonic() - since
+            print_diagnostic(f"rewards: {name} is back after {seconds:.0f} s", 0)
+
+
+def _walk(error: BaseException, depth: int = 0) -> Iterator[BaseException]:
+    """Yield an error, those in its arguments and its `reason`, and those behind it."""
+    yield error
+    if depth == _DEEPEST:
+        return
+    others = [getattr(error, "reason", None), error.__cause__ or error.__context__, *error.args]
+    for other in others:
+        if isinstance(other, BaseException):
+            yield from _walk(other, depth + 1)
+
+
+def _is_named(error: BaseException, names: Collection[str]) -> bool:
+    return any(kind.__name__ in names for kind in type(error).__mro__)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _read_retry_after(error: BaseException) -> float | None:
+    """Read Retry-After of an answer: seconds, or a date (RFC 9110); openai's is in milliseconds."""
+    headers = _read_headers(error)
+    milliseconds = headers.get("retry-after-ms")
+    text = headers.get("retry-after")
+    try:
+        if milliseconds is not None:
+            return max(0.0, float(milliseconds) / 1000)
+        if text is None:
+            return None
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(str(text)).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _read_headers(error: BaseException) -> Mapping[str, Any]:
+    """Return the headers of an error's answer, by their names in lower case."""
+    headers = getattr(error, "headers", None)
+    if headers is None:
+        headers = getattr(getattr(error, "response", None), "headers", None)
+    items = getattr(headers, "items", None)
+    return {str(name).lower(): value for name, value in items()} if callable(items) else {}

@@ -1,0 +1,82 @@
+"""Scoring in a stage: it stops when the stage does, and keeps the scores for its next attempt."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tuneloop.core.context import Stage
+from tuneloop.core.errors import Retryable
+from tuneloop.rewards.error_budget import check_error_budget
+from tuneloop.rewards.score_record import FILE, ScoreRecord
+from tuneloop.rewards.scoring import Outcome, Row, score_all
+
+SAVE_EVERY_S = 60.0
+"""Seconds between two resume points, in case the process is killed."""
+
+
+@dataclass
+class ScoringStage:
+    """Scores rows for a stage, with the scores of its earlier attempts."""
+
+    stage: Stage
+    record: ScoreRecord
+    saved: int = 0
+    """How many verdicts the newest resume point has."""
+    saved_at: float = 0.0
+
+    @classmethod
+    def open(cls, stage: Stage) -> "ScoringStage":
+        """Take up the scores that an earlier attempt of the stage has committed."""
+        point = stage.latest_resume()
+        record = ScoreRecord()
+        if point and FILE in point.manifest.files:
+            record = ScoreRecord.read(point.part(FILE))
+            stage.log(f"goes on with {len(record)} scores of the attempt before")
+        return cls(stage, record, len(record), time.monotonic())
+
+    def score(
+        self,
+        rows: Sequence[Row],
+        *,
+        timeout_s: float,
+        memory: int | None = None,
+        punish: bool = True,
+        workers: int = 1,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> list[Outcome]:
+        """Score rows as `score_all` does; what ends it early commits the scores so far."""
+
+        def advance(count: int) -> None:
+            self.stage.check_stop()
+            progress(count)
+            if time.monotonic() - self.saved_at >= SAVE_EVERY_S:
+                self.save()
+
+        try:
+            return score_all(
+                rows,
+                timeout_s=timeout_s,
+                memory=memory,
+                punish=punish,
+                workers=workers,
+                progress=advance,
+                record=self.record,
+            )
+        except BaseException:
+            self.save()
+            raise
+
+    def check_budget(self, outcomes: Sequence[Outcome], budget: float) -> None:
+        """Check a budget as `check_error_budget`; before another attempt, commit the scores."""
+        try:
+            check_error_budget(self.stage.name, outcomes, budget)
+        except Retryable:
+            self.save()
+            raise
+
+    def save(self) -> None:
+        """Commit the scores as a resume point, if there are more than the newest one has."""
+        self.saved_at = time.monotonic()
+        if len(self.record) > self.saved:
+            self.saved = len(self.record)
+            self.stage.save_resume(self.saved, self.record.write)
