@@ -158,9 +158,9 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         if is_checkpointed:
             layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
         each = f" × {ranks} ranks" if ranks > 1 else ""
-        kept = tokens * count_activation_bytes(model, is_checkpointed, dtype)
+        activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
         text = f"{batch:g} × {length:g} tokens × {layers}{each} activations"
-        parts.append((text, kept * ranks))
+        parts.append((text, activations * ranks))
         logits = tokens * model.vocab
         most = GPU_LOGITS if stage.accelerators else LOGITS
         whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= most else f"{most:,}"
