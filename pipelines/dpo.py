@@ -60,7 +60,7 @@ def stages(config: Config) -> list[StageSpec]:
             completion_tokens={"eval": config.evaluate.max_tokens},
         ),
         *([StageSpec(tokenize_data)] if config.tokenize else []),
-        StageSpec(sft, config.sft, processes=config.processes),
+        *([StageSpec(sft, config.sft, processes=config.processes)] if config.sft else []),
         StageSpec(reference_logprobs, config.reference, mismatched_pairs=mismatched),
         StageSpec(preference, config.preference, processes=config.processes),
         StageSpec(evaluate, config.evaluate, engine="transformers"),

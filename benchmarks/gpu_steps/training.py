@@ -193,21 +193,27 @@ def train_trl(step: Step, model: Path, data: Documents, steps: int, batch: int) 
     )
 
 
-def predict_memory(step: Step, model: Path, micro: int) -> None:
-    """Record what `plan` computes for these steps, with the longest documents they may have."""
-    from tuneloop.config.model_facts import Model, shape_of
+def predict_memory(step: Step, model: Path, data: Documents, batch: int, micro: int) -> None:
+    """Record what `plan` computes for the largest micro-batch of packed rows."""
+    from tuneloop.config.model_facts import Model, count_activation_bytes, shape_of
+    from tuneloop.training.batching import plan_micro_batches
+    from tuneloop.training.options import GPU_LOGITS
 
     config = json.loads((model / "config.json").read_text())
     shape = shape_of("random", config, model)
     assert isinstance(shape, Model)
+    largest = 0
+    for first in range(0, len(data), batch):
+        lengths = [len(ids) for ids, _ in data[first : first + batch]]
+        for indices in plan_micro_batches(lengths, micro, 1, packed=True)[0]:
+            largest = max(largest, sum(lengths[i] for i in indices))
     state = shape.parameters * 16
-    activations = micro * LONGEST * shape.layers * 34 * shape.hidden
-    logits = (1 << 25) * 8
+    activations = largest * count_activation_bytes(shape, False, "bfloat16")
+    logits = min(largest * shape.vocab, GPU_LOGITS) * 8
     step.record(
+        tokens=largest,
         predicted_bytes={"state": state, "activations": activations, "logits": logits},
         predicted_total=state + activations + logits,
-        micro_batch=micro,
-        longest=LONGEST,
     )
 
 
@@ -262,7 +268,7 @@ def run_layouts(
         train_ours(step, model, data, name, steps, batch, micro)
     if peer:
         train_trl(step, model, data, steps, batch)
-    predict_memory(step, model, micro)
+    predict_memory(step, model, data, batch, micro)
 
 
 def run(step: Step) -> None:

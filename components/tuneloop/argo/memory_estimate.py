@@ -1,11 +1,11 @@
 """Estimate the memory of a stage's pod, from its flags and the model's shape.
 
-Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in Rajbhandari et
-al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over. Activations a layer and token:
-34 × hidden bytes, Korthikanti et al., "Reducing Activation Recomputation" (2022), eq. 2 without the attention matrix,
-which fused attention does not keep, at 2 bytes a number, doubled for float32; with gradient checkpointing, the input of
-each layer (2 × hidden), and one whole layer. Logits: 4 bytes each, and their gradient, for as many as exist at once. KV
-cache a token: 2 × layers × KV heads × head size × bytes a number.
+Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in
+Rajbhandari et al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over.
+Activations a layer and token: those that torch saves for the backward pass (`count_layer_bytes`); with
+gradient checkpointing, the input of each layer (4 × hidden), and one whole layer. Logits: 4 bytes each,
+and their gradient, for as many as exist at once. KV cache a token: 2 × layers × KV heads × head size ×
+bytes a number.
 
 On a CPU, and for a server with `engine.snapshot`, a pod requests this memory and that of its programs
 (`compute_memory_request`). With a GPU, which holds these, it requests memory for its programs, and one copy of weights
@@ -22,7 +22,8 @@ from tuneloop.argo.jobset import dump_manifest
 from tuneloop.config.model_facts import (
     Model,
     ModelFacts,
-    count_activation_numbers,
+    count_activation_bytes,
+    count_layer_bytes,
     read_model_facts,
 )
 from tuneloop.stages.base_model import TINY, base_model
@@ -149,15 +150,17 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         batch *= max(
             (model.sequences for model in models if issubclass(model, TrainerOptions)), default=1
         )
-        tokens, wide = batch * length, 1 if stage.flags.get("dtype") == "bfloat16" else 2
-        layers = f"{model.layers} layers × 34"
+        tokens = batch * length
+        dtype = stage.flags.get("dtype", "float32")
         is_checkpointed = stage.flags.get("gradient_checkpointing") == "true"
+        layer = count_layer_bytes(model, dtype)
+        layers = f"{model.layers} layers × {layer:,}"
         if is_checkpointed:
-            layers = f"({model.layers} layers × 2 + 34 of one)"
+            layers = f"({model.layers} layers × {4 * model.hidden:,} + {layer:,} of one)"
         each = f" × {ranks} ranks" if ranks > 1 else ""
-        text = f"{batch:g} × {length:g} tokens × {layers} × {model.hidden}{' × 2 (float32)' if wide == 2 else ''}{each}"
-        numbers = tokens * count_activation_numbers(model, is_checkpointed)
-        parts.append((f"{text} activations", numbers * wide * ranks))
+        activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
+        text = f"{batch:g} × {length:g} tokens × {layers}{each} activations"
+        parts.append((text, activations * ranks))
         logits = tokens * model.vocab
         most = GPU_LOGITS if stage.accelerators else LOGITS
         whole = f"{batch:g} × {length:g} × {model.vocab}" if logits <= most else f"{most:,}"
