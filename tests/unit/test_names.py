@@ -21,9 +21,17 @@ def public_functions() -> Iterator[tuple[str, str]]:
 
 
 def test_one_word_names_only_get_fewer() -> None:
-    """A new function needs a better name; one that got a better name leaves the list. `main` is what programs have."""
+    """A new function needs a better name; one that got a better name leaves the list.
+
+    `main` is what programs have, and `score` what every reward has, a user's too."""
     found = list(public_functions())
-    one_word = {f"{module}:{name}" for module, name in found if "_" not in name and name != "main"}
+    one_word = {
+        f"{module}:{name}"
+        for module, name in found
+        if "_" not in name
+        and name != "main"
+        and not (name == "score" and module.startswith("rewards."))
+    }
     listed = set(LIST.read_text().split())
     assert not one_word - listed, "name these by a verb and its object"
     assert not listed - one_word, f"delete these from {LIST.name}"
