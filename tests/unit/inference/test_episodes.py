@@ -328,7 +328,7 @@ def test_what_only_an_episode_shows_is_not_asked_of_gold_answers(tmp_path: Path)
     assert made.facts["unchecked"] == 7
     both = data_prep(out=str(tmp_path / "b"), rewards={"environment": 1.0, "exact": 0.5}, **small)
     assert "unchecked" not in both.facts
-    with pytest.raises(UserError, match=r"7 of 7 gold answers earn less than 1 .*'format'"):
+    with pytest.raises(UserError, match=r"7 of 7 gold answers'.* less than full marks .*'format'"):
         data_prep(out=str(tmp_path / "c"), rewards={"environment": 1.0, "format": 1.0},
                   reward_args={"format": {"pattern": "x"}}, **small)  # fmt: skip
 
