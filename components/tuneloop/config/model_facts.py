@@ -287,5 +287,5 @@ def estimate_activation_bytes(
 ) -> float:
     """Estimate the bytes that training on a micro-batch of `tokens` keeps: activations and
     logits."""
-    kept = tokens * count_activation_bytes(model, is_checkpointed, dtype)
-    return kept + min(tokens * model.vocab, LOGITS) * 8
+    activations = tokens * count_activation_bytes(model, is_checkpointed, dtype)
+    return activations + min(tokens * model.vocab, LOGITS) * 8
