@@ -195,7 +195,7 @@ class Architecture:
     Attributes:
         padding: rows of embeddings that no token has.
         ends: tokens that end a completion beside the tokenizer's own, in generation_config.json.
-        by_vllm: whether vLLM of this project's version serves it on a CPU.
+        by_vllm: whether vLLM of this project's version computes it on a CPU in float32.
     """
 
     config: str
@@ -272,7 +272,13 @@ ARCHITECTURES = {
     ),
     "starcoder2": Architecture("Starcoder2Config", plain_tokenizer),
     "gpt_neox": Architecture(
-        "GPTNeoXConfig", plain_tokenizer, {"rotary_pct": 0.25}, padding=64, dtype="float16"
+        "GPTNeoXConfig",
+        plain_tokenizer,
+        {"rotary_pct": 0.25},
+        padding=64,
+        dtype="float16",
+        # vLLM 0.32 has no class of its own for it, and computes other log-probabilities.
+        by_vllm=False,
     ),
     "gpt_oss": Architecture(
         "GptOssConfig",
