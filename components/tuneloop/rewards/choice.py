@@ -90,12 +90,12 @@ def _names_another(remainder: str) -> bool:
 
 def _find_text(text: str, choices: Sequence[str]) -> str | None:
     folded = text.casefold().strip(" .")
-    found = [
+    letters = [
         letter
         for letter, choice in zip(string.ascii_uppercase, choices)
         if _simplify(choice).casefold().strip(" .") == folded
     ]
-    return found[0] if len(found) == 1 else None
+    return letters[0] if len(letters) == 1 else None
 
 
 def _simplify(text: str) -> str:

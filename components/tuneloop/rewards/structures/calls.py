@@ -144,11 +144,11 @@ def _read_calls(value: Any) -> list[Call]:
             return _read_calls(value[key])
     name = value.get("name", value.get("function"))
     if isinstance(name, str):
-        given = value.get("arguments", value.get("parameters", {}))
-        return [Call(name, _read_arguments(given))]
+        arguments = value.get("arguments", value.get("parameters", {}))
+        return [Call(name, _read_arguments(arguments))]
     if len(value) == 1:
-        ((name, given),) = value.items()
-        return [Call(name, _read_arguments(given))]
+        ((name, arguments),) = value.items()
+        return [Call(name, _read_arguments(arguments))]
     raise NotCalls("an object without a name")
 
 
