@@ -102,7 +102,7 @@ def test_ten_thousand_answers_all_get_a_score_and_end_no_stage(judge: str, tmp_p
     completions = list(itertools.islice(generate_completions(45), 10_000))
     storable = [text for text in completions if not any("\ud800" <= c <= "\udfff" for c in text)]
     others = [text for text in completions if any("\ud800" <= c <= "\udfff" for c in text)]
-    assert len(storable) > 5000 and len(others) > 500
+    assert len(storable) > 9000 and len(others) > 100
     draft = Draft(str(tmp_path / "rollouts"))
     tokens = {
         "request_id": "r",
