@@ -17,7 +17,7 @@ from tuneloop.rewards.scoring import Unverifiable
 
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 LETTER = re.compile(
-    r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(?:\)|(?=[.:,\s]|$))[.:]?\s*(.*)", re.DOTALL
+    r"(?:(?:option|choice|answer)\s*)?\(?([A-Z])(\)?[.:]?)(?![\w'’])\s*(.*)", re.DOTALL
 )
 BEGINS = re.compile(r"\W*[A-Z](?![\w'])")
 ANOTHER = re.compile(r"(?:\b(?:or|and)\b|[,/&]).*\(?\b[A-Z]\b|\([A-Z]\)", re.DOTALL)
@@ -72,15 +72,14 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
     letters = string.ascii_uppercase[: len(choices) or None]
     match = LETTER.fullmatch(plain)
     if match is not None and match[1] in letters:
-        remainder = match[2].strip()
+        remainder = match[3].strip()
         if not remainder:
             return match[1]
         named = _find_text(remainder, choices)
         # After the letter stands its own text, or words that choose nothing else.
         if named is not None:
             return match[1] if named == match[1] else None
-        is_article = plain.startswith("A ") and not plain.startswith("(A")
-        if not is_article and not _names_another(remainder):
+        if match[2] and not _names_another(remainder):
             return match[1]
     return _find_text(plain, choices)
 
@@ -91,12 +90,12 @@ def _names_another(remainder: str) -> bool:
 
 def _find_text(text: str, choices: Sequence[str]) -> str | None:
     folded = text.casefold().strip(" .")
-    found = [
+    letters = [
         letter
         for letter, choice in zip(string.ascii_uppercase, choices)
         if _simplify(choice).casefold().strip(" .") == folded
     ]
-    return found[0] if len(found) == 1 else None
+    return letters[0] if len(letters) == 1 else None
 
 
 def _simplify(text: str) -> str:

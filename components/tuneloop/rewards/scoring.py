@@ -160,7 +160,7 @@ def find_reward(name: str) -> Reward:
         float(high),
         needs_episode=bool(episode),
         trusted=bool(getattr(plugin, "TRUSTED", False)),
-        write_answers=getattr(plugin, "write_answers", None),
+        write_answers=getattr(home, "write_answers", None),
         source=_hash_source(function),
     )
 

@@ -77,7 +77,7 @@ def test_a_row_of_ones_own(
         (
             '{"answer": "7"}\n',
             ["--reward", "exactly"],
-            "rewards: 'exactly': unknown; known: code, ",
+            "rewards: 'exactly': unknown; known: choice, code, ",
         ),
         (
             '{"answer": "7"}\n',
@@ -115,7 +115,17 @@ def find_endings(
 
 
 @pytest.mark.parametrize(
-    "name", ["exact", "format", "length_penalty", "environment", "reasoning_gym"]
+    "name",
+    [
+        "exact",
+        "format",
+        "length_penalty",
+        "environment",
+        "reasoning_gym",
+        "choice",
+        "tool_calls",
+        "json_schema",
+    ],
 )
 def test_no_attack_gains_from_a_reward(name: str) -> None:
     endings = find_endings([name], [])

@@ -44,17 +44,17 @@ def find_final_answer(completion: str) -> FinalAnswer:
     The last box counts, with those that it is joined with; without a box the last statement;
     without a statement all of the text.
     """
-    _, ended, rest = completion.rpartition(THOUGHTS_END)
-    text = rest if ended else completion
+    _, ended, remainder = completion.rpartition(THOUGHTS_END)
+    text = remainder if ended else completion
     boxed = _find_last_boxes(text)
     if boxed is not None:
         return FinalAnswer(boxed, "box")
     if BOX.search(text):
         # The box was never closed: the completion was cut, and states nothing.
         return FinalAnswer("", "box")
-    stated = _find_last_statement(text)
-    if stated is not None:
-        return FinalAnswer(stated, "statement")
+    statement = _find_last_statement(text)
+    if statement is not None:
+        return FinalAnswer(statement, "statement")
     return FinalAnswer(text.strip(), "text")
 
 
@@ -127,14 +127,16 @@ def _find_last_statement(text: str) -> str | None:
     statements = list(STATED.finditer(text))
     if not statements:
         return None
-    rest = text[statements[-1].end() :].lstrip()
-    formula = MATH.match(rest)
+    remainder = text[statements[-1].end() :].lstrip()
+    formula = MATH.match(remainder)
     if formula is not None:
         end = formula.end()
-        while (following := MATH.search(rest, end)) and _are_joined(rest, end, following.start()):
+        while (following := MATH.search(remainder, end)) and _are_joined(
+            remainder, end, following.start()
+        ):
             end = following.end()
         # Units and a second answer may follow the formula in the same sentence.
-        sentence = SENTENCE_END.search(rest, end)
-        return rest[: sentence.start() if sentence else None].strip(" *_")
-    sentence = SENTENCE_END.search(rest)
-    return rest[: sentence.start() if sentence else None].strip(" *_")
+        sentence = SENTENCE_END.search(remainder, end)
+        return remainder[: sentence.start() if sentence else None].strip(" *_")
+    sentence = SENTENCE_END.search(remainder)
+    return remainder[: sentence.start() if sentence else None].strip(" *_")

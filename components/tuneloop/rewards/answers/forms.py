@@ -175,10 +175,10 @@ def _read(text: str, depth: int) -> Form:
     text = text.strip()
     if not text or depth == 0:
         return Writing(remove_spaces(text))
-    whole = TEXT.fullmatch(text)
-    if whole is not None and SEPARATOR_WORD.search(f" {whole[1]} "):
+    wrapped = TEXT.fullmatch(text)
+    if wrapped is not None and SEPARATOR_WORD.search(f" {wrapped[1]} "):
         # The names in \text{Maria and Ann} are several answers.
-        return _read(whole[1], depth - 1)
+        return _read(wrapped[1], depth - 1)
     for reader in READERS:
         form = reader(text, depth)
         if form is not None:
@@ -350,15 +350,15 @@ def _read_value(text: str) -> Value | Writing:
 
 def _is_expression(latex: str) -> bool:
     """Return whether `latex` holds nothing but what an expression may hold."""
-    rest = COMMAND.sub(" ", latex)
+    remainder = COMMAND.sub(" ", latex)
     return (
         bool(latex)
         and latex.isascii()
         and COMMANDS.issuperset(COMMAND.findall(latex))
-        and not FOREIGN_SIGNS.intersection(rest)
+        and not FOREIGN_SIGNS.intersection(remainder)
         # To the parser `3 4` is the mixed number 3 + 4.
         and DIGITS_APART.search(latex) is None
-        and not any(map(_is_word, LETTERS.findall(rest)))
+        and not any(map(_is_word, LETTERS.findall(remainder)))
         # The parser's time is exponential in the depth of brackets and in the number of bars.
         and len(latex) <= LONGEST_VALUE
         and measure_depth(latex) <= DEEPEST_VALUE

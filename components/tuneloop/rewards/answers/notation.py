@@ -2,6 +2,8 @@
 
 import re
 
+LONGEST = 5000
+"""Characters of the longest text whose notation is changed; no answer is longer."""
 SIGNS = {
     "−": "-",
     "–": "-",
@@ -68,7 +70,7 @@ WRAPPERS = [
     re.compile(r"\\\[(.*)\\\]", re.DOTALL),
     re.compile(r"(?:\\boxed|\\fbox)\s*\{(.*)\}", re.DOTALL),
 ]
-REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 MIXED = re.compile(r"(?<![\d.}\w])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
 MIXED_PLAIN = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d./])")
 PLAIN_FRACTION = re.compile(r"(?<![\d./}\w])(\d+)\s*/\s*(\d+)(?![\d./!^])")
@@ -79,6 +81,8 @@ def normalize_notation(text: str) -> str:
     """Return `text` in one of the ways to write it: without delimiters of formulas and spacing,
     with one spelling for each command, mixed numbers as sums, repeating decimals as fractions."""
     text = text.translate(SIGN_TABLE).strip().strip("*").strip()
+    if len(text) > LONGEST:
+        return " ".join(text.split())
     text = DOLLARS.sub("", _keep_currency(text)).strip()
     text = _unwrap(text)
     for pattern, replacement in SPELLINGS:

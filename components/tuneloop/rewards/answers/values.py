@@ -61,17 +61,17 @@ def parse_value(latex: str) -> Any:
     return expression.xreplace({**decimals, **imaginary})
 
 
-def are_equal(gold: str, other: str, *, scale: sympy.Rational = sympy.S.One) -> bool:
-    """Return whether `gold`, `scale` times, and `other`, in LaTeX, have the same value.
+def are_equal(gold: str, candidate: str, *, scale: sympy.Rational = sympy.S.One) -> bool:
+    """Return whether `gold`, `scale` times, and `candidate`, in LaTeX, have the same value.
 
     A decimal has to be exact where the gold value is a decimal, too; it may be rounded, to six
     digits or more, where the gold value has no end, as 1/3 and the root of 2.
     """
-    if len(gold) == len(other) == 1 and gold.isalpha():
+    if len(gold) == len(candidate) == 1 and gold.isalpha():
         # The parser makes no difference between the letters A and a.
-        return gold == other
+        return gold == candidate
     left = parse_value(gold)
-    right = parse_value(other)
+    right = parse_value(candidate)
     if left is None or right is None:
         return False
     if scale != 1:
@@ -88,8 +88,8 @@ def are_equal(gold: str, other: str, *, scale: sympy.Rational = sympy.S.One) -> 
         )
     left = left.doit()
     right = right.doit()
-    is_rounded = bool(DECIMAL.search(gold)) != bool(DECIMAL.search(other))
-    if is_rounded and not _has_end(left if DECIMAL.search(other) else right):
+    is_rounded = bool(DECIMAL.search(gold)) != bool(DECIMAL.search(candidate))
+    if is_rounded and not _has_end(left if DECIMAL.search(candidate) else right):
         tolerance = ROUNDED
     elif left.is_Rational and right.is_Rational:
         return bool(left == right)
@@ -108,7 +108,7 @@ def evaluate_number(latex: str) -> float | None:
 
 
 def is_proportional(left: Any, right: Any) -> bool:
-    """Return whether `right` is a constant other than 0 times `left`: their equations ``= 0`` are
+    """Return whether `right` is a constant candidate than 0 times `left`: their equations ``= 0`` are
     the same."""
     if not (_is_computable(left) and _is_computable(right)):
         return False

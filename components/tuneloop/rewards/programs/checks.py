@@ -231,8 +231,8 @@ def _run_tests(
 def _write_calls(calls: list[str]) -> str:
     """Write an expression that makes the calls in the space of the program, but has its own names
     in another, as the program may define the same."""
-    made = f"side['make_calls']({calls!r}, globals())"
-    return f"(lambda side: (exec({PROGRAM_SIDE!r}, side), {made})[1])({{}})"
+    calling = f"side['make_calls']({calls!r}, globals())"
+    return f"(lambda side: (exec({PROGRAM_SIDE!r}, side), {calling})[1])({{}})"
 
 
 def _read_results(ending: Ending, number: int) -> list[list[str]] | None:

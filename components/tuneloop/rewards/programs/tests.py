@@ -188,8 +188,8 @@ def _read_input_output(test: Mapping[str, Any], function: str | None) -> Case:
         return Case(_to_text(test["input"]), None, _to_text(test["output"]))
     arguments = test["input"] if isinstance(test["input"], list) else [test["input"]]
     listed = ", ".join(map(repr, arguments))
-    found = f"(Solution().{function} if 'Solution' in globals() else {function})"
-    return Case("", f"{found}({listed})", test["output"], may_be_first=True)
+    function_name = f"(Solution().{function} if 'Solution' in globals() else {function})"
+    return Case("", f"{function_name}({listed})", test["output"], may_be_first=True)
 
 
 def _to_text(value: Any) -> str:

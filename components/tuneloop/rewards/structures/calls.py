@@ -25,7 +25,8 @@ from tuneloop.rewards.structures.json_text import (
     take_final_text,
 )
 
-TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+TAG = "<tool_call>"
+END_TAG = "</tool_call>"
 XML_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
@@ -69,7 +70,7 @@ def parse_calls(completion: str, parameters: Mapping[str, Sequence[str]]) -> lis
 
 
 def _parse_text(text: str, parameters: Mapping[str, Sequence[str]]) -> list[Call]:
-    tagged = TAGGED.findall(text)
+    tagged = _take_tagged(text)
     if tagged:
         return [call for block in tagged for call in _parse_tagged(block)]
     if MISTRAL in text:
@@ -80,6 +81,12 @@ def _parse_text(text: str, parameters: Mapping[str, Sequence[str]]) -> list[Call
     if text[:1] == "{" or (text[:1] == "[" and text[1:].lstrip()[:1] in "{]"):
         return _read_calls(_parse_objects(text))
     return _parse_pythonic(text, parameters)
+
+
+def _take_tagged(text: str) -> list[str]:
+    """Take what stands between tags, each in one look at the text."""
+    parts = (part.partition(END_TAG) for part in text.split(TAG)[1:])
+    return [block.strip() for block, end, _ in parts if end]
 
 
 def _parse_tagged(block: str) -> list[Call]:
@@ -137,11 +144,11 @@ def _read_calls(value: Any) -> list[Call]:
             return _read_calls(value[key])
     name = value.get("name", value.get("function"))
     if isinstance(name, str):
-        given = value.get("arguments", value.get("parameters", {}))
-        return [Call(name, _read_arguments(given))]
+        arguments = value.get("arguments", value.get("parameters", {}))
+        return [Call(name, _read_arguments(arguments))]
     if len(value) == 1:
-        ((name, given),) = value.items()
-        return [Call(name, _read_arguments(given))]
+        ((name, arguments),) = value.items()
+        return [Call(name, _read_arguments(arguments))]
     raise NotCalls("an object without a name")
 
 
