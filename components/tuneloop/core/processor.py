@@ -10,6 +10,7 @@ signal ends it, both are limited, one line says so, and the manifest's provenanc
 ``TUNELOOP_PROCESSOR_CHECK`` is ``auto``, or answers in its place: ``good`` or ``bad``."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import signal
@@ -38,6 +39,10 @@ BELOW = (
 ONEDNN = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """oneDNN's variable and its old name; read once, at the first primitive: after torch is imported is early enough."""
 PATIENCE_S = 60
+# Of x86-64: the number of the system call, and its arguments (asm/prctl.h, asm/fpu/types.h).
+ARCH_PRCTL = 158
+REQUEST_PERMISSION = 0x1023
+TILE_DATA = 18
 
 LIMITED: dict[str, str] = {}
 """For the provenance: what is limited in this process, and why; empty if nothing is."""
@@ -51,13 +56,29 @@ def check_processor() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             line = f"processor: AMX is not used ({why}); oneDNN and vLLM are held to {LIMIT}"
             print(line, file=sys.stderr, flush=True)
+    if answer == "good" and advertises_amx():
+        request_tile_permission()
 
 
 def limit_workers() -> None:
-    """Limit a process of vLLM if a limited process of tuneloop started it; others are left alone. vLLM
-    calls this in each of its processes (entry point in ``vllm.general_plugins``)."""
+    """Limit a process of vLLM if a limited process of tuneloop started it; in any other one ask for
+    the permission to use AMX. vLLM calls this in each of its processes (entry point in
+    ``vllm.general_plugins``)."""
     if os.environ.get(VARIABLE) == "bad":
         limit_libraries(f"{VARIABLE}=bad")
+    elif advertises_amx():
+        request_tile_permission()
+
+
+def request_tile_permission() -> bool:
+    """Ask Linux for the permission to use AMX's tiles in this process; return whether it is given.
+
+    A process that uses them without it is ended by SIGILL (Linux, Documentation/arch/x86/xstate.rst).
+    oneDNN asks at its first product with tiles. vLLM's attention relies on that, and a small model
+    may compute attention before any such product.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    return library.syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
 def find_answer() -> tuple[Answer, str]:
