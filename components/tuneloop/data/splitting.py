@@ -89,6 +89,7 @@ class Router:
         self.bad_rows = bad_rows
         self.counts = Counts()
         self.total = splits.rows
+        self._own = splits.own
         self._streams = _open_streams(splits)
         self._homes: dict[int, int] = {}
         self._contents: set[int] = set()
@@ -99,9 +100,7 @@ class Router:
 
     def route(self) -> Iterator[RoutedRow]:
         """Yield all rows that a split gets, as they are read."""
-        limited = [split for split in SPLITS if self.sizes[split].number]
-        opened = [split for split in SPLITS if self.sizes[split].number is None]
-        for split in [*limited, *opened]:
+        for split in self._list_order():
             stream = self._streams[split]
             served = [other for other in SPLITS if self._streams[other] is stream]
             while self._has_room(split) and (item := next(stream, None)) is not None:
@@ -118,6 +117,16 @@ class Router:
                     continue
                 if routed is not None:
                     yield routed
+
+    def _list_order(self) -> list[Split]:
+        """List the splits in the order in which they take rows.
+
+        Held-out tables of the user's come first, whatever their size: the other splits must know
+        their prompts before they take rows of other tables."""
+        held_out = [split for split in HELD_OUT if split in self._own]
+        limited = [split for split in SPLITS if self.sizes[split].number]
+        opened = [split for split in SPLITS if self.sizes[split].number is None]
+        return list(dict.fromkeys([*held_out, *limited, *opened]))
 
     def _has_room(self, split: Split) -> bool:
         number = self.sizes[split].number

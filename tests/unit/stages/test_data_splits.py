@@ -129,6 +129,18 @@ def test_held_out_rows_of_another_file_are_never_trained(tmp_path: Path) -> None
     assert Artifact(str(tmp_path / "a")).manifest.facts["dropped"] == {"held_back": 2}
 
 
+@pytest.mark.parametrize("sizes", [{}, {"sft_eval": 0, "preference_eval": 0}])
+def test_a_held_out_file_takes_its_prompts_first(tmp_path: Path, sizes: dict[str, int]) -> None:
+    rows = [{"prompt": f"{i}", "answer": f"{i}"} for i in range(77)]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    held_out = write_rows(tmp_path / "y.jsonl", rows[40:70])
+    made = prepare(tmp_path / "a", file, source_args={"eval": held_out}, **sizes)
+    assert count_rows(made) == {"train": 47, "eval": 30}
+    assert not {row["prompt"] for row in made["train"]} & {row["prompt"] for row in made["eval"]}
+    made = prepare(tmp_path / "b", file, source_args={"eval": file}, **sizes)
+    assert count_rows(made) == {"eval": 77}
+
+
 def test_rows_of_several_forms_go_where_they_belong(tmp_path: Path) -> None:
     """A file of prompts with their completions, where some have a gold answer."""
     rows = [
