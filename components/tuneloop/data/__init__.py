@@ -59,6 +59,7 @@ class Example:
         row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
         rewards: reward → weight that fit this row, where the user named none.
         nulls: how many null fields of nested columns were left out of the row.
+        is_plain: whether a prompt that is text stays text, also where plain prompts become chats.
         key: what decides whether two rows have the same prompt, where it is not the prompt.
     """
 
@@ -72,6 +73,7 @@ class Example:
     conversation: list[dict[str, Any]] | None = None
     row: str | None = None
     rewards: Mapping[str, float] | None = None
+    is_plain: bool = False
     key: str | None = None
     nulls: int = 0
 

@@ -30,9 +30,14 @@ class Form:
     chat: bool = False
     system: str | None = None
 
-    def render(self, prompt: str | list[dict[str, Any]]) -> tuple[str, bool]:
-        """Return the text of the column ``prompt``, and whether it is a chat."""
-        if isinstance(prompt, str) and not self.chat:
+    def render(
+        self, prompt: str | list[dict[str, Any]], is_plain: bool = False
+    ) -> tuple[str, bool]:
+        """Return the text of the column ``prompt``, and whether it is a chat.
+
+        Args:
+            is_plain: whether text stays text, also where `chat` is set."""
+        if isinstance(prompt, str) and (is_plain or not self.chat):
             return prompt, False
         messages = as_messages(prompt)
         if self.system is not None and messages[0]["role"] != "system":
@@ -139,7 +144,7 @@ class Router:
         if not fitting:
             self.counts.unused += 1
             return None
-        prompt, is_chat = self.form.render(example.prompt)
+        prompt, is_chat = self.form.render(example.prompt, example.is_plain)
         conversation = None
         if example.conversation is not None:
             conversation, _ = self.form.render(example.conversation)

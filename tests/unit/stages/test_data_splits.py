@@ -207,6 +207,13 @@ def test_columns_name_what_no_layout_has(tmp_path: Path) -> None:
         prepare(tmp_path / "b", "digits", columns=columns)
 
 
+def test_plain_text_stays_plain_for_a_chat_model(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "x.jsonl", [{"text": "Ada walked."}, {"text": "Ben walked."}])
+    made = prepare(tmp_path / "a", file, chat=True, system="Be brief.")
+    found = {(row["prompt"], row["completion"], row["chat"]) for row in made["sft"]}
+    assert found == {("Ada", " walked.", False), ("Ben", " walked.", False)}
+
+
 def test_tools_are_in_every_part(tmp_path: Path) -> None:
     tools = [{"name": "get", "parameters": {"type": "object"}}]
     rows = [{**build_chat(number), "tools": tools} for number in range(3)]
