@@ -92,6 +92,7 @@ class Splits:
         preference_eval: held-out pairs; None: they come from where `preference` does.
         rows: how many rows `train` has; None: as many as are asked for.
         own: the splits that have a table of their own, and take all of it by default.
+        unread: columns of `train` that nothing is read from.
         lines: what a source has to say of its files, a sentence each.
         facts: the same for programs.
     """
@@ -104,6 +105,7 @@ class Splits:
     preference_eval: Examples | None = None
     rows: int | None = None
     own: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -51,6 +51,7 @@ class Table:
     Attributes:
         rows: by number; empty where they are streamed.
         stream: all rows in their final order, where they are streamed.
+        unread: columns of the first rows that nothing is read from.
     """
 
     place: str
@@ -58,6 +59,7 @@ class Table:
     layout: Layout | None
     columns: Columns
     stream: Iterator[Row | BadRow] | None = None
+    unread: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Describe in one line what was recognised."""
@@ -170,6 +172,7 @@ def load_splits(
         preference=parts.get("preference"),
         rows=None if streaming else len(table.rows),
         own=frozenset(parts),
+        unread=table.unread,
         lines=tuple(lines),
         facts={"recognised": lines},
     )
@@ -272,14 +275,24 @@ class Opener:
         layout = self._choose_layout(head, place, next(iter(rows), None))
         if layout is not None and layout.companion is not None:
             rows = self._join_companion(rows, files, layout.companion)
-        return Table(place, rows, layout, self.columns)
+        return Table(place, rows, layout, self.columns, unread=self._list_unread(head, layout))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Table:
         """Open rows of the hub that are read as they come."""
         first, stream = hub.stream_split(path, self.name, self.revision, split, seed)
         head = [row for row in first if isinstance(row, Row)]
         layout = self._choose_layout(head, path, None)
-        return Table(path, Places(0, lambda place: head[place]), layout, self.columns, stream)
+        rows: Rows = Places(0, lambda place: head[place])
+        unread = self._list_unread(head, layout)
+        return Table(path, rows, layout, self.columns, stream, unread)
+
+    def _list_unread(self, head: Sequence[Row], layout: Layout | None) -> tuple[str, ...]:
+        """List the columns that neither a layout nor the user's own columns name."""
+        paths = ["tools", *self.columns.list_paths().values()]
+        paths += [] if layout is None else layout.columns
+        roots = {path.partition(".")[0] for path in paths}
+        names = dict.fromkeys(name for row in head for name in row.values)
+        return tuple(name for name in names if name not in roots and name not in paths)
 
     def _choose_layout(
         self, head: Sequence[Row], place: str, first: Row | BadRow | None
@@ -351,6 +364,7 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
     return replace(
         Splits.of(_mix(streams, weights, derive_seed(seed, "mixture"))),
         rows=int(rows),
+        unread=tuple(dict.fromkeys(name for table in tables for name in table.unread)),
         lines=tuple(lines),
         facts={"recognised": lines, "mixture": [part.model_dump(mode="json") for part in mixture]},
     )
@@ -381,7 +395,7 @@ def _pair_up(table: Table, seed: int | None) -> Iterator[Example | BadRow]:
         if isinstance(example, BadRow):
             yield example
             continue
-        key = repr(example.prompt)
+        key = repr((example.prompt, example.tools))
         partners = waiting.setdefault(key, [])
         if partners and (partners[0].rejected is None) != (example.rejected is None):
             partner = partners.pop(0)

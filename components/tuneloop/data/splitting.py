@@ -94,6 +94,8 @@ class Router:
         self.bad_rows = bad_rows
         self.counts = Counts()
         self.total = splits.rows
+        # How many rows there are in all is not known beside tables of their own.
+        self._checked_early = None if splits.own else splits.rows
         self._own = splits.own
         self._streams = _open_streams(splits)
         self._homes: dict[int, int] = {}
@@ -112,13 +114,13 @@ class Router:
                 self.counts.read += 1
                 if isinstance(item, BadRow):
                     self.bad_rows.add(item.row, item.reason)
-                    self.bad_rows.check_early(self.total)
+                    self.bad_rows.check_early(self._checked_early)
                     continue
                 try:
                     routed = self._route_example(item, split, served)
                 except BadValue as error:
                     self.bad_rows.add(name_row(item), str(error))
-                    self.bad_rows.check_early(self.total)
+                    self.bad_rows.check_early(self._checked_early)
                     continue
                 if routed is not None:
                     yield routed

@@ -196,7 +196,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         about = jsonl(tmp_path / f"{number}.jsonl", [row])
         about["columns"] = columns
         path = tmp_path / str(number)
-        prepare(path, **about, **{"train": 0, "eval": 0, "sft": 0, **sizes})
+        prepare(path, **about, **{"train": 0, "eval": 0, "sft": 0, **sizes}, rewards={"exact": 1.0})
         (found,) = pq.read_table(Artifact(str(path)).path / f"{split}.parquet").to_pylist()
         assert wanted.items() <= found.items()
         assert Artifact(str(path)).manifest.facts["unchecked"] == 1
