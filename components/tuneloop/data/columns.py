@@ -90,8 +90,11 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
             example = replace(example, prompt=prompt, is_plain=False)
         if self.system and (text := get_path(values, self.system)) not in (MISSING, None, ""):
             messages = as_messages(example.prompt)
-            system = {"role": "system", "content": _require_text(text, self.system)}
-            example = replace(example, prompt=[system, *messages])
+            content = _require_text(text, self.system)
+            # A conversation that has a system message keeps its own.
+            if messages[0]["role"] != "system":
+                system = {"role": "system", "content": content}
+                example = replace(example, prompt=[system, *messages])
         if "answer" in self.model_fields_set:
             answer = None
             if self.answer is not None:

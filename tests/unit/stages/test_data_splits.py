@@ -258,6 +258,18 @@ def test_good_and_bad_completions_keep_their_tools(tmp_path: Path) -> None:
     assert not prepare(tmp_path / "b", file)["preference"]
 
 
+def test_a_conversation_has_one_system_message(tmp_path: Path) -> None:
+    plain = build_chat(1)
+    begun = [{"role": "system", "content": "Be kind."}, *build_chat(2)["messages"]]
+    rows = [{**plain, "rule": "Be brief."}, {"messages": begun, "rule": "Be brief."}]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    made = prepare(tmp_path / "a", file, columns={"messages": "messages", "system": "rule"})
+    heads = sorted(json.loads(row["prompt"])[0]["content"] for row in made["sft"])
+    assert heads == ["Be brief.", "Be kind."]
+    roles = [[message["role"] for message in json.loads(row["prompt"])] for row in made["sft"]]
+    assert roles == [["system", "user", "assistant"]] * 2
+
+
 def test_a_mixture_has_the_shares_of_its_weights(tmp_path: Path) -> None:
     chats = write_rows(tmp_path / "a.jsonl", [build_chat(number) for number in range(600)])
     pairs = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(600)]
