@@ -59,6 +59,7 @@ class Example:
         row: the name of the row in the user's file: ``FILE:LINE`` or ``FILE row N``.
         rewards: reward → weight that fit this row, where the user named none.
         nulls: how many null fields of nested columns were left out of the row.
+        is_plain: whether a prompt that is text stays text, also where plain prompts become chats.
         key: what decides whether two rows have the same prompt, where it is not the prompt.
     """
 
@@ -72,6 +73,7 @@ class Example:
     conversation: list[dict[str, Any]] | None = None
     row: str | None = None
     rewards: Mapping[str, float] | None = None
+    is_plain: bool = False
     key: str | None = None
     nulls: int = 0
 
@@ -90,6 +92,7 @@ class Splits:
         preference_eval: held-out pairs; None: they come from where `preference` does.
         rows: how many rows `train` has; None: as many as are asked for.
         own: the splits that have a table of their own, and take all of it by default.
+        unread: columns of `train` that nothing is read from.
         lines: what a source has to say of its files, a sentence each.
         facts: the same for programs.
     """
@@ -102,6 +105,7 @@ class Splits:
     preference_eval: Examples | None = None
     rows: int | None = None
     own: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -87,11 +87,14 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
             prompt = read_prompt(get_path(values, path), path)
             if self.input and (more := get_path(values, self.input)) not in (MISSING, None, ""):
                 prompt = f"{_require_text(prompt, path)}\n\n{_require_text(more, self.input)}"
-            example = replace(example, prompt=prompt)
+            example = replace(example, prompt=prompt, is_plain=False)
         if self.system and (text := get_path(values, self.system)) not in (MISSING, None, ""):
             messages = as_messages(example.prompt)
-            system = {"role": "system", "content": _require_text(text, self.system)}
-            example = replace(example, prompt=[system, *messages])
+            content = _require_text(text, self.system)
+            # A conversation that has a system message keeps its own.
+            if messages[0]["role"] != "system":
+                system = {"role": "system", "content": content}
+                example = replace(example, prompt=[system, *messages])
         if "answer" in self.model_fields_set:
             answer = None
             if self.answer is not None:

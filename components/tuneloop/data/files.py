@@ -20,7 +20,13 @@ from tuneloop.data import BadRow, BadValue, Example, Splits
 from tuneloop.data.columns import Columns
 from tuneloop.data.layouts import Layout, find_layout, list_layouts, recognise_layout
 from tuneloop.data.readers import Row, Rows, hub
-from tuneloop.data.readers.opening import digest_files, is_on_hub, open_rows, read_file
+from tuneloop.data.readers.opening import (
+    digest_files,
+    is_on_hub,
+    list_all_files,
+    open_rows,
+    read_file,
+)
 from tuneloop.formats.token_files import Places
 
 PROBED = 20
@@ -45,6 +51,7 @@ class Table:
     Attributes:
         rows: by number; empty where they are streamed.
         stream: all rows in their final order, where they are streamed.
+        unread: columns of the first rows that nothing is read from.
     """
 
     place: str
@@ -52,6 +59,7 @@ class Table:
     layout: Layout | None
     columns: Columns
     stream: Iterator[Row | BadRow] | None = None
+    unread: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Describe in one line what was recognised."""
@@ -147,16 +155,16 @@ def load_splits(
     stream = _pair_up(table, order)
     lines = [table.describe()]
     parts: dict[str, Iterable[Example | BadRow]] = {}
-    for part, place, part_split in (
-        ("eval", eval, eval_split),
-        ("sft", sft, sft_split),
-        ("preference", preference, preference_split),
-    ):
-        if place or part_split:
-            other = opener.open(place or path, part_split or ("train" if place else split))
-            lines.append(f"{part}: {other.describe()}")
-            part_order = derive_seed(seed, part) if shuffle else None
-            parts[part] = _pair_up(other, part_order)
+    own = {
+        "eval": (eval, eval_split),
+        "sft": (sft, sft_split),
+        "preference": (preference, preference_split),
+    }
+    for part, source in _choose_own(path, own).items():
+        other = opener.open(source.place, source.split)
+        lines.append(f"{part}: {other.describe()}")
+        part_order = derive_seed(seed, part) if shuffle else None
+        parts[part] = _pair_up(other, part_order)
     return Splits(
         train=stream,
         eval=parts.get("eval", stream),
@@ -164,6 +172,7 @@ def load_splits(
         preference=parts.get("preference"),
         rows=None if streaming else len(table.rows),
         own=frozenset(parts),
+        unread=table.unread,
         lines=tuple(lines),
         facts={"recognised": lines},
     )
@@ -171,18 +180,81 @@ def load_splits(
 
 def digest_source(arguments: Mapping[str, Any]) -> str | None:
     """Digest the bytes of all files; None where one cannot be read."""
-    split = str(arguments.get("split", "train"))
-    places: list[str] = []
-    for part in arguments.get("mixture") or []:
-        source = part.source if isinstance(part, Part) else part.get("source")
-        places.append(str(source))
-    for key in ("path", "eval", "sft", "preference", "answers"):
-        value = arguments.get(key)
-        places += [value] if isinstance(value, str) else [str(place) for place in value or []]
+    patterns = {layout.companion[0] for layout in list_layouts() if layout.companion is not None}
+    pairs: list[tuple[str, str]] = []
     try:
-        return digest_files([place for place in places if place], split)
+        for source in list_sources(arguments):
+            addresses = source.list_addresses()
+            pairs += [(address, source.split) for address in addresses]
+            files = list_all_files(addresses, source.split)
+            # Which layout the rows have is not known yet: a file that may be their companion counts.
+            companions = [find_companion(files, pattern) for pattern in sorted(patterns)]
+            pairs += [(companion, source.split) for companion in companions if companion]
+        return digest_files(pairs)
     except UserError:
         return None
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Where a table is read from.
+
+    Attributes:
+        setting: of the stage `data_prep`, that names the place.
+        split: of a data set on the hub, or of a folder.
+    """
+
+    setting: str
+    place: Place
+    split: str
+
+    def list_addresses(self) -> list[str]:
+        """List the paths and addresses that the place consists of."""
+        return [self.place] if isinstance(self.place, str) else list(self.place)
+
+
+def list_sources(arguments: Mapping[str, Any]) -> list[TableSource]:
+    """List all that `load_splits` opens with these arguments, each with its split. Files that are
+    companions by their name alone are not among them."""
+    mixture = arguments.get("mixture") or []
+    if mixture:
+        parts = [part if isinstance(part, Part) else Part(**part) for part in mixture]
+        return [
+            TableSource(f"mixture.{number}.source", part.source, part.split)
+            for number, part in enumerate(parts)
+        ]
+    path = arguments.get("path") or []
+    split = arguments.get("split") or "train"
+    own = {
+        part: (arguments.get(part), arguments.get(f"{part}_split"))
+        for part in ("eval", "sft", "preference")
+    }
+    sources = [TableSource("source", path, split), *_choose_own(path, own).values()]
+    if answers := arguments.get("answers"):
+        sources.append(TableSource("source_args.answers", answers, split))
+    return sources
+
+
+def _choose_own(
+    path: Place, own: Mapping[str, tuple[Place | None, str | None]]
+) -> dict[str, TableSource]:
+    """Choose where the parts that have a place or a split of their own are read from."""
+    sources: dict[str, TableSource] = {}
+    for part, (place, split) in own.items():
+        if place:
+            sources[part] = TableSource(f"source_args.{part}", place, split or "train")
+        elif split:
+            sources[part] = TableSource(f"source_args.{part}_split", path, split)
+    return sources
+
+
+def find_companion(files: Sequence[str], pattern: str) -> str | None:
+    """Find the file beside the only one of `files` that a layout's `companion` names."""
+    if len(files) != 1:
+        return None
+    file = Path(files[0])
+    beside = file.parent / pattern.format(name=file.name)
+    return str(beside) if beside.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -203,14 +275,24 @@ class Opener:
         layout = self._choose_layout(head, place, next(iter(rows), None))
         if layout is not None and layout.companion is not None:
             rows = self._join_companion(rows, files, layout.companion)
-        return Table(place, rows, layout, self.columns)
+        return Table(place, rows, layout, self.columns, unread=self._list_unread(head, layout))
 
     def open_stream(self, path: str, split: str, seed: int | None) -> Table:
         """Open rows of the hub that are read as they come."""
         first, stream = hub.stream_split(path, self.name, self.revision, split, seed)
         head = [row for row in first if isinstance(row, Row)]
         layout = self._choose_layout(head, path, None)
-        return Table(path, Places(0, lambda place: head[place]), layout, self.columns, stream)
+        rows: Rows = Places(0, lambda place: head[place])
+        unread = self._list_unread(head, layout)
+        return Table(path, rows, layout, self.columns, stream, unread)
+
+    def _list_unread(self, head: Sequence[Row], layout: Layout | None) -> tuple[str, ...]:
+        """List the columns that neither a layout nor the user's own columns name."""
+        paths = ["tools", *self.columns.list_paths().values()]
+        paths += [] if layout is None else layout.columns
+        roots = {path.partition(".")[0] for path in paths}
+        names = dict.fromkeys(name for row in head for name in row.values)
+        return tuple(name for name in names if name not in roots and name not in paths)
 
     def _choose_layout(
         self, head: Sequence[Row], place: str, first: Row | BadRow | None
@@ -241,10 +323,7 @@ class Opener:
     def _join_companion(self, rows: Rows, files: list[str], companion: tuple[str, str]) -> Rows:
         """Join rows with those of a file beside them that have the same key."""
         pattern, key = companion
-        path = self.answers
-        if path is None and len(files) == 1:
-            beside = Path(files[0]).parent / pattern.format(name=Path(files[0]).name)
-            path = str(beside) if beside.is_file() else None
+        path = find_companion(files, pattern) if self.answers is None else self.answers
         if path is None:
             return rows
         others = read_file(path)
@@ -285,6 +364,7 @@ def _load_mixture(seed: int, mixture: Sequence[Part], shuffle: bool) -> Splits:
     return replace(
         Splits.of(_mix(streams, weights, derive_seed(seed, "mixture"))),
         rows=int(rows),
+        unread=tuple(dict.fromkeys(name for table in tables for name in table.unread)),
         lines=tuple(lines),
         facts={"recognised": lines, "mixture": [part.model_dump(mode="json") for part in mixture]},
     )
@@ -315,7 +395,7 @@ def _pair_up(table: Table, seed: int | None) -> Iterator[Example | BadRow]:
         if isinstance(example, BadRow):
             yield example
             continue
-        key = repr(example.prompt)
+        key = repr((example.prompt, example.tools))
         partners = waiting.setdefault(key, [])
         if partners and (partners[0].rejected is None) != (example.rejected is None):
             partner = partners.pop(0)

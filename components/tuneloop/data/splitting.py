@@ -30,9 +30,14 @@ class Form:
     chat: bool = False
     system: str | None = None
 
-    def render(self, prompt: str | list[dict[str, Any]]) -> tuple[str, bool]:
-        """Return the text of the column ``prompt``, and whether it is a chat."""
-        if isinstance(prompt, str) and not self.chat:
+    def render(
+        self, prompt: str | list[dict[str, Any]], is_plain: bool = False
+    ) -> tuple[str, bool]:
+        """Return the text of the column ``prompt``, and whether it is a chat.
+
+        Args:
+            is_plain: whether text stays text, also where `chat` is set."""
+        if isinstance(prompt, str) and (is_plain or not self.chat):
             return prompt, False
         messages = as_messages(prompt)
         if self.system is not None and messages[0]["role"] != "system":
@@ -89,6 +94,9 @@ class Router:
         self.bad_rows = bad_rows
         self.counts = Counts()
         self.total = splits.rows
+        # How many rows there are in all is not known beside tables of their own.
+        self._checked_early = None if splits.own else splits.rows
+        self._own = splits.own
         self._streams = _open_streams(splits)
         self._homes: dict[int, int] = {}
         self._contents: set[int] = set()
@@ -99,25 +107,33 @@ class Router:
 
     def route(self) -> Iterator[RoutedRow]:
         """Yield all rows that a split gets, as they are read."""
-        limited = [split for split in SPLITS if self.sizes[split].number]
-        opened = [split for split in SPLITS if self.sizes[split].number is None]
-        for split in [*limited, *opened]:
+        for split in self._list_order():
             stream = self._streams[split]
             served = [other for other in SPLITS if self._streams[other] is stream]
             while self._has_room(split) and (item := next(stream, None)) is not None:
                 self.counts.read += 1
                 if isinstance(item, BadRow):
                     self.bad_rows.add(item.row, item.reason)
-                    self.bad_rows.check_early(self.total)
+                    self.bad_rows.check_early(self._checked_early)
                     continue
                 try:
                     routed = self._route_example(item, split, served)
                 except BadValue as error:
                     self.bad_rows.add(name_row(item), str(error))
-                    self.bad_rows.check_early(self.total)
+                    self.bad_rows.check_early(self._checked_early)
                     continue
                 if routed is not None:
                     yield routed
+
+    def _list_order(self) -> list[Split]:
+        """List the splits in the order in which they take rows.
+
+        Held-out tables of the user's come first, whatever their size: the other splits must know
+        their prompts before they take rows of other tables."""
+        held_out = [split for split in HELD_OUT if split in self._own]
+        limited = [split for split in SPLITS if self.sizes[split].number]
+        opened = [split for split in SPLITS if self.sizes[split].number is None]
+        return list(dict.fromkeys([*held_out, *limited, *opened]))
 
     def _has_room(self, split: Split) -> bool:
         number = self.sizes[split].number
@@ -130,7 +146,7 @@ class Router:
         if not fitting:
             self.counts.unused += 1
             return None
-        prompt, is_chat = self.form.render(example.prompt)
+        prompt, is_chat = self.form.render(example.prompt, example.is_plain)
         conversation = None
         if example.conversation is not None:
             conversation, _ = self.form.render(example.conversation)

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from tuneloop.core import plugins
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.data.sizes import SPLITS, Split
-from tuneloop.data.splitting import RoutedRow, get_completion, name_row
+from tuneloop.data.splitting import PROMPT_SPLITS, RoutedRow, get_completion, name_row
 from tuneloop.rewards.proof import prove_answers
 from tuneloop.rewards.scoring import find_reward, parse_spec
 
@@ -76,6 +76,8 @@ SCHEMAS: dict[Split, pa.Schema] = {
     "preference": PAIRS,
     "train": PROMPTS,
 }
+DEFAULT_REWARDS: Mapping[str, float] = {"exact": 1.0}
+"""What judges rows where neither the user nor the source says it."""
 ALWAYS_WRITTEN = ("eval", "sft", "train")
 """Splits that have a file also where they have no rows."""
 
@@ -86,20 +88,27 @@ class RowBuilder:
     Attributes:
         rewards: what the user wants all rows to be judged by; None: what fits a row by its source.
         reward_args: metadata that all rows get.
+        prompts: rows that are prompts for RL or its evaluation.
+        hopeless: those of them without an answer that the default reward would compare with.
     """
 
     def __init__(self, rewards: Mapping[str, float] | None, reward_args: Mapping[str, Any]) -> None:
         self.rewards = rewards
         self.reward_args = reward_args
         self.specs: Counter[str] = Counter()
+        self.prompts = 0
+        self.hopeless = 0
         self._sampled: Counter[str] = Counter()
 
     def build(self, routed: RoutedRow) -> dict[str, Any]:
         """Build the row of an example."""
         example = routed.example
-        rewards = self.rewards or example.rewards or {"exact": 1.0}
+        rewards = self.rewards or example.rewards or DEFAULT_REWARDS
         spec = json.dumps(dict(rewards), sort_keys=True)
         self.specs[spec] += 1
+        if not set(PROMPT_SPLITS).isdisjoint(routed.splits):
+            self.prompts += 1
+            self.hopeless += rewards is DEFAULT_REWARDS and example.answer is None
         metadata = {**example.metadata, **self.reward_args}
         if example.tools is not None:
             metadata.setdefault("tools", example.tools)

@@ -30,6 +30,7 @@ from tuneloop.data.sources import (
 )
 from tuneloop.data.splitting import Counts, Form, Router
 from tuneloop.data.tables import (
+    DEFAULT_REWARDS,
     Examine,
     Preparation,
     RowBuilder,
@@ -206,6 +207,7 @@ def data_prep(
     writers = write_rows(stage, router, builder, tally)
     bad.check(router.counts.read)
     _check_sizes(splits, sizes, router.counts, source)
+    _check_rewards(splits, sizes, router.counts, builder)
     wrong.check(tally.examined - tally.unchecked)
     for writer in writers.values():
         writer.close()
@@ -282,6 +284,27 @@ def _check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, so
     if not counts.taken.total() and any(size.number is None for size in sizes.values()):
         remedy = "no row of it is of a form that is used; see data.columns (docs/data.md)"
         raise UserError("data_prep.source", source, remedy)
+
+
+def _check_rewards(
+    splits: Splits, sizes: Mapping[Split, Size], counts: Counts, builder: RowBuilder
+) -> None:
+    """Check that the default reward can score a prompt at all, where prompts are what the source is
+    for. Raises UserError."""
+    if not builder.prompts or builder.hopeless < builder.prompts:
+        return
+    # Beside demonstrations or pairs of the same rows, a few prompts are a by-product.
+    others = set(SPLITS) - {"train", "eval"} - splits.own
+    if not sizes["train"].number and any(counts.taken[split] for split in others):
+        return
+    unread = ""
+    if splits.unread:
+        unread = f"; columns that nothing is read from: {', '.join(splits.unread)}"
+    remedy = (
+        "no prompt has an answer, and the default reward compares with one: name the column of the "
+        f"answers (data.columns.answer{unread}), or choose a reward that needs none (data.rewards)"
+    )
+    raise UserError("data.rewards", dict(DEFAULT_REWARDS), remedy)
 
 
 def _report(

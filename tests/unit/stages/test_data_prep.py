@@ -196,7 +196,7 @@ def test_forms_without_answers(tmp_path: Path) -> None:
         about = jsonl(tmp_path / f"{number}.jsonl", [row])
         about["columns"] = columns
         path = tmp_path / str(number)
-        prepare(path, **about, **{"train": 0, "eval": 0, "sft": 0, **sizes})
+        prepare(path, **about, **{"train": 0, "eval": 0, "sft": 0, **sizes}, rewards={"exact": 1.0})
         (found,) = pq.read_table(Artifact(str(path)).path / f"{split}.parquet").to_pylist()
         assert wanted.items() <= found.items()
         assert Artifact(str(path)).manifest.facts["unchecked"] == 1
@@ -351,6 +351,33 @@ def test_a_file_that_changed_is_no_resume(tmp_path: Path) -> None:
     assert prepare(tmp_path / "p", **source, eval=0, sft=0) == first, (
         "what is committed needs no source"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed"),
+    [
+        ({"path": "rows", "eval_split": "test"}, "rows/test.jsonl"),
+        ({"path": "rows", "sft_split": "test"}, "rows/test.jsonl"),
+        ({"path": "rows", "preference_split": "test"}, "rows/test.jsonl"),
+        ({"path": "rows", "split": "test", "eval": "rows"}, "rows/train.jsonl"),
+        ({"mixture": [{"source": "rows", "split": "test"}]}, "rows/test.jsonl"),
+        ({"path": "rows/test.jsonl"}, "rows/possible_answer/test.jsonl"),
+        ({"mixture": [{"source": "rows/test.jsonl"}]}, "rows/possible_answer/test.jsonl"),
+        ({"path": "rows", "answers": "rows/test.jsonl"}, "rows/test.jsonl"),
+    ],
+)
+def test_every_file_that_is_read_is_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], changed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows" / "possible_answer").mkdir(parents=True)
+    for name in ("train.jsonl", "test.jsonl", "possible_answer/test.jsonl"):
+        jsonl(tmp_path / "rows" / name, [{"id": 1, "prompt": "1+1", "answer": "2"}])
+    first = files.digest_source(arguments)
+    assert first is not None
+    assert files.digest_source(arguments) == first
+    jsonl(tmp_path / changed, [{"id": 1, "prompt": "1+2", "answer": "3"}])
+    assert files.digest_source(arguments) != first
 
 
 def test_a_folder_that_changed_is_another_source(tmp_path: Path) -> None:

@@ -129,6 +129,18 @@ def test_held_out_rows_of_another_file_are_never_trained(tmp_path: Path) -> None
     assert Artifact(str(tmp_path / "a")).manifest.facts["dropped"] == {"held_back": 2}
 
 
+@pytest.mark.parametrize("sizes", [{}, {"sft_eval": 0, "preference_eval": 0}])
+def test_a_held_out_file_takes_its_prompts_first(tmp_path: Path, sizes: dict[str, int]) -> None:
+    rows = [{"prompt": f"{i}", "answer": f"{i}"} for i in range(77)]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    held_out = write_rows(tmp_path / "y.jsonl", rows[40:70])
+    made = prepare(tmp_path / "a", file, source_args={"eval": held_out}, **sizes)
+    assert count_rows(made) == {"train": 47, "eval": 30}
+    assert not {row["prompt"] for row in made["train"]} & {row["prompt"] for row in made["eval"]}
+    made = prepare(tmp_path / "b", file, source_args={"eval": file}, **sizes)
+    assert count_rows(made) == {"eval": 77}
+
+
 def test_rows_of_several_forms_go_where_they_belong(tmp_path: Path) -> None:
     """A file of prompts with their completions, where some have a gold answer."""
     rows = [
@@ -170,6 +182,15 @@ def test_data_that_is_bad_all_over_stops_with_ten_examples(tmp_path: Path) -> No
     assert str(caught.value).count("x.jsonl:") == 10
 
 
+def test_bad_rows_of_another_file_are_a_share_of_all_rows(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "x.jsonl", [{"prompt": f"{i}", "answer": "1"} for i in range(30)])
+    bad = [{"messages": [{"role": "user", "content": 5}]}] * 11
+    chats = [build_chat(number) for number in range(1200)]
+    other = write_rows(tmp_path / "y.jsonl", chats + bad)
+    made = prepare(tmp_path / "a", file, source_args={"sft": other}, sft_eval=0)
+    assert len(made["sft"]) == 1200
+
+
 def test_columns_name_what_no_layout_has(tmp_path: Path) -> None:
     about = {"gold": 4, "checks": ["assert f(1) == 4"]}
     rows = [{"ask": f"f{i}", "meta": json.dumps(about), "reply": "x = 4"} for i in range(3)]
@@ -195,6 +216,25 @@ def test_columns_name_what_no_layout_has(tmp_path: Path) -> None:
         prepare(tmp_path / "b", "digits", columns=columns)
 
 
+def test_plain_text_stays_plain_for_a_chat_model(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "x.jsonl", [{"text": "Ada walked."}, {"text": "Ben walked."}])
+    made = prepare(tmp_path / "a", file, chat=True, system="Be brief.")
+    found = {(row["prompt"], row["completion"], row["chat"]) for row in made["sft"]}
+    assert found == {("Ada", " walked.", False), ("Ben", " walked.", False)}
+
+
+def test_prompts_that_the_default_reward_cannot_score_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "anwser": f"{i}"} for i in range(9)]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    with pytest.raises(UserError, match=r"^data.rewards: .*nothing is read from: anwser.*data.rew"):
+        prepare(tmp_path / "a", file)
+    assert count_rows(prepare(tmp_path / "b", file, columns={"answer": "anwser"}))
+    assert count_rows(prepare(tmp_path / "c", file, rewards={"exact": 1.0})) == {"train": 9}
+    asking = [{"messages": [{"role": "user", "content": "Why?"}]}]
+    file = write_rows(tmp_path / "y.jsonl", [build_chat(number) for number in range(9)] + asking)
+    assert count_rows(prepare(tmp_path / "d", file)) == {"sft": 9, "train": 1}
+
+
 def test_tools_are_in_every_part(tmp_path: Path) -> None:
     tools = [{"name": "get", "parameters": {"type": "object"}}]
     rows = [{**build_chat(number), "tools": tools} for number in range(3)]
@@ -205,6 +245,29 @@ def test_tools_are_in_every_part(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b", "tools": tools}]
     made = prepare(tmp_path / "b", write_rows(tmp_path / "y.jsonl", rows))
     assert json.loads(made["train"][0]["metadata"])["tools"] == found[0]
+
+
+def test_good_and_bad_completions_keep_their_tools(tmp_path: Path) -> None:
+    tools = [{"name": "get", "parameters": {"type": "object"}}]
+    good = {"prompt": "a", "completion": "b", "label": True, "tools": tools}
+    bad = {"prompt": "a", "completion": "c", "label": False, "tools": tools}
+    made = prepare(tmp_path / "a", write_rows(tmp_path / "x.jsonl", [good, bad]), preference=1)
+    (pair,) = made["preference"]
+    assert json.loads(pair["tools"]) == [{"type": "function", "function": tools[0]}]
+    file = write_rows(tmp_path / "y.jsonl", [good, {**bad, "tools": None}])
+    assert not prepare(tmp_path / "b", file)["preference"]
+
+
+def test_a_conversation_has_one_system_message(tmp_path: Path) -> None:
+    plain = build_chat(1)
+    begun = [{"role": "system", "content": "Be kind."}, *build_chat(2)["messages"]]
+    rows = [{**plain, "rule": "Be brief."}, {"messages": begun, "rule": "Be brief."}]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    made = prepare(tmp_path / "a", file, columns={"messages": "messages", "system": "rule"})
+    heads = sorted(json.loads(row["prompt"])[0]["content"] for row in made["sft"])
+    assert heads == ["Be brief.", "Be kind."]
+    roles = [[message["role"] for message in json.loads(row["prompt"])] for row in made["sft"]]
+    assert roles == [["system", "user", "assistant"]] * 2
 
 
 def test_a_mixture_has_the_shares_of_its_weights(tmp_path: Path) -> None:

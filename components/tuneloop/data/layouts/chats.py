@@ -113,7 +113,7 @@ def read_text(values: Values) -> Example:
     first = words[0] if len(words) == 2 else text[:1]
     if len(first) == len(text):
         raise BadValue("column 'text' has one character: nothing follows it")
-    return Example(first, None, demonstration=text[len(first) :], key=text)
+    return Example(first, None, demonstration=text[len(first) :], is_plain=True, key=text)
 
 
 def _has_list_or_text(column: str, values: Values) -> bool:

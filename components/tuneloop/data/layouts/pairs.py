@@ -53,9 +53,10 @@ def read_unpaired(values: Values) -> Example:
         raise BadValue("column 'label' must hold true or false")
     prompt = get_prompt(values, "prompt")
     completion = get_completion(values, "completion")
+    tools = parse_tools(values.get("tools"))
     if not label:
-        return Example(prompt, None, rejected=completion)
-    return Example(prompt, None, demonstration=completion)
+        return Example(prompt, None, rejected=completion, tools=tools)
+    return Example(prompt, None, demonstration=completion, tools=tools)
 
 
 def _make_pair(prompt: str | list, chosen: str, rejected: str, values: Values) -> Example:  # type: ignore[type-arg]

@@ -121,11 +121,23 @@ def join_rows(parts: Sequence[Rows]) -> Rows:
     return Places(ends[-1], read)
 
 
-def digest_files(places: Sequence[str], split: str) -> str | None:
-    """Digest the bytes of all files; None where one cannot be read, or is on the hub, where a
-    revision pins it."""
-    state = xxhash.xxh3_128()
+def list_all_files(places: Sequence[str], split: str) -> list[str]:
+    """List the files that several places name; a data set of the hub is its name. Raises
+    UserError."""
+    files: list[str] = []
     for place in places:
+        if is_on_hub(place) or hub.is_saved(place):
+            files.append(place)
+        else:
+            files += list_files(place, split)
+    return files
+
+
+def digest_files(places: Sequence[tuple[str, str]]) -> str | None:
+    """Digest the bytes of all files of places, each with the split that is read of it. None: a file
+    cannot be read. Of a data set on the hub, which a revision pins, the name is digested."""
+    state = xxhash.xxh3_128()
+    for place, split in places:
         if is_on_hub(place):
             state.update(f"{place}\n".encode())
             continue
