@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
-from tuneloop.config.rules import follow_model, list_unknowns
+from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
 
@@ -24,7 +24,7 @@ from tuneloop.core.errors import UserError
 @dataclass(frozen=True)
 class Configured:
     """A pipeline's configuration, which of its settings follow the base model and the machine, and
-    `notes` of what could not be followed."""
+    `notes` of what could not be followed or is hardly meant."""
 
     settings: BaseModel
     followed: tuple[Followed, ...]
@@ -57,7 +57,7 @@ class Pipeline:
         values = self.read_values(file, sets)
         followed = follow_model(self.Config, values, machine)
         settings = self.validate(merge_followed(values, followed))
-        notes = list_unknowns(self.Config, values)
+        notes = [*list_unknowns(self.Config, values), *list_doubts(self.Config, values)]
         return Configured(settings, tuple(followed.values()), tuple(notes))
 
     def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> dict[str, Any]:

@@ -53,6 +53,10 @@ def follow_model(
     return draft.chosen
 
 
+DEMO_SOURCE = "digits"
+"""The source of the data that the demo trains on."""
+
+
 def list_unknowns(config: Any, values: Mapping[str, Any]) -> list[str]:
     """Return lines that say what of the base model is not known, so that settings cannot follow
     it."""
@@ -68,6 +72,25 @@ def list_unknowns(config: Any, values: Mapping[str, Any]) -> list[str]:
             "brings what is read"
         ]
     return [facts.shape] if isinstance(facts.shape, str) else []
+
+
+def list_doubts(config: Any, values: Mapping[str, Any]) -> list[str]:
+    """Return lines about settings that work and that a user hardly means: a pretrained model on the
+    sums of the demo, where no data is named."""
+    if not {"base_model", "data"} <= set(config.model_fields):
+        return []
+    default = config.model_fields["data"].get_default(call_default_factory=True)
+    if getattr(default, "source", None) != DEMO_SOURCE:
+        return []
+    data = values.get("data", {})
+    is_named = not isinstance(data, Mapping) or bool({"source", "mixture"} & data.keys())
+    facts = read_base_model(config, values)
+    if is_named or facts.is_demo:
+        return []
+    return [
+        f"{facts.name} would be trained on sums of digits, the demo's data: name yours "
+        "(data=FILE), or say data.source=digits"
+    ]
 
 
 def read_base_model(config: Any, values: Mapping[str, Any]) -> ModelFacts:

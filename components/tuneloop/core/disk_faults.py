@@ -3,7 +3,10 @@
 Python raises OSError with an errno. Libraries that write by themselves raise errors of their own,
 which have the system's text alone: safetensors, tokenizers and obstore (Rust's ``No space left on
 device (os error 28)``), shutil, sqlite3. PyTorch's file writer and NumPy say only that fewer bytes
-were written than they had."""
+were written than they had.
+
+Any other error may quote these texts, and many libraries number errors of their own: CUDA's 30 is
+no read-only file system. Of such an error only a number counts that says whose it is."""
 
 import errno
 import re
@@ -22,18 +25,39 @@ class DiskFault:
         name: what it is called in messages.
         remedy: what a person does about it.
         numbers: the errno values by which Python's errors say it.
-        pattern: matches the texts by which other libraries say it."""
+        certain: matches the texts by which any error says it, such as a number of the system.
+        worded: matches the texts by which an error of a library in WRITERS says it."""
 
     name: str
     remedy: str
     numbers: tuple[int, ...]
-    pattern: re.Pattern[str]
+    certain: re.Pattern[str]
+    worded: re.Pattern[str]
 
 
-def _compile(numbers: tuple[int, ...], *texts: str) -> re.Pattern[str]:
-    """Compile `texts`, and Rust's and Arrow's forms of an errno, into one pattern."""
-    forms = [rf"\((?:os )?error {number}\)|\[errno {number}\]" for number in numbers]
-    return re.compile("|".join(forms + list(texts)), re.IGNORECASE)
+WRITERS = (
+    "safetensors",
+    "tokenizers",
+    "obstore",
+    "shutil",
+    "sqlite3",
+    "pyarrow",
+    "numpy",
+    "zstandard",
+    # The rest of torch raises errors of CUDA and NCCL.
+    "torch.distributed.checkpoint",
+)
+"""Modules whose errors are believed when they say in words what a disk refused."""
+
+
+def _compile(*texts: str) -> re.Pattern[str]:
+    """Compile `texts` into one pattern; without any it matches nothing."""
+    return re.compile("|".join(texts) or r"(?!)", re.IGNORECASE)
+
+
+def _compile_numbers(numbers: tuple[int, ...]) -> re.Pattern[str]:
+    """Compile Rust's, Python's and Arrow's forms of an errno into one pattern."""
+    return _compile(*(rf"\(os error {number}\)|\[errno {number}\]" for number in numbers))
 
 
 _ROOM = (errno.ENOSPC,)
@@ -46,8 +70,8 @@ NO_ROOM = DiskFault(
     "disk full",
     "free space there",
     _ROOM,
+    _compile_numbers(_ROOM),
     _compile(
-        _ROOM,
         "No space left on device",
         "database or disk is full",
         "Not enough (free )?disk space",
@@ -58,31 +82,35 @@ NO_QUOTA = DiskFault(
     "disk quota used up",
     "free space there or raise the quota",
     _QUOTA,
-    _compile(_QUOTA, "Disk quota exceeded"),
+    _compile_numbers(_QUOTA),
+    _compile("Disk quota exceeded"),
 )
 READ_ONLY = DiskFault(
     "read-only file system",
     "mount it for writing",
     _READ_ONLY,
-    _compile(_READ_ONLY, "Read-only file system", "attempt to write a readonly database"),
+    _compile_numbers(_READ_ONLY),
+    _compile("Read-only file system", "attempt to write a readonly database"),
 )
 BROKEN = DiskFault(
     "I/O error of the disk",
     "check the disk or its mount",
     _BROKEN,
-    _compile(_BROKEN, "Input/output error", "disk I/O error", "Stale file handle"),
+    _compile_numbers(_BROKEN),
+    _compile("Input/output error", "disk I/O error", "Stale file handle"),
 )
 CUT_SHORT = DiskFault(
     "file could not be written",
     "free space there, or check the disk",
     (),
+    # PyTorch says these in a plain RuntimeError.
     _compile(
-        (),
         r"inline_container\.cc.*(unexpected pos|file write failed)",
         "PytorchStreamWriter failed writing",
         "basic_ios::clear: iostream error",
         r"^\d+ requested and \d+ written$",
     ),
+    _compile(),
 )
 FAULTS = (NO_ROOM, NO_QUOTA, READ_ONLY, BROKEN, CUT_SHORT)
 """All kinds, the more telling before those that only say that a write failed."""
@@ -177,7 +205,8 @@ def _list_contained(value: object, depth: int = 0) -> Iterator[BaseException]:
 
 
 def _read_refusal(error: BaseException) -> Refusal | None:
-    """Read one error: by its errno where it has one, else by its text."""
+    """Read one error: by its errno where it has one, else by its text, and by its words only where
+    its class is one that says what a disk refused."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OSError) and number is not None:
         for fault in FAULTS:
@@ -188,12 +217,20 @@ def _read_refusal(error: BaseException) -> Refusal | None:
         return None
     if isinstance(error, shutil.Error):
         return _read_copies(error)
-    return _read_text(str(error))
+    return _read_text(str(error), is_worded=isinstance(error, OSError) or _is_of_writer(error))
 
 
-def _read_text(text: str, path: str = "") -> Refusal | None:
+def _is_of_writer(error: BaseException) -> bool:
+    """Return whether the class of `error` comes from a library that writes files."""
+    module = type(error).__module__
+    return any(module == name or module.startswith(f"{name}.") for name in WRITERS)
+
+
+def _read_text(text: str, path: str = "", *, is_worded: bool = True) -> Refusal | None:
     for fault in FAULTS:
-        match = fault.pattern.search(text)
+        match = fault.certain.search(text)
+        if match is None and is_worded:
+            match = fault.worded.search(text)
         if match:
             return Refusal(fault, path, match[0])
     return None

@@ -28,11 +28,18 @@ class LengthPolicy:
         """Read the settings from the facts of the data, or of tokens made of it."""
         return cls(facts.get("too_long", "drop"), facts.get("drop_at_most", DROP_AT_MOST))
 
+    def count_allowed(self, total: int) -> int:
+        """Return how many of `total` rows may be dropped: the share, rounded down, and one at least
+        where others stay, so that a small split does not end a stage for a single row."""
+        if self.share <= 0 or total <= 1:
+            return 0
+        return max(1, int(self.share * total))
+
     def check_share(self, dropped: int, total: int, rows: Sequence[str], problem: str) -> None:
         """Check that `dropped` of `total` rows may be left out. Raises UserError with the first
         ones of `rows`, descriptions of these; `problem` ends the sentence about them, with what the
         user can do."""
-        allowed = 0 if self.action == "refuse" else int(self.share * total)
+        allowed = 0 if self.action == "refuse" else self.count_allowed(total)
         if dropped <= allowed:
             return
         if self.action == "refuse":

@@ -27,6 +27,7 @@ from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import local_path
 from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.data.sources import FILES, is_source_name
+from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
@@ -108,8 +109,10 @@ def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machi
     subject = Subject(settings, stages, memory_limits, facts, machine)
     return [
         *check_base_model(subject),
+        *check_chat_template(subject),
         *check_data_files(subject),
         *check_context(subject),
+        *check_training_length(subject),
         *check_devices(subject),
         *check_memory(subject),
     ]
@@ -137,6 +140,21 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
     if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(hub_name):
         remedy = "is not a directory here; name one, or a model of the hub"
         yield Limit(UserError("base_model", name, remedy))
+
+
+def check_chat_template(subject: Subject) -> Iterator[Limit]:
+    """Find a file of a chat template that cannot be read on this machine; what pods see is not
+    known."""
+    if subject.machine.is_cluster:
+        return
+    for stage in subject.stages:
+        file = stage.flags.get("chat_template", "null")
+        if stage.component is not base_model or file == "null":
+            continue
+        try:
+            read_template(file)
+        except UserError as error:
+            yield Limit(error)
 
 
 def check_data_files(subject: Subject) -> Iterator[Limit]:
@@ -208,6 +226,25 @@ def check_context(subject: Subject) -> Iterator[Limit]:
             remedy += "" if name == "the model's context" else ", or raise that"
             setting = subject.name_setting(stage, "max_tokens")
             yield Limit(UserError(setting, int(tokens), remedy))
+
+
+def check_training_length(subject: Subject) -> Iterator[Limit]:
+    """Find sequences of a trainer that are longer than the context of a pretrained model. Those of
+    a tiny one are the demo's, whatever its context is."""
+    model_context = subject.facts.context
+    if not model_context or subject.facts.is_demo:
+        return
+    refused: set[str] = set()
+    for stage in subject.stages:
+        length = stage.number("max_length")
+        setting = subject.name_setting(stage, "max_length")
+        if length is None or length <= model_context or setting in refused:
+            continue
+        refused.add(setting)
+        remedy = (
+            f"is more than the context of {subject.facts.name}: set it to at most {model_context}"
+        )
+        yield Limit(UserError(setting, int(length), remedy))
 
 
 def check_devices(subject: Subject) -> Iterator[Limit]:

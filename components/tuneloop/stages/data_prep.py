@@ -145,8 +145,8 @@ def data_prep(
     too_long: Annotated[
         TooLong,
         Field(
-            description="rows with more tokens than fit: drop them up to the share drop_at_most, cut "
-            "demonstrations off, or refuse the data"
+            description="rows with more tokens than fit: drop them up to the share drop_at_most of "
+            "a split (one at least), cut demonstrations off, or refuse the data"
         ),
     ] = "drop",
     timeout_s: Annotated[

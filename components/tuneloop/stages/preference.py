@@ -13,7 +13,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
-from tuneloop.training.delegation import BackendOptions, train_by_backend
+from tuneloop.training.delegation import WARMUP, BackendOptions, train_by_backend
 from tuneloop.training.options import PairOptions
 from tuneloop.training.pairs import (
     Mismatched,
@@ -36,6 +36,8 @@ Reference = Mapping[str, np.ndarray]
 
 class PreferenceOptions(PairOptions, BackendOptions):
     """Options of a trainer on pairs."""
+
+    warmup_steps: int = Field(10, ge=0, description=WARMUP)
 
 
 @checkpoint.checkpoint_stage(loss=float, accuracy=float, version=int)

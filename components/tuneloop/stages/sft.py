@@ -11,7 +11,7 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus, report_split_conversations
-from tuneloop.training.delegation import BackendOptions, train_by_backend
+from tuneloop.training.delegation import WARMUP, BackendOptions, train_by_backend
 from tuneloop.training.held_out import open_held_out_loss
 from tuneloop.training.lengths import fit_corpus
 from tuneloop.weights.publication import Weights
@@ -37,7 +37,7 @@ class SftOptions(BackendOptions):
         1, ge=1, description="a step has batch x this x processes demonstrations"
     )
     learning_rate: float = Field(1e-3, gt=0)
-    warmup_steps: int = Field(20, ge=0)
+    warmup_steps: int = Field(20, ge=0, description=WARMUP)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
 
 

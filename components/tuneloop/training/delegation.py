@@ -38,6 +38,12 @@ def _check_backend(name: str | None, info: ValidationInfo) -> str | None:
     return name
 
 
+WARMUP = "optimizer steps in which the learning rate rises; with epochs a tenth of all at most"
+"""What the setting `warmup_steps` is, of stages that train in epochs."""
+WARMUP_PARTS = 10
+"""Of so many equal parts of a run in epochs, the warm-up takes at most one."""
+
+
 class BackendOptions(TrainerOptions):
     """Options of a stage that trains on fixed examples, in epochs, perhaps with another backend."""
 
@@ -55,7 +61,8 @@ class BackendOptions(TrainerOptions):
     )
 
     def resolve_steps(self, examples: int, world_size: int) -> Self:
-        """Return the options with the `max_steps` that `epochs` asks for, if it is set.
+        """Return the options with the `max_steps` that `epochs` asks for, if it is set, and a warm-up
+        that leaves most of them: a short file would end before the learning rate is reached.
 
         Args:
             examples: how many there are; a part of an epoch is rounded up to whole steps.
@@ -65,7 +72,8 @@ class BackendOptions(TrainerOptions):
             return self
         batch = self.per_device_train_batch_size * self.gradient_accumulation_steps * world_size
         steps = max(1, math.ceil(self.epochs * examples / batch))
-        return self.model_copy(update={"max_steps": steps})
+        warmup_steps = min(self.warmup_steps, steps // WARMUP_PARTS)
+        return self.model_copy(update={"max_steps": steps, "warmup_steps": warmup_steps})
 
 
 def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:

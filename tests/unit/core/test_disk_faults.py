@@ -182,11 +182,19 @@ def test_a_stage_whose_library_meets_a_full_disk_leaves_nothing_and_resumes(
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize(
-    "form",
-    ["{0}", "I/O error: {0} (os error {1})", "Error. Detail: [errno {1}] {0}", "{0} ({1})"],
+    ("kind", "form"),
+    [
+        (OSError, "{0}"),
+        (sqlite3.OperationalError, "{0} ({1})"),
+        (RuntimeError, "I/O error: {0} (os error {1})"),
+        (RuntimeError, "Error. Detail: [errno {1}] {0}"),
+        (RuntimeError, "[Errno {1}] {0}: '/nowhere'"),
+    ],
 )
-def test_each_number_is_recognized_in_the_text_of_a_library(number: int, form: str) -> None:
-    error = RuntimeError(form.format(os.strerror(number), number))
+def test_each_number_is_recognized_in_the_text_of_a_library(
+    number: int, kind: type[Exception], form: str
+) -> None:
+    error = kind(form.format(os.strerror(number), number))
     disk = find_disk_error(error, [Path("/nowhere/at/all")])
     assert disk and str(disk).startswith(f"{NUMBERS[number]}: /nowhere/at/all"), disk
     assert disk.is_read_only == (number == errno.EROFS)
@@ -217,6 +225,31 @@ def test_other_errors_are_not_of_the_disk() -> None:
     others = [ValueError("400 requested"), OSError(errno.EACCES, "No"), FileNotFoundError("x")]
     for error in (quoted, hidden, interrupted, SystemExit("Input/output error"), *others):
         assert find_disk_error(error) is None, error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA driver error: unknown error (error 30)"),
+        RuntimeError("curl failed (error 28)"),
+        RuntimeError("NCCL: unhandled (error 5)"),
+        ValueError("answer 'Input/output error' scored 0"),
+        KeyError("No space left on device"),
+        AssertionError("expected 'Disk quota exceeded'"),
+    ],
+)
+def test_numbers_and_words_of_others_are_not_of_the_disk(error: Exception) -> None:
+    """A bug that was taken for a fault of the disk was tried again, hidden."""
+    assert find_disk_error(error) is None
+
+
+def test_errors_of_torch_that_are_not_of_its_writer_are_not_of_the_disk() -> None:
+    import torch
+    import torch.distributed
+
+    text = "NCCL error: unhandled system error: Input/output error (error 5)"
+    for kind in (torch.OutOfMemoryError, torch.distributed.DistBackendError):
+        assert find_disk_error(kind(text)) is None, kind
 
 
 def test_an_error_that_refers_to_itself_is_read_to_an_end() -> None:

@@ -72,6 +72,14 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
             ["sft.per_device_train_batch_size=32"],
             "sft.per_device_train_batch_size: 32: sft takes about 52.2 GB",
         ),
+        (
+            ["sft.max_length=9000"],
+            "sft.max_length: 9000: is more than the context of",
+        ),
+        (
+            ["model.chat_template=nofile.jinja"],
+            "model.chat_template: 'nofile.jinja': cannot be read: No such file or directory",
+        ),
         (["data=/no/such.jsonl"], "data.source: '/no/such.jsonl': no such file here"),
         (["data=nowhere/*.jsonl"], "data.source: 'nowhere/*.jsonl': no file there ends in one of"),
         (
@@ -155,6 +163,35 @@ def test_every_process_has_a_gpu(smollm2: Path) -> None:
 def test_what_is_not_known_of_a_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["plan", "sft", "--set", "base_model=some/model"]) == 0
     assert "note: some/model is not here: its context, size and chat" in capsys.readouterr().err
+
+
+def test_a_template_that_only_pods_have_and_the_context_of_a_tiny_model_pass(
+    smollm2: Path,
+) -> None:
+    template = "model.chat_template=nofile.jinja"
+    assert limits("sft", None, f"base_model={smollm2}", template) == []
+    assert limits("sft", CPU, "model.max_position_embeddings=128") == []
+    one = [f"base_model={smollm2}", "sft.max_length=8192", "sft.per_device_train_batch_size=1"]
+    assert not [line for line in limits("sft", CPU, *one) if "context" in line]
+
+
+@pytest.mark.parametrize(
+    ("sets", "is_warned"),
+    [
+        ([], True),
+        (["data.eval=8"], True),
+        (["data=x.jsonl"], False),
+        (["data.source=digits"], False),
+        (["data.mixture=[{source: a.jsonl, weight: 1}]"], False),
+    ],
+)
+def test_a_pretrained_model_on_the_data_of_the_demo_is_named(
+    smollm2: Path, sets: list[str], is_warned: bool
+) -> None:
+    configured = find_pipeline("sft").configure_for(CPU, None, [f"base_model={smollm2}", *sets])
+    line = f"{smollm2} would be trained on sums of digits, the demo's data"
+    assert any(note.startswith(line) for note in configured.notes) == is_warned
+    assert find_pipeline("sft").configure_for(CPU, None, ()).notes == ()
 
 
 def test_every_command_says_it(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:

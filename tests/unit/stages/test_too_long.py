@@ -12,6 +12,7 @@ from tests.making import checkpoint_artifact
 from tests.policies import commit_policy
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
+from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.evaluate import evaluate
 from tuneloop.stages.preference import preference
@@ -116,12 +117,25 @@ def test_what_has_no_target_left_is_dropped_also_by_truncate(
     tmp_path: Path, checkpoint: Artifact
 ) -> None:
     splits = demonstrations(12, {})
-    splits["sft"][3]["prompt"] = "x" * 50
+    for row in (3, 7):
+        splits["sft"][row]["prompt"] = "x" * 50
     prompts = commit_rows(tmp_path / "data", splits, too_long="truncate")
     with pytest.raises(
-        UserError, match=r"data\.too_long: '1 of 12 rows': prompt of my\.jsonl:4 \(52 tokens\)"
+        UserError, match=r"data\.too_long: '2 of 12 rows': prompt of my\.jsonl:4 \(52 tokens\)"
     ):
         train(tmp_path / "sft", checkpoint, prompts)
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "allowed"),
+    [(0.01, 50, 1), (0.01, 99, 1), (0.01, 250, 2), (0.01, 1, 0), (0.0, 50, 0), (0.2, 10, 2)],
+)
+def test_of_a_small_split_one_row_may_be_dropped(share: float, total: int, allowed: int) -> None:
+    """One long row among 50 held-out ones ended a stage whose model was loaded."""
+    rule = LengthPolicy("drop", share)
+    rule.check_share(allowed, total, ["a"], "too long")
+    with pytest.raises(UserError, match=rf"{allowed + 1} of {total} rows"):
+        rule.check_share(allowed + 1, total, ["a"], "too long")
 
 
 @pytest.mark.parametrize(
@@ -233,11 +247,11 @@ def test_all_prompts_are_counted_before_anything_is_trained(tmp_path: Path) -> N
     counts = made.facts["prompts"]["train"]
     assert counts["too_long"] == 1 and counts["longest"] > 56
     assert counts["first"][0].startswith("my.jsonl:18 (")
-    rows = prompt_rows(20, {17})
+    rows = prompt_rows(20, {17, 18})
     prompts = commit_rows(tmp_path / "small", {"train": rows, "sft": demonstrations(2, {})["sft"]})
     with pytest.raises(
         UserError,
-        match=r"data\.too_long: '1 of 20 rows': my\.jsonl:18 .* exceed the context of 64; lower max_tokens",
+        match=r"data\.too_long: '2 of 20 rows': my\.jsonl:18 .* exceed the context of 64; lower max_tokens",
     ):
         base_model(
             out=str(tmp_path / "c"),

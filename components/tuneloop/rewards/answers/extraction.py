@@ -16,7 +16,12 @@ STATED = re.compile(
 )
 SENTENCE_END = re.compile(r"(?:[.!](?=\s|$|\*))|\n")
 THOUGHTS_END = "</think>"
-MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$([^$]+)(?<!\\)\$", re.DOTALL)
+MATH = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(?=\S)([^$]+?)(?<=\S)(?<!\\)\$(?!\d)",
+    re.DOTALL,
+)
+"""Formulas. A single dollar opens one before a sign that is no space, and closes one after such a
+sign and not before a digit: ``$18 now and $20`` are amounts of money."""
 NUMBER = re.compile(
     r"(?<![\w.,])[-+]?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
     r"(?:\s?/\s?\d+(?![\d/]))?(?:\s?\\?%)?"
