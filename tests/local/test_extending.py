@@ -270,7 +270,12 @@ def test_one_of_each_row_of_the_table_is_one_file(tmp_path: Path) -> None:
     assert [path.replace("<name>", "added") for path in table] == list(ADDED)
     for name in ("components", "pipelines", "manifests/components/pipelines", "tests/golden"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("pyproject.toml", "tests/conftest.py", "tests/__init__.py"):
+    for name in (
+        "pyproject.toml",
+        "tests/conftest.py",
+        "tests/pretrained.py",
+        "tests/__init__.py",
+    ):
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in ADDED.items():
         assert not (tmp_path / name).exists()

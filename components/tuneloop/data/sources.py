@@ -42,9 +42,12 @@ def find_source(
 
 def is_source_name(source: str) -> bool:
     """Return whether a text names a source, by a short name or a dotted path, and no place."""
-    if source in plugins.list_variants("data"):
+    # What is installed is looked through only for a name that does not ship: it takes a while.
+    if source in plugins.list_shipped_variants("data"):
         return True
-    return ":" in source and "/" not in source and not is_place(source)
+    if ":" in source:
+        return "/" not in source and not is_place(source)
+    return source in plugins.list_variants("data")
 
 
 def digest_source_of(params: Any) -> dict[str, str]:

@@ -150,10 +150,10 @@ def test_a_schedule_only_looks_and_holds_no_seat() -> None:
 def test_requests_are_small_limits_big_and_what_cannot_fit_is_refused() -> None:
     made = grpo("cluster.share.request=512Mi", "cluster.share.node_memory=16Gi")
     resources = template(made, "policy-update")["container"]["resources"]
-    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", "2304Mi")
+    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == ("512Mi", "2816Mi")
     render_plan("grpo", made)
     with pytest.raises(
-        UserError, match=r"'12 GiB': 2 runs request 2 × \(2.25 GiB \+ 4.25 GiB server\) \+ 4 GiB"
+        UserError, match=r"'12 GiB': 2 runs request 2 × \(2.75 GiB \+ 4.25 GiB server\) \+ 4 GiB"
     ):
         render_plan("grpo", grpo("cluster.share.node_memory=12Gi"))
     assert (

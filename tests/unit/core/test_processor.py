@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -150,3 +152,21 @@ def test_vllms_own_processes_get_the_limit_by_its_plugins(
     assert (machine.isa, machine.amx) == ("AVX512_CORE_FP16", (False, False, False))
     machine.run()  # somebody else's vLLM
     assert (machine.isa, machine.amx) == (None, (True, True, True))
+
+
+@pytest.mark.skipif(not processor.advertises_amx(), reason="this processor has no AMX")
+def test_the_permission_for_tiles_is_given() -> None:
+    """A program that has computed nothing has no permission, and has it once the processor was checked."""
+    code = """
+import ctypes
+from tuneloop.core import processor
+mask = ctypes.c_uint64()
+def has_permission():
+    call = ctypes.CDLL(None).syscall(processor.ARCH_PRCTL, 0x1022, ctypes.byref(mask))
+    return call == 0 and bool(mask.value >> processor.TILE_DATA & 1)
+before = has_permission()
+processor.request_tile_permission()
+print(before, has_permission())
+"""
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert printed.split() == ["False", "True"]

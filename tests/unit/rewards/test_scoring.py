@@ -201,7 +201,7 @@ def test_nothing_to_score() -> None:
 @pytest.mark.parametrize(
     ("spec", "field", "remedy"),
     [
-        ({"exactly": 1.0}, "rewards", "unknown; known: code, environment, exact"),
+        ({"exactly": 1.0}, "rewards", "unknown; known: choice, code, environment, exact"),
         ({"no.such.module:fn": 1.0}, "rewards", "cannot be imported"),
         ({f"{BAD}:missing": 1.0}, "rewards", "cannot be imported"),
         ({f"{BAD}:NOT_CALLABLE": 1.0}, "rewards", "has no function score"),

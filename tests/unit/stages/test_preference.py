@@ -181,7 +181,7 @@ def test_bad_input(policy, prompts, logprobs, tmp_path):
 
     bad("algorithm: 'grpo': learns from rewards", algorithm="grpo")
     bad("algorithm_args.beta", algorithm_args={"beta": 0})
-    bad("prompt of preference-.* over the max_length 8", max_length=8)
+    bad("40 of 40 rows.*prompt of .* over the max_length 8", max_length=8)
     (tmp_path / "others").mkdir()
     bad("has other tokens for it", prompts=pairs_of(tmp_path / "others", 1))
     draft = Draft(str(tmp_path / "plain"), attempt="data-test")
