@@ -200,7 +200,7 @@ class TableSource:
     """Where a table is read from.
 
     Attributes:
-        setting: of the stage `data_prep`, that names the place.
+        setting: of the stage `data_prep`, that names the place or its split.
         split: of a data set on the hub, or of a folder.
     """
 
@@ -229,7 +229,7 @@ def list_sources(arguments: Mapping[str, Any]) -> list[TableSource]:
         part: (arguments.get(part), arguments.get(f"{part}_split"))
         for part in ("eval", "sft", "preference")
     }
-    sources = [TableSource("source", path, split), *_choose_own(path, own).values()]
+    sources = [TableSource("source_args.path", path, split), *_choose_own(path, own).values()]
     if answers := arguments.get("answers"):
         sources.append(TableSource("source_args.answers", answers, split))
     return sources

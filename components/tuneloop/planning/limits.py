@@ -6,7 +6,7 @@ is read from the rendered workflow and from the model's files; nothing is loaded
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.store import local_path
+from tuneloop.data.files import TableSource, list_sources
+from tuneloop.data.readers.hub import is_saved
 from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.data.sources import FILES, is_source_name
 from tuneloop.formats.template_settings import read_template
@@ -164,38 +166,41 @@ def check_data_files(subject: Subject) -> Iterator[Limit]:
     for stage in subject.stages:
         if stage.component is not data_prep:
             continue
-        setting = subject.name_setting(stage, "source")
-        for address, split in list_data_places(stage):
-            if is_on_hub(address) or local_path(address) is None:
-                continue
-            try:
-                files = list_files(address, split)
-            except UserError as error:
-                yield Limit(UserError(setting, address, error.remedy))
-                continue
-            for file in files:
-                if not Path(file).expanduser().exists():
-                    yield Limit(UserError(setting, file, "no such file here"))
+        for source in list_data_sources(stage):
+            setting = subject.name_setting(stage, source.setting)
+            for address in source.list_addresses():
+                yield from check_data_address(setting, address, source.split)
 
 
-def list_data_places(stage: Stage) -> Iterator[tuple[str, str]]:
-    """Yield the places that `data_prep` reads files from, each with the split that it takes of a
-    folder."""
-    mixture = stage.read_json("mixture")
-    for part in mixture if isinstance(mixture, list) else ():
-        if isinstance(part.get("source"), str):
-            yield part["source"], part.get("split") or "train"
-    arguments = stage.read_json("source_args") or {}
-    source = stage.flags.get("source", "")
-    if source != FILES and (mixture or not source or is_source_name(source)):
+def check_data_address(setting: str, address: str, split: str) -> Iterator[Limit]:
+    """Find files that an address on this machine names, and that are not there."""
+    # What `save_to_disk` wrote has its splits in itself, not in the names of its files.
+    if is_on_hub(address) or local_path(address) is None or is_saved(address):
         return
-    split = arguments.get("split") or "train"
-    addresses = [] if source == FILES else [source]
-    for name in ("path", "eval", "sft", "preference"):
-        address = arguments.get(name) or []
-        addresses += [address] if isinstance(address, str) else address
-    for address in addresses:
-        yield address, split
+    try:
+        files = list_files(address, split)
+    except UserError as error:
+        yield Limit(UserError(setting, address, error.remedy))
+        return
+    for file in files:
+        if not Path(file).expanduser().exists():
+            yield Limit(UserError(setting, file, "no such file here"))
+
+
+def list_data_sources(stage: Stage) -> list[TableSource]:
+    """List what `data_prep` reads tables from, as it opens them."""
+    source = stage.flags.get("source", "")
+    mixture = stage.read_json("mixture")
+    arguments = {**(stage.read_json("source_args") or {}), "mixture": mixture}
+    if mixture or source == FILES:
+        return list_sources(arguments)
+    if not source or is_source_name(source):
+        return []
+    sources = list_sources({**arguments, "path": source})
+    return [
+        replace(table, setting="source") if table.setting == "source_args.path" else table
+        for table in sources
+    ]
 
 
 def check_context(subject: Subject) -> Iterator[Limit]:

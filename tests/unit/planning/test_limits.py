@@ -84,11 +84,15 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
         (["data=nowhere/*.jsonl"], "data.source: 'nowhere/*.jsonl': no file there ends in one of"),
         (
             ["data.source=files", "data.source_args.path=[pyproject.toml, none.csv]"],
-            "data.source: 'none.csv': no such file here",
+            "data.source_args.path: 'none.csv': no such file here",
+        ),
+        (
+            ["data=pyproject.toml", "data.source_args.eval=nofile.jsonl"],
+            "data.source_args.eval: 'nofile.jsonl': no such file here",
         ),
         (
             ["data.mixture=[{source: a.jsonl, weight: 1}, {source: b.csv, weight: 2}]"],
-            "data.source: 'a.jsonl': no such file here",
+            "data.mixture.0.source: 'a.jsonl': no such file here",
         ),
     ],
 )
