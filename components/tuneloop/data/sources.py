@@ -118,7 +118,11 @@ def check_arguments(written: dict[str, Any], info: ValidationInfo) -> dict[str, 
 
 def check_layout(layout: str | None) -> str | None:
     if layout is not None:
-        find_layout(layout)
+        try:
+            find_layout(layout)
+        except UserError as error:
+            # The setting that is validated is named by its validation.
+            raise ValueError(error.remedy) from error
     return layout
 
 

@@ -216,6 +216,10 @@ def test_forms_without_answers(tmp_path: Path) -> None:
             {"rewards": {"format": 1.0}},
             r"data.wrong_answers: '60 of 60 gold answers': earn less.*'reverse \d{4} =': answer '\d{4}'.*judge",
         ),
+        (
+            {"source": "x.jsonl", "layout": "mesages"},
+            "^data_prep.layout: 'mesages': unknown; known: .*messages",
+        ),
         ({"train": -1}, "data_prep.train: -1: Input should be greater"),
         ({"colour": 1}, "data_prep.colour: 1: unknown key"),
         ({"system": "Be brief."}, "data_prep.system: 'Be brief.': needs --chat true"),
