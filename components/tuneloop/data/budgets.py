@@ -19,6 +19,7 @@ class Budget:
         problem: what is wrong with them, as the end of a sentence: ``cannot be used``.
         noun: what is counted: ``rows``.
         share: the most that may be left out, of all that were read.
+        advice: what helps rather than to correct the rows; empty: nothing else does.
     """
 
     setting: str
@@ -28,6 +29,7 @@ class Budget:
     share: float
     count: int = 0
     examples: list[str] = field(default_factory=list)
+    advice: str = ""
 
     def add(self, row: str, reason: str) -> None:
         """Count one row."""
@@ -42,7 +44,10 @@ class Budget:
         if self.count <= allowed:
             return
         listed = "; ".join(self.examples)
-        remedy = f"{self.problem}: {listed}; correct them"
+        remedy = f"{self.problem}: {listed}; "
+        if self.advice:
+            remedy += f"{self.advice}, or "
+        remedy += "correct them"
         if self.policy == "drop":
             remedy += f", or allow more than {self.share:.2%} of them (data.drop_at_most)"
         else:

@@ -208,7 +208,11 @@ def data_prep(
     bad.check(router.counts.read)
     _check_sizes(splits, sizes, router.counts, source)
     _check_rewards(splits, sizes, router.counts, builder)
-    wrong.check(tally.examined - tally.unchecked)
+    proved = tally.examined - tally.unchecked
+    if rewards is None and 2 * wrong.count > proved:
+        # Where most answers fail, the default reward is more likely to be wrong than they are.
+        wrong.advice = 'choose the reward that fits them (such as data.rewards={"numeric": 1.0})'
+    wrong.check(proved)
     for writer in writers.values():
         writer.close()
     counts = {

@@ -235,6 +235,17 @@ def test_prompts_that_the_default_reward_cannot_score_are_refused(tmp_path: Path
     assert count_rows(prepare(tmp_path / "d", file)) == {"sft": 9, "train": 1}
 
 
+def test_answers_that_the_default_reward_rejects_ask_for_another(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1", "answer": f"{i + 1}", "how": f"It is {i + 1}"} for i in range(9)]
+    file = write_rows(tmp_path / "x.jsonl", rows)
+    columns = {"completion": "how"}
+    with pytest.raises(UserError, match=r"; choose .*data.rewards=.*numeric.*, or correct them"):
+        prepare(tmp_path / "a", file, columns=columns)
+    with pytest.raises(UserError, match="; correct them"):
+        prepare(tmp_path / "b", file, columns=columns, rewards={"exact": 1.0})
+    assert prepare(tmp_path / "c", file, columns=columns, rewards={"numeric": 1.0})["train"]
+
+
 def test_tools_are_in_every_part(tmp_path: Path) -> None:
     tools = [{"name": "get", "parameters": {"type": "object"}}]
     rows = [{**build_chat(number), "tools": tools} for number in range(3)]
