@@ -63,7 +63,9 @@ def test_the_page_has_every_layout() -> None:
 def test_a_sample_is_recognised_and_prepared(name: str, tmp_path: Path) -> None:
     rows = SAMPLES[name]
     assert recognise_layout(rows) == find_layout(name)
-    artifact = prepare(tmp_path, rows)
+    # Prompts without answers need a reward that the user chose.
+    rewards = {"exact": 1.0} if name == "prompt-only" else None
+    artifact = prepare(tmp_path, rows, rewards=rewards)
     facts = artifact.manifest.facts
     assert facts["recognised"][0].startswith(f"recognised: {find_layout(name).title}; ")
     assert "dropped" not in facts and "unused" not in facts
