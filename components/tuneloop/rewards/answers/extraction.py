@@ -14,7 +14,10 @@ JOINED = re.compile(
 STATED = re.compile(
     r"(?:\banswers?\b[*_]*[ \t]*(?:is|are|would be|will be|=|:)|####)[*_ \t:]*", re.IGNORECASE
 )
-SENTENCE_END = re.compile(r"(?:[.!](?=\s|$|\*))|\n")
+# A full stop after a title or in a name of a place, as in St. Lucia, ends no sentence.
+SENTENCE_END = re.compile(
+    r"(?<!\bSt)(?<!\bMt)(?<!\bMr)(?<!\bMs)(?<!\bMrs)(?<!\bDr)[.!](?=\s|$|\*)|\n"
+)
 THOUGHTS_END = "</think>"
 MATH = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$(?=\S)([^$]+?)(?<=\S)(?<!\\)\$(?!\d)",
