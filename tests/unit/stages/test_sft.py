@@ -163,7 +163,9 @@ def test_bad_demonstrations(tmp_path):
     policy, out = checkpoint_artifact(tmp_path / "policy"), tmp_path / "out"
     good = demonstrations(4)
     bad("holds no demonstrations", out, policy, prompts_artifact(tmp_path / "none", []))
-    long = [*good, {"id": "sft-9999", "prompt": "x" * 70, "chat": False, "completion": " y"}]
+    # One row of a few may be dropped, two are too many.
+    longer = {"id": "sft-9999", "prompt": "x" * 70, "chat": False, "completion": " y"}
+    long = [*good, longer, {**longer, "id": "sft-9997"}]
     bad(
         "prompt of sft-9999.*over the max_length 64",
         out,
@@ -172,7 +174,8 @@ def test_bad_demonstrations(tmp_path):
         max_length=64,
     )
     bad("prompt of sft-9999.*context of 64", out, policy, prompts_artifact(tmp_path / "b", long))
-    wordy = [*good, {"id": "sft-9998", "prompt": "x", "chat": False, "completion": "y" * 50}]
+    wordier = {"id": "sft-9998", "prompt": "x", "chat": False, "completion": "y" * 50}
+    wordy = [*good, wordier, {**wordier, "id": "sft-9996"}]
     bad(
         "completion of sft-9998.*over the max_length 32",
         out,
