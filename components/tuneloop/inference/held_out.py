@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
+from tuneloop.data.sizes import SPLITS
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs
-from tuneloop.formats.rows import OPTIONAL_COLUMNS
+from tuneloop.formats.rows import list_columns
 from tuneloop.formats.too_long import LengthPolicy
 from tuneloop.inference import generate
 from tuneloop.inference.prompt_room import Spares
 
 REFERENCES = {"sft_eval": "completion", "preference_eval": "chosen"}
 """Split of held-out demonstrations or pairs → the column with the text that is to be said."""
-SPLITS = ("eval", "train", "sft", "sft_eval", "preference", "preference_eval")
 MOST = 16
 """Demonstrations whose prompts are completed: people read them, and nothing is measured on them."""
 COLUMNS = ("id", "prompt", "chat")
@@ -69,8 +69,7 @@ def read_demonstrations(prompts: Artifact) -> list[dict[str, Any]]:
     for split, reference in REFERENCES.items():
         if has_rows(prompts, f"{split}.parquet"):
             table = pq.ParquetFile(prompts.part(f"{split}.parquet"))
-            names = table.schema_arrow.names
-            columns = [*COLUMNS, reference, *(name for name in OPTIONAL_COLUMNS if name in names)]
+            columns = list_columns((*COLUMNS, reference), table.schema_arrow.names)
             first = next(table.iter_batches(MOST, columns=columns))
             return [_split_demonstration(row, row[reference]) for row in first.to_pylist()]
     return []
