@@ -42,7 +42,7 @@ def test_transformers_and_vllm_load_it_and_agree(
     assert policy.num_parameters() == manifest.results["parameters"]
     assert tokenizer.decode(tokenizer.encode("reverse 12 =")) == "reverse 12 ="
 
-    engine = vllm.LLM(str(plain), enforce_eager=True, max_model_len=64, max_num_seqs=2, seed=0)
+    engine = vllm.LLM(str(plain), enforce_eager=True, max_model_len=256, max_num_seqs=2, seed=0)
     canary = json.loads((Artifact(str(tmp_path / "base")).path / "canary.json").read_text())
     greedy = vllm.SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     (answer,) = engine.generate({"prompt_token_ids": canary["ids"]}, greedy)
@@ -88,7 +88,7 @@ def test_vllm_serves_an_exported_adapter_over_its_base(
         "enable_lora": True,
         "max_lora_rank": 8,
         "dtype": "float32",
-        "max_model_len": 64,
+        "max_model_len": 256,
         "max_num_seqs": 2,
     }
     engine = vllm.LLM(str(base), enforce_eager=True, seed=0, **options)
