@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: data_prep → base_model → sft → evaluate → export. `data=chats.jsonl` takes your own rows."""
+"""Supervised fine-tuning: data_prep → base_model → sft → export, evaluated before and after.
+
+`data=chats.jsonl` takes your own rows.
+"""
 
 from typing import Any
 
@@ -56,9 +59,10 @@ def stages(config: Config) -> list[StageSpec]:
 
 
 def draw(graph: Graph) -> None:
-    """Supervised fine-tuning, evaluated and exported."""
+    """Supervised fine-tuning, evaluated before and after, and exported."""
     data = graph.stage(data_prep)
     model = graph.stage(base_model, prompts=data.prompts)
+    graph.stage(evaluate, "evaluate-before", policy=model.checkpoint, prompts=data.prompts)
     tuned = fine_tune(graph, model.checkpoint, data.prompts)
     graph.stage(evaluate, "evaluate-after", policy=tuned, prompts=data.prompts)
     graph.stage(export, policy=tuned)

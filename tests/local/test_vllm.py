@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.policies import commit_policy, commit_prompts, model
 from tests.unit.sharing.test_snapshot import DRIVER, install_stand_in
@@ -268,9 +271,12 @@ def test_server_says_what_a_fresh_engine_says(
     client = Client(server.url, LIMIT_S)
     for k in (0, 1, 2):
         client.load(versions[k])
-        assert server.ask("GET", "/version") == (
-            200, {"version": k, "digest": versions[k].manifest.digest, "engine": "vllm", "context": 512}
-        )  # fmt: skip
+        status, answer = server.ask("GET", "/version")
+        assert status == 200
+        proof = answer.pop("tensors")
+        assert proof["different"] == 0 and proof["identical"] + proof["unread"] == proof["tensors"]
+        digest = versions[k].manifest.digest
+        assert answer == {"version": k, "digest": digest, "engine": "vllm", "context": 512}
         said = client.generate(REQUESTS, GREEDY, quiet)
         assert tokens(said) == fresh[k][0]
         assert {(c.start_version, c.end_version) for group in said for c in group} == {(k, k)}
@@ -511,12 +517,17 @@ def test_idle_costs_nothing(server: Running, versions: list[Artifact]) -> None:
 
 
 def broken(policy: Artifact, url: Path) -> Artifact:
-    """A checkpoint that is as it was committed, and no model."""
+    """Commit a checkpoint one of whose tensors has a shape that vLLM refuses."""
     draft = Draft(str(url))
     for name in policy.manifest.files:
         (draft.path / name).parent.mkdir(parents=True, exist_ok=True)
         (draft.path / name).write_bytes((policy.path / name).read_bytes())
-    (draft.path / "model" / "model.safetensors").write_bytes(b"\x00" * 64)
+    weights = draft.path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    # The last one: those before it are in the engine when this one is refused.
+    name = list(tensors)[-1]
+    tensors[name] = torch.zeros(3, dtype=tensors[name].dtype)
+    save_file(tensors, weights, metadata={"format": "pt"})
     draft.commit(stage="sft", facts={"version": 9})
     return Artifact(str(url))
 
@@ -533,6 +544,23 @@ def test_a_failed_load_poisons_until_one_succeeds(
     assert server.ask("POST", "/generate", body)[0] == 503
     client = Client(server.url, LIMIT_S)
     client.load(versions[1])
+    assert server.ask("GET", "/health")[0] == 200
+    assert tokens(client.generate(REQUESTS, GREEDY, quiet)) == fresh[1][0]
+
+
+@once
+def test_an_unreadable_file_changes_nothing(
+    server: Running, versions: list[Artifact], fresh: list[Any], tmp_path: Path
+) -> None:
+    """The file is read before the engine pauses, so the version that was served stays."""
+    client = Client(server.url, LIMIT_S)
+    client.load(versions[1])
+    draft = Draft(str(tmp_path / "unreadable"))
+    shutil.copytree(versions[0].path / "model", draft.path / "model")
+    (draft.path / "model" / "model.safetensors").write_bytes(b"\x00" * 64)
+    draft.commit(stage="sft", facts={"version": 9})
+    status, answer = server.ask("POST", "/load", {"ref": str(tmp_path / "unreadable")})
+    assert status == 400 and "is not a safetensors file" in answer["error"]
     assert server.ask("GET", "/health")[0] == 200
     assert tokens(client.generate(REQUESTS, GREEDY, quiet)) == fresh[1][0]
 

@@ -84,22 +84,26 @@ class EngineLoop(threading.Thread):
     ) -> dict[str, float]:
         """Change to the weights of a model directory. `check` runs after the change, before a request sees the new
         weights; an error that it raises poisons the engine until a later change succeeds. Return seconds: ``drain``,
-        until running requests have ended; then ``change`` and ``check``, the pause, in which nothing is stepped."""
+        until running requests have ended; then ``change`` and ``check``, the pause, in which nothing is stepped.
+        Raises UserError: the engine refuses the model, and serves what it served before."""
         begun = time.perf_counter()
         if mode == "wait" and not self.paused:
             self._drain()
         if self.broken or self.engine.suspended:
             raise Refused(503, self.trouble)
         drained = time.perf_counter()
+        served = (self.engine.version, self.engine.digest)
         failure: Exception | None = None
         try:
             self.engine.change(model, version, digest)
             changed = time.perf_counter()
             if check is not None:
                 check(self.engine)
-        except UserError:
-            raise
         except Exception as error:
+            if isinstance(error, UserError) and (self.engine.version, self.engine.digest) == served:
+                self._release()
+                raise
+            # Some of the weights may be those of the new version already.
             self.engine.poison()
             failure = error
         self.waking = self.asleep
