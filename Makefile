@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
+.PHONY: help install demo smollm2 demo-smollm2 test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluate
 
 smollm2: $(INSTALLED) ## make a model directory of SmolLM2-135M-Instruct in .venv/models/smollm2 (269 MB, bfloat16)
 	$(BIN)/python -m tests.pretrained .venv/models/smollm2
+
+demo-smollm2: smollm2 ## teach that model sums of reasoning-gym: LoRA, evaluated before and after; six minutes on two cores
+	$(BIN)/tuneloop run sft -c docs/samples/smollm2.yaml --run smollm2-$(SEED) --set seed=$(SEED)
 
 test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores
 	$(PYTEST) $(WARM) -m "not slow"

@@ -14,9 +14,9 @@ from tuneloop.workflow.pod_loop import expand_pod
 
 pytestmark = pytest.mark.local
 ROOT = Path(__file__).parents[2]
-ELSEWHERE = {"make demo", "make test", "make smollm2"}
+ELSEWHERE = {"make demo", "make test", "make smollm2", "make demo-smollm2"}
 """`make test` is what runs this file; what `make demo` runs is the third command, with another seed;
-the fixture `smollm2` does what `make smollm2` does."""
+the fixture `smollm2` does what `make smollm2` does; test_smollm2.py has what `make demo-smollm2` runs."""
 
 
 def commands() -> list[str]:

@@ -1,6 +1,8 @@
 """A pretrained model through every stage: SmolLM2-135M-Instruct, in the dtype that it comes in."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.making import prompts_artifact
 from tests.policies import commit_prompts
+from tests.waiting import LIMIT_S
 from tuneloop.core.artifacts import Artifact
+from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines.transformers import Transformers
@@ -105,3 +109,19 @@ def test_every_stage_and_the_export_says_what_the_engine_says(
         assert answer == completion.ids
         texts.append(tokenizer.decode(answer, skip_special_tokens=True))
     assert "Paris" in texts[0]
+
+
+def test_the_demo_on_a_pretrained_model(smollm2: Path, tmp_path: Path) -> None:
+    """What `make demo-smollm2` runs, with a twelfth of its rows."""
+    root = Path(__file__).parents[2]
+    settings = {"base_model": str(smollm2), "data.sft": 64, "data.sft_eval": 16, "data.eval": 8}
+    command = [sys.executable, "-m", "tuneloop.cli", "run", "sft", "--run", "small"]
+    command += ["-c", str(root / "docs/samples/smollm2.yaml"), "--store", str(tmp_path)]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    subprocess.run(command, cwd=root, check=True, timeout=6 * LIMIT_S)
+    held_out = HeldOutFacts.read(Artifact(f"{tmp_path}/small/sft").manifest.facts)
+    assert held_out is not None and held_out.demonstrations == 16
+    assert held_out.loss_after < held_out.loss_before
+    for stage in ("evaluate-before", "evaluate-after"):
+        assert 0 <= Artifact(f"{tmp_path}/small/{stage}").manifest.results["mean_reward"] <= 1
