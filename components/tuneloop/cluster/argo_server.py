@@ -1,9 +1,7 @@
 """Send a workflow to an Argo server, by Hera's ``create``: for those who have its address and no kubeconfig.
 
-    python pipelines/grpo.py --run demo --store s3://artifacts/runs
-
-The server is named as the argo command line has it: ``ARGO_SERVER`` (host:port), ``ARGO_TOKEN``, ``ARGO_SECURE``
-(``false``: plain HTTP) and ``ARGO_INSECURE_SKIP_VERIFY``."""
+`tuneloop submit --server URL` uses it. ``ARGO_TOKEN`` and ``ARGO_INSECURE_SKIP_VERIFY`` are those of the argo command
+line."""
 
 import os
 import time
@@ -86,15 +84,3 @@ class Server:
         except RequestException as error:
             remedy = f"does not answer ({type(error).__name__}); correct the address, or port-forward to it"
             raise UserError("server", self.url, remedy) from error
-
-
-def read_server_address() -> str:
-    """Read the URL of the Argo server from the environment. Raises UserError where it names none."""
-    if not (host := os.environ.get("ARGO_SERVER")):
-        remedy = (
-            "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
-        )
-        raise UserError("ARGO_SERVER", host, remedy)
-    if "://" in host:
-        return host
-    return f"{'http' if os.environ.get('ARGO_SECURE', '').lower() == 'false' else 'https'}://{host}"

@@ -211,7 +211,7 @@ def predict_workflow_size(spec: Mapping[str, Any]) -> int:
 def check_size(size: int, tasks: int) -> Check:
     """Check the predicted size of a workflow object, and whether KFP can show its tasks."""
     said = f"{size / 1000:.0f} kB predicted; up to {SIZE_LIMIT / 1000:.0f} kB, 70 % of Argo's limit, are safe"
-    remedy = "tuneloop doctor … --to kfp --set kfp.unroll=0"
+    remedy = "tuneloop kfp doctor … --set kfp.unroll=0"
     if size >= SIZE_LIMIT:
         return Check("workflow size", REFUSED, said, remedy)
     if tasks > SHOWN_TASKS:

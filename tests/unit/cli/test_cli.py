@@ -308,7 +308,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         ),
         (["fleet", "autoscale", "http://a:8000", "--max", "2"], "must be service://name.namespace"),
         (
-            ["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"],
+            ["kfp", "render", "grpo", "--set", "loop.asynchronous=true"],
             "is built for Argo and for one machine",
         ),
         (
@@ -326,8 +326,6 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             ["submit", "grpo", "--run", "x", "--store", "s3://b", "--server", "h:1"],
             "server: 'h:1': must be an absolute URL",
         ),
-        (["run", "sft", "--to", "kfp"], "--to: 'kfp': can be kfp, for render, "),
-        (["submit", "sft", "--to"], "--to: '': can be kfp"),
         (
             ["cluster", "status", "demo", "--context", "nowhere"],
             "cluster: 'nowhere': no usable cluster",
