@@ -255,12 +255,14 @@ def pod_spec(
     env: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Build a pod object for Kubernetes, with the same fields as a stage's pod in `tuneloop.argo.template`. Raises
-    UserError if it should share devices with other runs: each pod would request its lease by itself."""
+    UserError if it should share devices with other runs, as each pod would request its lease by itself, or have more
+    memory after the first attempt."""
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "supports only stages of one pod: leave it out, or set runs_per_claim=1"
         raise UserError("cluster.share.group", share.group, remedy)
 
+    cluster.check_one_memory_limit(role, "a job of several pods")
     own = cluster.resources(role)
     if not own.shm:  # the ranks of a pod, or Ray, exchange tensors there
         cluster = cluster.adjust_role(role, shm=AUTO)

@@ -219,10 +219,12 @@ def define_container_component(
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set the resources, queue, store and rights of a task's pod. Raises UserError if it should share devices."""
+    """Set the resources, queue, store and rights of a task's pod. Raises UserError if it should share devices, or
+    have more memory after the first attempt."""
     if cluster.share:
         remedy = "Kubeflow Pipelines have no field for claims, and no step that releases them: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)
+    cluster.check_one_memory_limit(role, "Kubeflow Pipelines")
     own = cluster.resources(role)
     task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(
         own.memory_request

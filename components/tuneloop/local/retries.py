@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tuneloop.core.attempts import BUDGET
-from tuneloop.core.ends import classify_end, describe_exit, name_signal
+from tuneloop.core.ends import BUDGET, classify_end, describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
+from tuneloop.core.errors import UserError
+
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -247,6 +249,13 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
     def resources(self, role: ResourceRole) -> Resources:
         return getattr(self, role)
+
+    def check_one_memory_limit(self, role: ResourceRole, runner: str) -> None:
+        """Raise UserError where attempts after the first are to have more memory, but `runner` gives all the same."""
+        limit = self.resources(role).memory_on_retry
+        if limit:
+            remedy = f"{runner} gives all attempts one limit: leave it out, and raise cluster.{role}.memory"
+            raise UserError(f"cluster.{role}.memory_on_retry", limit, remedy)
 
     def count_gpus(self, role: ResourceRole) -> int:
         """Return the GPUs of a pod of a role."""
