@@ -23,18 +23,16 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Response, Unanswered, open_response
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
+from tuneloop.inference.engines._connection import Lost, open_answer, read_messages
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
 Result = TypeVar("Result")
 Form = TypeVar("Form")
-LATER = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses after which a retry may succeed."""
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -98,14 +96,6 @@ def check_url(url: str) -> str:
 def check_urls(text: str) -> list[str]:
     """Check the URLs in `text`, which are separated by commas. Raises UserError if one is not an absolute URL."""
     return [check_url(url.strip()) for url in text.split(",")]
-
-
-class Lost(RuntimeError):
-    """This attempt failed; another may succeed. `about` is the request that was sent, as the hook returned it."""
-
-    def __init__(self, why: str, about: Mapping[str, Any] | None = None) -> None:
-        super().__init__(why)
-        self.about = about
 
 
 class Piece(BaseModel, strict=True):
@@ -235,7 +225,7 @@ class Endpoint:
             try:
                 return attempt(url)
             except Lost as lost:
-                sent = lost.about or self.options.model_dump()
+                sent = lost.sent or self.options.model_dump()
                 if tries >= sent["max_retries"] or self._stopping.is_set():
                     raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
                 self._stopping.wait(
@@ -374,22 +364,24 @@ class Endpoint:
 
     @contextmanager
     def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yield the lines of one answer."""
+        """Yield the messages of one answer."""
         sent = self._prepare(url, payload)
-        options: Any = {
-            "timeout_s": self.timeout_s,
-            "body": sent["payload"],
-            "headers": sent["headers"],
-        }
         try:
             self._check_stop()
             self.requests += 1
-            with open_response("POST", sent["url"], check=self._check_stop, **options) as response:
-                if response.status != 200:
-                    self._refused(response)
-                yield _lines(response)
-        except (Lost, Unanswered, json.JSONDecodeError) as error:
-            raise Lost(str(error), sent) from error
+            with open_answer(
+                "POST",
+                sent["url"],
+                server=", ".join(self.urls),
+                timeout_s=self.timeout_s,
+                body=sent["payload"],
+                headers=sent["headers"],
+                check=self._check_stop,
+            ) as response:
+                yield read_messages(response)
+        except Lost as lost:
+            lost.sent = sent
+            raise
 
     def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json", **build_token_headers()}
@@ -406,22 +398,6 @@ class Endpoint:
             )
         return {**fields, **changed}
 
-    def _refused(self, response: Response) -> None:
-        text = " ".join(response.read().decode(errors="replace").split())[:300]
-        if response.status in LATER or (
-            response.status == 401 and build_token_headers()
-        ):  # the token is being rotated
-            raise Lost(f"answers {response.status}: {text}")
-        raise UserError("--endpoint", ", ".join(self.urls), f"answers {response.status}: {text}")
-
     def _check_stop(self) -> None:
         if self._stopping.is_set():
             raise Lost("stopped")
-
-
-def _lines(response: Response) -> Iterator[dict[str, Any]]:
-    for line in filter(bytes.strip, response.lines()):
-        message = json.loads(line)
-        if "error" in message:
-            raise Lost(str(message["error"]))
-        yield message
