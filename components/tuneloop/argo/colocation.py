@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from tuneloop.argo.claims import share_of
+from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.core.errors import UserError
 from tuneloop.workflow.manifest import labels_of, list_calls
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
@@ -52,11 +53,6 @@ class Colocation:
         for what, amount in (("request", self.requested), ("use", self.used)):
             if self.node is not None and amount is not None and amount > self.node:
                 yield what, amount
-
-
-def compute_trainer_memory(parameters: int, width: int = 4) -> tuple[int, int]:
-    """Compute a sleeping trainer's bytes of host memory: weights, and Adam's two moments, `width` bytes a number."""
-    return parameters * width, 2 * parameters * width
 
 
 def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
