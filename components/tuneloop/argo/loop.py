@@ -38,6 +38,7 @@ from tuneloop.argo.tasks import (
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.program import encode_flags, to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step, output_of, step_of
+from tuneloop.workflow.loop_state import goes_on
 from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop, StageCall
 from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster, ResourceRole
 
@@ -59,9 +60,12 @@ def build_input_tags(names: Sequence[str]) -> dict[str, str]:
 
 def build_loop_condition(iteration: Any, reward: Any) -> Any:
     """Return the condition for another iteration after the one with this number and this mean reward."""
-    limits = g.workflow.parameters
-    return (iteration.as_int() < limits.iterations.as_int()) & (
-        reward.as_float() < limits["target-reward"].as_float()
+    limits: Any = g.workflow.parameters
+    return goes_on(
+        iteration.as_int(),
+        reward.as_float(),
+        limits.iterations.as_int(),
+        limits["target-reward"].as_float(),
     )
 
 

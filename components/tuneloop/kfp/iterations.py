@@ -33,6 +33,7 @@ from tuneloop.kfp.stage import CONTINUED, TARGET, build_handle, encode_parameter
 from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.ui.report import render_metrics
 from tuneloop.workflow.loop import output_of, step_of
+from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop
 
 CURVE_POINTS = 500
@@ -257,17 +258,19 @@ def find_position(
         }
         return carried, read_reward(loop, made)
 
+    state = LoopState(target_reward=target_reward, iterations=iterations, iteration=after)
     left = range(after + 1, iterations + 1)
     committed = bisect_left(left, True, key=lambda i: read(i) is None)
-    last, carried = after, {name: dict(start[name]) for name in loop.carry}
+    carried = {name: dict(start[name]) for name in loop.carry}
     with ThreadPoolExecutor() as pool:
         for i, found in zip(left, pool.map(read, left[:committed])):
             if found is None:
                 break
-            last, (carried, reward) = i, found
-            if reward >= target_reward:
-                return Position(last, True, carried)
-    return Position(last, last == iterations, carried)
+            carried, reward = found
+            state = state.after(i, reward)
+            if state.is_over:
+                break
+    return Position(state.iteration, state.is_over, carried)
 
 
 def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | None]:

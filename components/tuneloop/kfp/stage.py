@@ -31,6 +31,7 @@ from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
+from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.settings import Cluster
 
 URL, TARGET = "url", "target_reward"
@@ -140,8 +141,12 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     """Report the committed artifact to KFP."""
     url = split_ref(task.parameters[URL])[0]
     reward = task.inputs.get("rewards", {}).get("mean_reward")
-    ended = reward is not None and reward >= task.parameters.get(TARGET, math.inf)
-    mark = {REACHED: int(task.parameters["iteration"])} if ended else {}
+    mark: dict[str, int] = {}
+    if reward is not None:
+        iteration = int(task.parameters["iteration"])
+        state = LoopState(target_reward=task.parameters.get(TARGET, math.inf))
+        if state.after(iteration, reward).is_over:
+            mark = {REACHED: iteration}
     task.describe(stage.output, {**build_handle(url, manifest), **mark})
     task.write(stage.output, manifest.model_dump_json(indent=1))
     if "results" in task.outputs:
