@@ -36,6 +36,7 @@ from tuneloop.argo.tasks import (
     task_tag,
 )
 from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step, output_of, step_of
 from tuneloop.workflow.loop_state import goes_on
@@ -44,7 +45,7 @@ from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster, ResourceRole
 
 CONTINUED = "continued"
 """The template at which another workflow continues a loop; a fork begins there, too."""
-Templates = Mapping[str, Any]
+Templates = JsonMapping
 """Name of a template → the template; calling it inside a graph creates a task."""
 
 
@@ -75,7 +76,7 @@ def build_same_workflow_condition(iteration: Any, reward: Any) -> Any:
     return here & build_loop_condition(iteration, reward)
 
 
-def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
+def last_outputs(own: JsonMapping) -> list[Parameter]:
     """Return the outputs of a template that calls itself as `next`: those of the last call, or else its `own`."""
     following: Any = g.tasks.next  # only a task that ran has outputs; Argo says so by its status
     ran = following.status == "Succeeded"
@@ -191,7 +192,7 @@ def build_iteration(
 def describe_loop(
     loop: Loop,
     specs: Sequence[StageSpec],
-    shared: Mapping[str, Any],
+    shared: JsonMapping,
     wired: Iterable[str],
     evaluate_every: int,
 ) -> PodLoop:

@@ -13,7 +13,6 @@ and optimizer state on their way from or to the store."""
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import parse_resource_quantity
@@ -26,6 +25,7 @@ from tuneloop.config.model_facts import (
     count_layer_bytes,
     read_model_facts,
 )
+from tuneloop.core.json_types import JsonObject
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
@@ -208,7 +208,7 @@ def context_of(stages: list[Stage]) -> int | None:
     return max(map(int, limits), default=None)
 
 
-def set_pod_memory(workflow: dict[str, Any]) -> None:
+def set_pod_memory(workflow: JsonObject) -> None:
     """Set the memory of pods that are rendered without a limit, since the memory of their role is ``auto``. Request and
     limit are set to the estimate; if the estimate is incomplete, only the request is set, and if there is none, neither
     is, since a guess must not kill a pod. Raises UserError if the model's configuration cannot be read."""
@@ -245,7 +245,7 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
             template["resource"]["manifest"] = dump_manifest(job)
 
 
-def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
+def _ask(container: JsonObject, amount: int, limited: bool, small: str) -> None:
     """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default. A
     request of `small` is kept if it is at most `amount`."""
     resources = container["resources"]

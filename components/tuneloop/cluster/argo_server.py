@@ -5,13 +5,14 @@ line."""
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import NAMESPACE
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -31,7 +32,7 @@ class Server:
             host=url, token=token, verify_ssl=not skip, namespace=namespace
         )
 
-    def submit(self, made: Mapping[str, Any], run: str) -> str:
+    def submit(self, made: JsonMapping, run: str) -> str:
         """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`. Raises UserError
         where the server cannot be reached or refuses, or the run is under way."""
         from hera.workflows import Workflow
@@ -46,7 +47,7 @@ class Server:
             built.create()
         return name
 
-    def workflows(self, run: str) -> list[dict[str, Any]]:
+    def workflows(self, run: str) -> list[JsonObject]:
         """Return the workflows of a run, oldest first."""
         with self._faults():
             found = self._service.list_workflows(

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from tuneloop.config.pipeline import Nodes, PipelineConfig
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
@@ -45,7 +46,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         ge=1,
         description="vLLM servers of the run, each with cluster.sampler's GPUs; prompts are spread over them",
     )
-    args: dict[str, Any] | None = Field(
+    args: JsonObject | None = Field(
         None,
         description="the engine's own options; default: for vllm a short context without graph capture",
     )
@@ -153,7 +154,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """`args`, or the default of the engine that was chosen; and the fleet."""
         short = {"max_model_len": 256, "enforce_eager": True}
         given = self.args if self.args is not None else short if self.name == "vllm" else {}

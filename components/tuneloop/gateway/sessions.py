@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.refusals import Refused
 from tuneloop.sharing.places import STORED
 
@@ -68,7 +69,7 @@ class Session:
     def id(self) -> str:
         return f"{self.wanted.namespace}.{self.name}"
 
-    def public(self) -> dict[str, Any]:
+    def public(self) -> JsonObject:
         """Return the fields that users see."""
         fields = {
             name: getattr(self, name)
@@ -154,7 +155,7 @@ class SamplerServer(BaseModel, frozen=True, extra="forbid"):
     idle: int = Field(
         600, ge=60, description="seconds without a request until it is scaled to zero"
     )
-    engine_args: dict[str, Any] = Field(
+    engine_args: JsonObject = Field(
         {}, description="vLLM's options, with --local; else the Deployment has them"
     )
 

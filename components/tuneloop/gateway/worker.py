@@ -35,6 +35,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from tuneloop.core import fencing
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
@@ -161,7 +162,7 @@ class Worker:
             return JSONResponse({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
-    async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> dict[str, Any]:
+    async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> JsonObject:
         """Describe a model."""
         return self.session.info(model_id)
 
@@ -190,7 +191,7 @@ class Worker:
             )
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
-        async def answer(request: Request) -> dict[str, Any]:
+        async def answer(request: Request) -> JsonObject:
             body = await request.body()
             samples = 0
             with self._numbered(body) as requests:

@@ -7,15 +7,15 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.core.ends import TERMINATED, describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.server_token import create_token_file
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
@@ -39,7 +39,7 @@ class PodFilesystem:
     that holds declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
     ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own."""
 
-    def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, template: JsonMapping) -> None:
         self.root = root
         parameters = template.get("outputs", {}).get("parameters", [])
         self._sources = {
@@ -126,7 +126,7 @@ class PodDaemon:
         self.over.set()
 
 
-def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Result:
+def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     """Run the container of a template whose tags are substituted already."""
     container = template["container"]
     home = execution.workdir / "nodes" / node.id
@@ -182,7 +182,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
 
 
 def _build_environment(
-    execution: Execution, container: Mapping[str, Any], node: Node, files: PodFilesystem
+    execution: Execution, container: JsonMapping, node: Node, files: PodFilesystem
 ) -> dict[str, str]:
     """Build a pod's environment: the machine's, then the container's."""
     env = {
@@ -209,7 +209,7 @@ def _build_environment(
     return env
 
 
-def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
+def _mount_token(execution: Execution, template: JsonMapping, files: PodFilesystem) -> None:
     """Link the tokens of the run's servers and of this machine's sandbox to where a template mounts their Secrets."""
     mounted = {
         mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())
@@ -237,7 +237,7 @@ class LogPart:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
 
 
-def _grace(template: Mapping[str, Any], default: float) -> float:
+def _grace(template: JsonMapping, default: float) -> float:
     """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``; it is `default` at most."""
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
@@ -248,7 +248,7 @@ def _grace(template: Mapping[str, Any], default: float) -> float:
 
 def _become_daemon(
     execution: Execution,
-    container: Mapping[str, Any],
+    container: JsonMapping,
     node: Node,
     process: Process,
     grace: float,
@@ -271,7 +271,7 @@ def _become_daemon(
     )
 
 
-def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: str) -> bool:
+def _is_ready(probe: JsonMapping, container: JsonMapping, address: str) -> bool:
     get = probe.get("httpGet")
     if not get:
         return True
@@ -285,7 +285,7 @@ def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: s
 
 @contextlib.contextmanager
 def _hold_device_lease(
-    execution: Execution, template: Mapping[str, Any], node: Node, files: PodFilesystem
+    execution: Execution, template: JsonMapping, node: Node, files: PodFilesystem
 ) -> Iterator[None]:
     """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store."""
     container = find_lease_sidecar(template)

@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
 
 from tuneloop.core.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Conflict, Store
 from tuneloop.kube.connection import (
     OWNER,
@@ -48,7 +48,7 @@ class Lease:
         self.cluster, self.group, self.name = cluster, group, f"{PREFIX}{group}"
         self._place = (*LEASES[:2], cluster.namespace, LEASES[2])
 
-    def read(self) -> tuple[Document, dict[str, Any] | None]:
+    def read(self) -> tuple[Document, JsonObject | None]:
         with self._faults():
             found = self.cluster.custom.get_namespaced_custom_object(
                 *self._place, self.name, _request_timeout=10
@@ -56,7 +56,7 @@ class Lease:
             return parse_lease(found), found
         return Document(), None
 
-    def write(self, document: Document, seen: dict[str, Any] | None) -> None:
+    def write(self, document: Document, seen: JsonObject | None) -> None:
         api, place = self.cluster.custom, self._place
         made = build_lease(document, self.name, self.group, seen)
         with self._faults(write=True, seen=seen is not None):
@@ -104,7 +104,7 @@ def release_leases(cluster: Connection, run: str) -> None:
             Turns(Lease(cluster, group), group, who=run).leave()
 
 
-def parse_lease(lease: dict[str, Any]) -> Document:
+def parse_lease(lease: JsonObject) -> Document:
     """Parse a Lease's document; before a first turn its number is the resourceVersion. Raises Corrupt at a bad one."""
     try:
         found = Document.model_validate_json(lease["metadata"]["annotations"][ANNOTATION])
@@ -117,15 +117,13 @@ def parse_lease(lease: dict[str, Any]) -> Document:
         ) from error
 
 
-def build_lease(
-    document: Document, name: str, group: str, seen: dict[str, Any] | None
-) -> dict[str, Any]:
+def build_lease(document: Document, name: str, group: str, seen: JsonObject | None) -> JsonObject:
     """Build the Lease that holds `document`, to replace `seen`."""
     now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     before = (seen or {}).get("spec", {})
     held = document.holder.ticket if document.holder else None
     turns = before.get("leaseTransitions", 0)
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "leaseTransitions": turns,
         "leaseDurationSeconds": math.ceil(document.patience),
     }
@@ -141,7 +139,7 @@ def build_lease(
     owners = (seen or {}).get("metadata", {}).get("ownerReferences", [])
     own, uid = map(os.environ.get, OWNER_VARIABLES)
     new = uid and all(owner["uid"] != uid for owner in owners)
-    metadata: dict[str, Any] = {
+    metadata: JsonObject = {
         "name": name,
         "labels": {LABEL: group, "app.kubernetes.io/part-of": "tuneloop"},
         "annotations": {ANNOTATION: document.model_dump_json()},

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._connection import Lost, open_answer, read_message, read_messages
@@ -83,13 +84,13 @@ class Client:
         )
         self._patience_s, self._met = patience_s, False
         self.context, self.version, self.digest = 0, -1, ""
-        self.pulled: dict[str, Any] = {}
-        self.deterministic, self.determinism = deterministic, dict[str, Any]()
+        self.pulled: JsonObject = {}
+        self.deterministic, self.determinism = deterministic, JsonObject()
         self.fail_fast, self.keep_s = False, 0.0
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
-        self._tensor_proof: dict[str, Any] | None = None
+        self._tensor_proof: JsonObject | None = None
         self._renewing = False
         self._given_up = False
 

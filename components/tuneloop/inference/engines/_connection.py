@@ -8,6 +8,7 @@ from typing import Any
 
 from tuneloop.core.errors import Unavailable, UserError
 from tuneloop.core.http import Response, Unanswered, is_transient, open_response
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import build_token_headers
 
 LATER = (409, 425)
@@ -25,7 +26,7 @@ class Lost(Unavailable):
     def __init__(self, reason: str, status: int | None = None) -> None:
         super().__init__(reason)
         self.status = status
-        self.sent: Mapping[str, Any] | None = None
+        self.sent: JsonMapping | None = None
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def _refuse(status: int, content: bytes, server: str) -> None:
     raise UserError("--endpoint", server, f"answers {status}: {text}")
 
 
-def read_message(text: bytes) -> dict[str, Any]:
+def read_message(text: bytes) -> JsonObject:
     """Read a JSON message. Raises Lost where it is none, or reports an error of the server."""
     try:
         message = json.loads(text)
@@ -82,7 +83,7 @@ def read_message(text: bytes) -> dict[str, Any]:
     return dict(message)
 
 
-def read_messages(response: Response) -> Iterator[dict[str, Any]]:
+def read_messages(response: Response) -> Iterator[JsonObject]:
     """Yield the messages of an answer, a line each. An empty line only says that the server is alive."""
     for line in filter(bytes.strip, response.lines()):
         yield read_message(line)

@@ -10,11 +10,11 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
@@ -23,6 +23,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Ids, Request
@@ -61,7 +62,7 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     )
 
 
-def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
     """Open the engine behind `endpoint`, an absolute URL to which ``/generate`` is appended, or several separated by
     commas; None: the fleet's URL, or those of its workers. `args` are `Options`. `timeout_s`: seconds without a byte
     after which a replica counts as lost. Raises UserError for a missing or malformed URL, or an unknown option."""
@@ -73,7 +74,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
     return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
 
 
-def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
+def check_engine_args(args: JsonMapping, prefix: str = "engine_args.") -> Options:
     """Check `args` and return them as options. Raises UserError for a wrong one; `prefix` begins its field."""
     try:
         return Options(**args)
@@ -111,7 +112,7 @@ class Whole(BaseModel, strict=True):
     """Completions that have ended."""
 
     index: int = Field(ge=0)
-    completions: list[dict[str, Any]] = Field(min_length=1)
+    completions: list[JsonObject] = Field(min_length=1)
 
 
 @dataclass
@@ -235,7 +236,7 @@ class Endpoint:
                 self.retries += 1
 
     def _whole(
-        self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling
+        self, url: str, request: Request, body: JsonMapping, sampling: Sampling
     ) -> list[Completion]:
         """Read all completions of one prompt from one answer."""
         with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
@@ -258,7 +259,7 @@ class Endpoint:
         self,
         url: str,
         request: Request,
-        body: Mapping[str, Any],
+        body: JsonMapping,
         sampling: Sampling,
         parts: Sequence[Partial],
     ) -> None:
@@ -302,7 +303,7 @@ class Endpoint:
             raise self._wrong(f"answers request {index} of {len(parts)}")
         return parts[index]
 
-    def _finish(self, part: Partial, fields: Mapping[str, Any], sampling: Sampling) -> Completion:
+    def _finish(self, part: Partial, fields: JsonMapping, sampling: Sampling) -> Completion:
         if fields.get("finish_reason") == "abort":
             raise Lost("a completion was aborted")
         told = fields.get("ids")
@@ -315,7 +316,7 @@ class Endpoint:
         whole |= {"start_version": part.versions[0], "end_version": part.versions[-1]}
         return self._read(whole, sampling.max_tokens)
 
-    def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
+    def _read(self, fields: JsonMapping, max_tokens: int) -> Completion:
         """Read a completion, and check that it is a possible one."""
         completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
@@ -337,7 +338,7 @@ class Endpoint:
             self._check_version(version)
         return completion
 
-    def _parse(self, form: type[Form], fields: Mapping[str, Any]) -> Form:
+    def _parse(self, form: type[Form], fields: JsonMapping) -> Form:
         try:
             return form(**fields)
         except ValidationError as error:
@@ -363,7 +364,7 @@ class Endpoint:
         return UserError("--endpoint", ", ".join(self.urls), remedy)
 
     @contextmanager
-    def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+    def _ask(self, url: str, payload: JsonObject) -> Iterator[Iterator[JsonObject]]:
         """Yield the messages of one answer."""
         sent = self._prepare(url, payload)
         try:
@@ -383,9 +384,9 @@ class Endpoint:
             lost.sent = sent
             raise
 
-    def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, url: str, payload: JsonObject) -> JsonObject:
         headers = {"Content-Type": "application/json", **build_token_headers()}
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             **{"url": f"{url}/generate", "payload": payload, "headers": headers},
             **{"max_retries": self.options.max_retries, "retry_sleep": self.options.retry_sleep},
         }
