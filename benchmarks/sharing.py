@@ -83,9 +83,9 @@ def stages_that_wait(store: Path, unit: float) -> None:
     """Seconds until three runs of three iterations have ended, by each policy."""
     from tests.unit.sharing.lease_plans import GROUP, in_turn
     from tests.unit.sharing.lease_simulation import Rules, Task, simulate_runs
-    from tuneloop.sharing.document import POLICIES
-    from tuneloop.sharing.places import open_turns
-    from tuneloop.sharing.turns import compute_poll_interval
+    from tuneloop.sharing.lease_queue import POLICIES
+    from tuneloop.sharing.lease_storage import open_lease_group
+    from tuneloop.sharing.leases import compute_poll_interval
 
     loop: tuple[tuple[str, str, Role], ...] = (
         ("rollout", "sampler", "sampler"),
@@ -113,7 +113,7 @@ def stages_that_wait(store: Path, unit: float) -> None:
                 pool.submit(
                     wait_through,
                     tasks,
-                    open_turns(f"{store}/{policy}", who=name, policy=policy, patience=1.0),
+                    open_lease_group(f"{store}/{policy}", who=name, policy=policy, patience=1.0),
                 )
                 for name, tasks in runs.items()
             ]:
@@ -142,8 +142,8 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
     from tests.unit.sharing.lease_simulation import Rules
     from tests.unit.sharing.recorded_tasks import read_recorded_tasks
     from tuneloop.runs.run_record import Run
-    from tuneloop.sharing.document import POLICIES
-    from tuneloop.sharing.turns import compute_poll_interval
+    from tuneloop.sharing.lease_queue import POLICIES
+    from tuneloop.sharing.leases import compute_poll_interval
 
     settings: dict[str, object] = {
         **{"engine.name": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},

@@ -118,7 +118,7 @@ def describe_colocation(workflow: JsonMapping, parameters: int | None) -> Iterat
             weights, adam = compute_trainer_memory(parameters)
             parts = f"{of.runs} × ({format_gib(weights)} weights + {format_gib(adam)} Adam)"
             total = format_gib(of.runs * (weights + adam))
-            yield f"  if trainers stayed in host memory between turns: {parts} = {total}"
+            yield f"  if trainers stayed in host memory between leases: {parts} = {total}"
 
 
 def format_gib(count: float) -> str:

@@ -16,11 +16,11 @@ from tuneloop.workflow.settings import Cluster, Share
 if TYPE_CHECKING:
     from hera.workflows import Container
 
-NAME = "turn"
-ACCOUNT = "tuneloop-turn"
-PLACE = "/turn"
-FILE = f"{PLACE}/turn.json"
-TOKEN = "turn-token"
+NAME = "lease"
+ACCOUNT = "tuneloop-lease"
+PLACE = "/lease"
+FILE = f"{PLACE}/lease.json"
+TOKEN = "lease-token"
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
 FOREVER = 2**31 - 1
 """Failures allowed to the startup probe, one a second: a stage may wait long for the lease."""

@@ -26,9 +26,9 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.sharing.places import LEASES, Lease, parse_lease
+from tuneloop.sharing.lease_storage import LEASES, KubernetesLease, parse_lease
+from tuneloop.sharing.leases import LeaseGroup
 from tuneloop.sharing.sidecar import parse_arguments
-from tuneloop.sharing.turns import Turns
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
 from tuneloop.workflow.settings import GROUP_LABEL
 
@@ -187,11 +187,13 @@ def _turns(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
         name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)
     }
     for name, flags in places.items():
-        place = Lease(cluster, name)
+        place = KubernetesLease(cluster, name)
         if (seen := find_object(cluster.get, *LEASES, place.name)) not in (ABSENT, UNSEEN):
-            turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
+            turns = LeaseGroup(
+                place, name, who=flags.run, policy=flags.policy, patience=flags.patience
+            )
             try:
-                turns.agreed(parse_lease(seen))
+                turns.apply_settings(parse_lease(seen))
             except UserError as error:
                 yield error
 

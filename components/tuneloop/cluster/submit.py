@@ -37,7 +37,7 @@ from tuneloop.kube.connection import (
     wait_until,
 )
 from tuneloop.runs.records import find_differences
-from tuneloop.sharing.places import release_leases
+from tuneloop.sharing.lease_storage import release_leases
 from tuneloop.workflow.manifest import effective_spec, mounts_token
 from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import read_loop

@@ -182,7 +182,8 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     iterations_per_pod: PerPod = Field(
         "auto",
         description="iterations that one pod runs, stage after stage in one process; 0: each stage has a pod; auto: as "
-        "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs take turns",
+        "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs share "
+        "devices",
     )
     asynchronous: bool = Field(
         False,
@@ -233,7 +234,7 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def iterations_per_pod(self) -> PerPod:
-        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs from their turn."""
+        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs from their lease."""
         asked = self.loop.iterations_per_pod
         return 0 if asked == "auto" and (self.cluster.share or self._find_obstacle()) else asked
 

@@ -331,7 +331,7 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
             raise UserError("user_metadata", metadata, "names and values")
         wanted = {
             name: metadata[name]
-            for name in ("accelerators", "turns", "policy", "patience")
+            for name in ("accelerators", "lease_group", "policy", "patience")
             if name in metadata
         }
         names = {

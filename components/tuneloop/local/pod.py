@@ -21,7 +21,7 @@ from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.sharing.places import STORED, open_turns
+from tuneloop.sharing.lease_storage import STORED_LEASES, open_lease_group
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import FIELD_PATHS
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
@@ -295,11 +295,11 @@ def _hold_device_lease(
     wanted = parse_arguments(container["args"])
     store = execution.parameters["store"]
     root = store if "://" in store else str(execution.cwd / store)
-    url = f"{root}/{STORED}/{wanted.group}"
-    turns = open_turns(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
-    if turns.read().holder:
-        execution.set_message(node, f"waits for its turn in group {wanted.group}")
-    with turns.acquire(stop=execution.stopping, file=files.local_path(wanted.file)):
+    url = f"{root}/{STORED_LEASES}/{wanted.group}"
+    group = open_lease_group(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
+    if group.read().holder:
+        execution.set_message(node, f"waits for the lease of group {wanted.group}")
+    with group.acquire(stop=execution.stopping, file=files.local_path(wanted.file)):
         if node.message:
             execution.set_message(node, "")
         yield

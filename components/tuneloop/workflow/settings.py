@@ -46,7 +46,8 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
     device_class: str = Field(
-        "", description="DRA DeviceClass of the devices; empty: no claim, runs only take turns"
+        "",
+        description="DRA DeviceClass of the devices; empty: no claim, runs only lease them in turn",
     )
     count: int = Field(
         1, ge=1, description="devices of a claim; every run that uses the claim sees all of them"
@@ -56,14 +57,14 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         2,
         ge=1,
         description="runs that share a claim, which no queue accounts for; a further run gets another claim; 1: each "
-        "pod has its own claim, without turns, and Kueue accounts for it where it maps the device class",
+        "pod has its own claim, without leases, and Kueue accounts for it where it maps the device class",
     )
     policy: Literal["fifo", "lrs"] = Field(
         "fifo",
-        description="whose turn is next: fifo: the first to ask; lrs: the least recently served",
+        description="which run gets the lease next: fifo: the first to ask; lrs: the least recently served",
     )
     patience: float = Field(
-        30.0, ge=1, description="seconds after which a silent holder has lost its turn"
+        30.0, ge=1, description="seconds after which a silent holder has lost its lease"
     )
     roles: Literal["together", "apart", "strict"] = Field(
         "together",

@@ -15,7 +15,7 @@ from tests.unit.sharing.lease_simulation import (
     compute_percentile,
     simulate_runs,
 )
-from tuneloop.sharing.document import POLICIES
+from tuneloop.sharing.lease_queue import POLICIES
 
 ALONE, OVERLAPPED, SERIAL = "alone", "asynchronous", "one-after-another"
 SHARED = tuple(f"shared-{policy}" for policy in POLICIES)

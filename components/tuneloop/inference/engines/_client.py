@@ -49,7 +49,7 @@ class Client:
     Args:
         endpoint: ``http://host:port``.
         timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
-        sleeps: the server shares its device in turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
+        sleeps: the server leases its device: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
             which drops the weights, or keeps them in its snapshot. Untested: it needs a GPU.
         deterministic: require a deterministic server, and discard a lost POST whole: its rest would be another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
@@ -169,7 +169,7 @@ class Client:
             raise UserError("--endpoint", self.endpoint, remedy) from error
 
     def close(self) -> None:
-        """Release the device if it is shared in turns; connections live only as long as a call."""
+        """Release the device if it is leased; connections live only as long as a call."""
         if self.sleeps and not self._given_up:
             self._persist(lambda: self._json("POST", "/sleep", {"level": 2}))
 
