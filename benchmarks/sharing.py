@@ -3,7 +3,7 @@
     python benchmarks/sharing.py [--iterations 8] [--runs 2] [--seconds 3] [--unit 0.5]
 
 First three runs whose stages only wait take real turns, by each policy: does the simulation have the rules right? Then
-real runs. One of the demo's loop is recorded, alone; from it `tuneloop plan --share` predicts; then each plan is
+real runs. One of the demo's loop is recorded, alone; from it the simulation predicts; then each plan is
 carried out as `tuneloop run` does it: the same again, overlapped, several at once by turns. One thread a process: one
 core samples, one trains. The engine is `transformers`. The reward takes `--seconds` an iteration and no core: it
 sleeps, as one does that asks a judge elsewhere; a device that waits for it is what sharing puts to use. A step is the
@@ -19,6 +19,7 @@ import argparse
 import functools
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,9 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import run
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 if TYPE_CHECKING:
+    from tests.unit.sharing.lease_simulation import Schedule, Task
     from tuneloop.core.artifacts import Role
-    from tuneloop.sharing.simulate import Schedule, Task
 
 COMPLETIONS = 16 * 8
 PAUSE = "SHARING_PAUSE"
@@ -78,11 +81,11 @@ def main() -> None:
 
 def stages_that_wait(store: Path, unit: float) -> None:
     """Seconds until three runs of three iterations have ended, by each policy."""
-    from tuneloop.sharing.document import POLICIES
-    from tuneloop.sharing.places import open_turns
-    from tuneloop.sharing.plans import GROUP, in_turn
-    from tuneloop.sharing.simulate import Rules, Task, simulate_runs
-    from tuneloop.sharing.turns import compute_poll_interval
+    from tests.unit.sharing.lease_plans import GROUP, in_turn
+    from tests.unit.sharing.lease_simulation import Rules, Task, simulate_runs
+    from tuneloop.sharing.lease_queue import POLICIES
+    from tuneloop.sharing.lease_storage import open_lease_group
+    from tuneloop.sharing.leases import compute_poll_interval
 
     loop: tuple[tuple[str, str, Role], ...] = (
         ("rollout", "sampler", "sampler"),
@@ -110,7 +113,7 @@ def stages_that_wait(store: Path, unit: float) -> None:
                 pool.submit(
                     wait_through,
                     tasks,
-                    open_turns(f"{store}/{policy}", who=name, policy=policy, patience=1.0),
+                    open_lease_group(f"{store}/{policy}", who=name, policy=policy, patience=1.0),
                 )
                 for name, tasks in runs.items()
             ]:
@@ -135,12 +138,12 @@ def wait_through(tasks: Sequence[Task], turns: Any) -> None:
 
 def real_runs(store: Path, iterations: int, runs: int) -> None:
     """Seconds a step of each plan."""
-    from tuneloop.cli.share import build_workloads
+    from tests.unit.sharing.lease_plans import ALONE, GROUP, OVERLAPPED, SHARED, compare_plans
+    from tests.unit.sharing.lease_simulation import Rules
+    from tests.unit.sharing.recorded_tasks import read_recorded_tasks
     from tuneloop.runs.run_record import Run
-    from tuneloop.sharing.document import POLICIES
-    from tuneloop.sharing.plans import ALONE, GROUP, OVERLAPPED, SHARED, compare_plans
-    from tuneloop.sharing.simulate import Rules
-    from tuneloop.sharing.turns import compute_poll_interval
+    from tuneloop.sharing.lease_queue import POLICIES
+    from tuneloop.sharing.leases import compute_poll_interval
 
     settings: dict[str, object] = {
         **{"engine.name": "transformers", "loop.iterations": iterations, "loop.target_reward": 2},
@@ -164,7 +167,8 @@ def real_runs(store: Path, iterations: int, runs: int) -> None:
     }
     one = functools.partial(run, store, "grpo")
     one("recorded", settings)
-    tasks = build_workloads([Run.open("recorded", str(store))], runs)
+    recorded = read_recorded_tasks(Run.open("recorded", str(store)))
+    tasks = {f"recorded {number}": recorded for number in range(runs)}
     predicted = compare_plans(
         tasks,
         {"trainer": 1, "sampler": 1},

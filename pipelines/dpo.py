@@ -10,7 +10,7 @@ their own.
 
 from typing import Any
 
-from tuneloop.cli.pipeline_file import make_builders, run_file
+from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.pipeline import SET_BY_PIPELINE, PipelineConfig, Tokenize
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -86,4 +86,4 @@ def draw(graph: Graph) -> None:
 
 
 build_argo, build_kfp = make_builders("dpo", stages, draw)
-workflow = run_file(__name__, __file__, lambda: build_argo(Config()))
+workflow = render_file(__name__, lambda: build_argo(Config()))

@@ -16,7 +16,7 @@ but the first batch of a workflow are one version old.
 
 from typing import Any
 
-from tuneloop.cli.pipeline_file import make_builders, run_file
+from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.config.pipeline import SET_BY_PIPELINE
 from tuneloop.stages.base_model import base_model
@@ -111,4 +111,4 @@ def draw(graph: Graph) -> None:
 
 
 build_argo, build_kfp = make_builders("grpo", stages, draw, LOOP)
-workflow = run_file(__name__, __file__, lambda: build_argo(Config()))
+workflow = render_file(__name__, lambda: build_argo(Config()))

@@ -8,7 +8,7 @@ copy them instead; the loop then sharpens the skill by reward alone. `grpo.py` h
 
 from typing import Any
 
-from tuneloop.cli.pipeline_file import make_builders, run_file
+from tuneloop.cli.pipeline_file import make_builders, render_file
 from tuneloop.config.loading import load_pipeline
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.data_prep import data_prep
@@ -39,4 +39,4 @@ def draw(graph: Graph) -> None:
 
 
 build_argo, build_kfp = make_builders("sft-then-grpo", stages, draw, grpo.LOOP)
-workflow = run_file(__name__, __file__, lambda: build_argo(Config()))
+workflow = render_file(__name__, lambda: build_argo(Config()))

@@ -30,7 +30,7 @@ from tests.waiting import until
 from tuneloop.core import fencing
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 
 CHARACTERS = [*"0123456789abcdefghijklmnopqrstuvwxyz", " ", "="]
 
@@ -97,11 +97,11 @@ def lease_of(
     That is, after the last step (its metrics), and before any weights of the checkpoint, its canary, its manifest and
     the `weights` that were published were written.
     """
-    turns, file = open_turns(f"{directory}/group", who="a"), directory / "turn.json"
+    turns, file = open_lease_group(f"{directory}/group", who="a"), directory / "lease.json"
     monkeypatch.setenv(fencing.VARIABLE, str(file))
 
     def check(made: Artifact, weights: Path) -> None:
-        until(lambda: turns.read().idle)
+        until(lambda: turns.read().is_idle)
         at = file.with_suffix(".released").stat().st_mtime_ns
         committed = [
             made.path.parent / "manifest.json",

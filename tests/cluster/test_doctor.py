@@ -39,10 +39,11 @@ Look = Callable[..., tuple[int, list[dict[str, Any]]]]
 
 @pytest.fixture
 def look(cluster: Connection, capsys: pytest.CaptureFixture[str]) -> Look:
-    """Exit code and checks of ``tuneloop doctor`` with some words."""
+    """Exit code and checks of ``tuneloop doctor``, or of ``tuneloop kfp doctor``, with some words."""
 
-    def run(*words: str) -> tuple[int, list[dict[str, Any]]]:
-        code = run_cli(["doctor", *words, "--set", f"cluster.images={IMAGES}", "--json"])
+    def run(*words: str, kfp: bool = False) -> tuple[int, list[dict[str, Any]]]:
+        group = ["kfp"] if kfp else []
+        code = run_cli([*group, "doctor", *words, "--set", f"cluster.images={IMAGES}", "--json"])
         return code, json.loads(capsys.readouterr().out)["checks"]
 
     return run
@@ -97,10 +98,10 @@ def kubeflow(cluster: Connection) -> Iterator[None]:
 
 
 def test_a_backend_is_mended_by_the_commands_that_doctor_gives(kubeflow: None, look: Look) -> None:
-    code, checks = look("sft_then_grpo", "--to", "kfp")
+    code, checks = look("sft_then_grpo", kfp=True)
     assert (code, _refused(checks)) == (2, ["store", "store", "queue", "queue"])
     kubectl("apply", "-k", str(ROOT / "manifests" / "overlays" / "kfp"))
-    code, checks = look("sft_then_grpo", "--to", "kfp")
+    code, checks = look("sft_then_grpo", kfp=True)
     assert (code, _refused(checks)) == (2, ["queue", "queue"])
 
     kubectl(
@@ -115,7 +116,7 @@ def test_a_backend_is_mended_by_the_commands_that_doctor_gives(kubeflow: None, l
     refused = []
 
     def mended() -> bool:
-        code, checks = look("sft_then_grpo", "--to", "kfp")
+        code, checks = look("sft_then_grpo", kfp=True)
         for check in checks:
             if check["outcome"] == "refused":
                 refused.append(check["subject"])

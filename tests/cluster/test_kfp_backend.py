@@ -80,7 +80,7 @@ def run(api: Any) -> Iterator[str]:
 
 def send(verb: str, pipeline: str, *words: str, root: str, sets: list[str]) -> None:
     given = [word for each in [*SETTINGS[pipeline], *PODS, *sets] for word in ("--set", each)]
-    assert run_cli([verb, pipeline, "--to", "kfp", "--store", root, *words, *given]) == 0
+    assert run_cli(["kfp", verb, pipeline, "--store", root, *words, *given]) == 0
 
 
 def wait_for_success(api: Any, run: str) -> None:
@@ -167,7 +167,16 @@ def test_a_tick_starts_a_run_where_the_data_is_new(api: Any, run: str, root: str
         wait_for_success(api, name)
         until(lambda: any("no new data since" in line for line in read_ticks(api, run)), RUN_S)
     finally:
-        assert run_cli(["unschedule", run, "--to", "kfp"]) == 0
+        assert (
+            run_cli(
+                [
+                    "kfp",
+                    "unschedule",
+                    run,
+                ]
+            )
+            == 0
+        )
     assert len({key.partition("/")[0] for key in list_keys(root)}) == 1
 
 

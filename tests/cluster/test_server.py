@@ -30,16 +30,14 @@ def server(cluster: Connection) -> Iterator[str]:
         yield place
 
 
-def test_a_pipeline_file_submits_itself_and_returns_how_the_run_ended(
-    cluster: Connection, server: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_submitted_to_a_server_that_returns_how_it_ended(
+    cluster: Connection, server: str, run: str, tmp_path: Path
 ) -> None:
     """Its first stage has no data to read: the user's mistake, exit code 2."""
-    monkeypatch.setenv("ARGO_SERVER", server)
-    monkeypatch.setenv("ARGO_SECURE", "false")
     config = tmp_path / "settings.yaml"
     config.write_text(yaml.safe_dump(SETTINGS))
-    flags = ["--run", run, "--store", STORE, "-c", str(config), "--wait"]
-    command = [sys.executable, "pipelines/sft.py", *flags]
+    flags = ["--run", run, "--store", STORE, "-c", str(config), "--server", f"http://{server}"]
+    command = [sys.executable, "-m", "tuneloop.cli", "submit", "sft", *flags, "--wait"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()[0]) == (
         2,

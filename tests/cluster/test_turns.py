@@ -19,8 +19,8 @@ from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.cli import run_cli
 from tuneloop.cluster import submit as argo
 from tuneloop.kube.connection import Connection
-from tuneloop.sharing.document import Document
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_queue import LeaseQueue
+from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.workflow.settings import RUN_LABEL, AcceleratorResources, Share
 
@@ -64,14 +64,14 @@ def leases(cluster: Connection, group: str) -> str:
         "get",
         "leases",
         "-l",
-        f"tuneloop.dev/turns-of={group}",
+        f"tuneloop.dev/lease-group={group}",
         "-o",
         "name",
     )
 
 
-def document(cluster: Connection, group: str) -> Document:
-    return open_turns(f"lease://{cluster.namespace}/{group}", who="nobody").read()
+def document(cluster: Connection, group: str) -> LeaseQueue:
+    return open_lease_group(f"lease://{cluster.namespace}/{group}", who="nobody").read()
 
 
 def worked(cluster: Connection, *runs: str) -> list[tuple[str, str, str]]:
@@ -106,7 +106,7 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
         cluster, sharing(run, stages=1), run=second, store=STORE
     )  # committed: only its turn takes time
     until(lambda: [seat.who for seat in document(cluster, run).waiting] == [second])
-    assert run_cli(["turns", run]) == 0
+    assert run_cli(["leases", run]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]] == [
         ["holds", run],
         ["waits", second],
@@ -122,8 +122,8 @@ def test_two_runs_take_turns_and_outlive_a_killed_holder(
 
 RACER = """
 import sys, time
-from tuneloop.sharing.places import open_turns
-turns = open_turns(sys.argv[1], who=sys.argv[2], patience=120)
+from tuneloop.sharing.lease_storage import open_lease_group
+turns = open_lease_group(sys.argv[1], who=sys.argv[2], patience=120)
 for _ in range(4):
     with turns.acquire(timeout=300) as held:
         print(held.number, time.monotonic(), flush=True)

@@ -316,10 +316,9 @@ def test_three_ticks_of_a_schedule(
     ]
     small += ["sft.max_steps=4", "kfp.retries=0", f"kfp.api={api.url}"]
     line = [
+        "kfp",
         "schedule",
         "sft",
-        "--to",
-        "kfp",
         "--name",
         "nightly",
         "--store",

@@ -142,7 +142,7 @@ def test_a_chain_that_starts_on_what_the_replica_has(chain: list[Artifact], tmp_
     """Version 0 is never fetched; a replica that was started with another model says so in one line, and serves not."""
     root, models = tmp_path / "weights", [policy.path / "model" for policy in chain[:2]]
     about = [{"source": policy.manifest.digest} for policy in chain[:2]]
-    publish_version(str(root), 0, models[0], held=True, **about[0])  # type: ignore[arg-type]
+    publish_version(str(root), 0, models[0], held_by_readers=True, **about[0])  # type: ignore[arg-type]
     assert not list(root.rglob("*.safetensors"))
     line = [
         python(),

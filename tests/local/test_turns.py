@@ -9,7 +9,7 @@ import pytest
 from tests.local.loops import command, digests, finish
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import find_manifest
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 
 pytestmark = [pytest.mark.local, pytest.mark.slow]
 SHORT = {"loop.iterations": 1, "sft.max_steps": 2, "sft.save_steps": 2, "data.eval": 8}
@@ -26,10 +26,10 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
         )
 
     finish(line("a", tmp_path / "alone"))
-    group = f"{tmp_path}/shared/.turns/g"
-    with open_turns(group, who="first", patience=PATIENCE).acquire() as first:
+    group = f"{tmp_path}/shared/.leases/g"
+    with open_lease_group(group, who="first", patience=PATIENCE).acquire() as first:
         together = [subprocess.Popen(line(name, tmp_path / "shared", **SHARE)) for name in runs]
-        until(lambda: len(first.turns.read().waiting) == 2, 5 * LIMIT_S)
+        until(lambda: len(first.group.read().waiting) == 2, 5 * LIMIT_S)
     assert [each.wait(10 * LIMIT_S) for each in together] == [0, 0]
     assert digests(tmp_path / "shared", "a") == digests(tmp_path / "alone", "a")
     made = [
@@ -39,13 +39,13 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     took = [
         each.provenance | each.timings | each.notes
         for each in made
-        if each and "turn" in each.provenance
+        if each and "lease" in each.provenance
     ]
-    turns = sorted(took, key=lambda a: a["turn"]["number"])
-    assert [a["turn"]["number"] for a in turns] == list(
+    turns = sorted(took, key=lambda a: a["lease"]["number"])
+    assert [a["lease"]["number"] for a in turns] == list(
         range(2, 12)
     )  # of each: sft, rollout, update, two evaluations
-    whose = [a["turn"]["ticket"].partition(".")[0] for a in turns]
+    whose = [a["lease"]["ticket"].partition(".")[0] for a in turns]
     assert len(list(itertools.groupby(whose))) > 2, "neither waited for all of the other"
     released = [a["device_released"] for a in turns if "device_released" in a]
     assert len(released) == 4 and all("device_released" in a for a in turns if "train" in a), (
@@ -53,4 +53,4 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     )
     ended = [a.get("device_released", a["started"] + a["total"]) for a in turns]
     assert all(end <= following["started"] for end, following in zip(ended, turns[1:]))
-    assert open_turns(group, who="a").read().idle
+    assert open_lease_group(group, who="a").read().is_idle

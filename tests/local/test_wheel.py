@@ -109,7 +109,11 @@ def test_the_wheel_renders_what_the_clone_renders(installed: Path, tmp_path: Pat
     others = [
         ["lint", "sft_then_grpo"],
         ["plan", "sft_then_grpo"],
-        ["render", "sft", "--to", "kfp"],
+        [
+            "kfp",
+            "render",
+            "sft",
+        ],
     ]
     at, *texts = start(installed, tmp_path, "-c", MANY, json.dumps([*rendered, *others])).split(
         "\0"

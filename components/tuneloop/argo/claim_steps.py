@@ -1,14 +1,13 @@
 """Steps that reserve or release shared devices, or end a Dynamo graph: they run `tuneloop.cluster.reservations`."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from hera.workflows import Container, Parameter, Workflow
 from hera.workflows.models import ValueFrom
 
 from tuneloop.argo.claims import END, GIVE, ROLES, TAKE, TRAINER, claim_output, share_of
 from tuneloop.argo.pod_fields import OUTPUTS, step_fields
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster
 
@@ -35,7 +34,7 @@ def build_reservation_steps(cluster: Cluster) -> list[Container]:
     ]
 
 
-def insert_reservation_steps(workflow: dict[str, Any]) -> None:
+def insert_reservation_steps(workflow: JsonObject) -> None:
     """Insert these steps: the first one runs before anything else, wherever the workflow may start."""
     templates = {template["name"]: template for template in workflow["spec"].get("templates", ())}
     share = share_of(workflow)
@@ -63,7 +62,7 @@ def insert_reservation_steps(workflow: dict[str, Any]) -> None:
         tasks.insert(0, {"name": "claim", "template": TAKE})
 
 
-def add_graph_end(workflow: dict[str, Any], cluster: Cluster) -> None:
+def add_graph_end(workflow: JsonObject, cluster: Cluster) -> None:
     """Add an exit handler that ends the run's Dynamo graph, beside the handler that a rendered workflow has."""
     place = {
         "workflow": "{{workflow.name}}",
@@ -86,7 +85,7 @@ def add_graph_end(workflow: dict[str, Any], cluster: Cluster) -> None:
     spec["onExit"] = "end-run" if before else END
 
 
-def list_entry_templates(workflow: Mapping[str, Any]) -> list[str]:
+def list_entry_templates(workflow: JsonMapping) -> list[str]:
     """List the templates at which the workflow, or one that continues it, may start."""
     found = [workflow["spec"]["entrypoint"]]
     for template in workflow["spec"]["templates"]:

@@ -5,10 +5,10 @@ Argo 3.7 has no field for a pod's claims: ``podSpecPatch`` writes them. The firs
 whether a submission, a schedule, a template or the previous workflow started the workflow."""
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.manifest import labels_of
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL, SHARE, Share
 
@@ -38,7 +38,7 @@ def build_sharing_labels(share: Share, role: str) -> dict[str, str]:
     return {GROUP_LABEL: share.group, ROLE_LABEL: role}
 
 
-def pod_patch(share: Share, role: str) -> dict[str, Any]:
+def pod_patch(share: Share, role: str) -> JsonObject:
     """Return the pod patch that gives the container ``main`` the claim's devices; empty if none are claimed."""
     if not share.device_class:
         return {}
@@ -50,7 +50,7 @@ def pod_patch(share: Share, role: str) -> dict[str, Any]:
     }
 
 
-def build_affinity(share: Share, role: str) -> dict[str, Any]:
+def build_affinity(share: Share, role: str) -> JsonObject:
     """Build the affinity that keeps trainers and samplers apart; empty if pods may run on any node."""
     if share.roles == "together":
         return {}
@@ -74,7 +74,7 @@ def build_affinity(share: Share, role: str) -> dict[str, Any]:
     }
 
 
-def place_pod_on_claim(container: dict[str, Any], share: Share, role: str) -> dict[str, Any]:
+def place_pod_on_claim(container: JsonObject, share: Share, role: str) -> JsonObject:
     """Give `container` the claim's devices, and return the pod spec fields that place its pod."""
     patch, near = pod_patch(share, role), build_affinity(share, role)
     for use in patch.pop("containers", ()):
@@ -82,13 +82,13 @@ def place_pod_on_claim(container: dict[str, Any], share: Share, role: str) -> di
     return {**patch, **({"affinity": near} if near else {})}
 
 
-def share_of(workflow: Mapping[str, Any]) -> Share | None:
+def share_of(workflow: JsonMapping) -> Share | None:
     """Return how a rendered workflow shares devices."""
     text = (workflow.get("metadata", {}).get("annotations") or {}).get(SHARE)
     return Share.model_validate_json(text) if text else None
 
 
-def find_placement_errors(workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def find_placement_errors(workflow: JsonMapping) -> Iterator[UserError]:
     """Yield an error for each placement field of a pod that conflicts with the devices its runs share."""
     spec, share = workflow.get("spec") or {}, share_of(workflow)
     pods = [(f"templates.{t['name']}", t, labels_of(t)) for t in spec.get("templates", ())]

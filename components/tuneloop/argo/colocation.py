@@ -6,13 +6,15 @@ scheduled; and the memory used at a time, or the kernel kills a pod. Trainers th
 gateway's sessions) also need pinned host memory for weights and Adam's two moments."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from tuneloop.argo.claims import share_of
+from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.manifest import labels_of, list_calls
 from tuneloop.workflow.settings import GROUP_LABEL, ROLE_LABEL
 
@@ -54,12 +56,7 @@ class Colocation:
                 yield what, amount
 
 
-def compute_trainer_memory(parameters: int, width: int = 4) -> tuple[int, int]:
-    """Compute a sleeping trainer's bytes of host memory: weights, and Adam's two moments, `width` bytes a number."""
-    return parameters * width, 2 * parameters * width
-
-
-def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
+def compute_colocations(workflow: JsonMapping) -> dict[str, Colocation]:
     """Compute role → its runs on one node, ``""`` where roles sit together; empty where runs share nothing."""
     share = share_of(workflow)
     if not share or share.alone:
@@ -71,7 +68,7 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
         if any(call["name"] == "ahead" for template in templates for call in list_calls(template))
         else 1
     )
-    roles: dict[str, list[Mapping[str, Any]]] = {}
+    roles: dict[str, list[JsonMapping]] = {}
     for template in templates:
         given = labels_of(template)
         if GROUP_LABEL in given:
@@ -94,7 +91,7 @@ def compute_colocations(workflow: Mapping[str, Any]) -> dict[str, Colocation]:
     return found
 
 
-def check_colocation(workflow: Mapping[str, Any]) -> None:
+def check_colocation(workflow: JsonMapping) -> None:
     """Refuse runs that do not fit on one node. Raises UserError with the sum of their memory."""
     for role, of in compute_colocations(workflow).items():
         for what, amount in of.excess():
@@ -104,7 +101,7 @@ def check_colocation(workflow: Mapping[str, Any]) -> None:
             raise UserError("cluster.share.node_memory", format_gib(of.node or 0), remedy)
 
 
-def describe_colocation(workflow: Mapping[str, Any], parameters: int | None) -> Iterator[str]:
+def describe_colocation(workflow: JsonMapping, parameters: int | None) -> Iterator[str]:
     """Yield the lines that describe the memory plan."""
     for role, of in compute_colocations(workflow).items():
         node = f" of {format_gib(of.node)}" if of.node else ""
@@ -121,7 +118,7 @@ def describe_colocation(workflow: Mapping[str, Any], parameters: int | None) -> 
             weights, adam = compute_trainer_memory(parameters)
             parts = f"{of.runs} × ({format_gib(weights)} weights + {format_gib(adam)} Adam)"
             total = format_gib(of.runs * (weights + adam))
-            yield f"  if trainers stayed in host memory between turns: {parts} = {total}"
+            yield f"  if trainers stayed in host memory between leases: {parts} = {total}"
 
 
 def format_gib(count: float) -> str:
@@ -148,7 +145,7 @@ def _terms(of: Colocation) -> dict[str, str]:
     }
 
 
-def _memory(template: Mapping[str, Any]) -> tuple[int, int | None]:
+def _memory(template: JsonMapping) -> tuple[int, int | None]:
     """Return request and limit of a template's pod."""
     resources = template["container"]["resources"]
     limit = resources.get("limits", {}).get("memory")

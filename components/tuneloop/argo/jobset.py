@@ -25,6 +25,7 @@ from tuneloop.core.attempts import ATTEMPT
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRIED_CODES, RETRY_STEP
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.settings import AUTO, RUN_LABEL, Cluster, ResourceRole
 
@@ -54,7 +55,7 @@ RESUMED = 99
 """A run's workflows are numbered; the names have room for this number."""
 
 
-def read_field(name: str, path: str) -> dict[str, Any]:
+def read_field(name: str, path: str) -> JsonObject:
     """Return a variable of a pod that has the value of one of its own fields."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
@@ -123,9 +124,7 @@ def jobset_steps(
     return steps
 
 
-def apply_jobset(
-    name: str, manifest: dict[str, Any], cluster: Cluster, **fields: Any
-) -> "Resource":
+def apply_jobset(name: str, manifest: JsonObject, cluster: Cluster, **fields: Any) -> "Resource":
     """Build a template that applies a JobSet and ends as it does; the JobSet is deleted with the workflow."""
     from hera.workflows import Resource
     from hera.workflows.models import ExecutorConfig
@@ -147,13 +146,13 @@ def apply_jobset(
 
 def build_jobset(
     name: str,
-    pod: Mapping[str, Any],
+    pod: JsonMapping,
     nodes: int,
     *,
     labels: Mapping[str, str] | None = None,
     queue: Mapping[str, str] | None = None,
     stage: str = "",
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build a JobSet: one Indexed Job of `nodes` pods that end and start again together. `name` with
     ``-node-0-0-x7k2p`` at its end has at most 63 characters; `queue` are Kueue's labels, see
     `Cluster.build_queue_labels`; `stage` is what `tuneloop cluster logs` calls the pods."""
@@ -200,7 +199,7 @@ def build_jobset(
     }
 
 
-def check_names(workflow: Mapping[str, Any], run: str) -> None:
+def check_names(workflow: JsonMapping, run: str) -> None:
     """Raise UserError if a run's name makes host names of JobSet pods invalid, which would only show at their start."""
     iterations = next(
         (
@@ -231,7 +230,7 @@ def check_names(workflow: Mapping[str, Any], run: str) -> None:
             raise UserError("--run", run, remedy)
 
 
-def ranks_env(name: str, nodes: int, processes: int) -> list[dict[str, Any]]:
+def ranks_env(name: str, nodes: int, processes: int) -> list[JsonObject]:
     """Build torchrun's ``PET_*`` variables in the pods of the JobSet `name`: a rendezvous at the first."""
     return [
         {"name": "PET_NNODES", "value": str(nodes)},
@@ -252,20 +251,22 @@ def pod_spec(
     command: Sequence[str],
     args: Sequence[str],
     cluster: Cluster,
-    env: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
+    env: Sequence[JsonMapping] = (),
+) -> JsonObject:
     """Build a pod object for Kubernetes, with the same fields as a stage's pod in `tuneloop.argo.template`. Raises
-    UserError if it should share devices with other runs: each pod would request its lease by itself."""
+    UserError if it should share devices with other runs, as each pod would request its lease by itself, or have more
+    memory after the first attempt."""
     share = None if role == "cpu" else cluster.share
     if share and not share.alone:
         remedy = "supports only stages of one pod: leave it out, or set runs_per_claim=1"
         raise UserError("cluster.share.group", share.group, remedy)
 
+    cluster.check_one_memory_limit(role, "a job of several pods")
     own = cluster.resources(role)
     if not own.shm:  # the ranks of a pod, or Ray, exchange tensors there
         cluster = cluster.adjust_role(role, shm=AUTO)
     about = pod_fields(image, role, cluster)
-    container: dict[str, Any] = {
+    container: JsonObject = {
         "name": CONTAINER,
         "image": about["image"],
         "imagePullPolicy": about["image_pull_policy"],
@@ -290,10 +291,10 @@ def pod_spec(
     }
 
 
-def _plain(model: Any) -> dict[str, Any]:
+def _plain(model: Any) -> JsonObject:
     return model.model_dump(by_alias=True, exclude_none=True)
 
 
-def dump_manifest(manifest: dict[str, Any]) -> str:
+def dump_manifest(manifest: JsonObject) -> str:
     """Dump a manifest as YAML for a resource template, without anchors: equal parts are written in full."""
     return yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False, width=10**6)

@@ -6,7 +6,6 @@
 The cluster needs Kubeflow Trainer 2.2 or later. The labels, node selector and tolerations of the pods are a patch of
 the runtime there; Trainer 2.1 does not know this field and ignores it."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from kubeflow import trainer as sdk
@@ -15,10 +14,11 @@ from kubeflow.trainer import options
 from tuneloop.argo.jobset import RENDEZVOUS
 from tuneloop.core.component import TORCHRUN
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.settings import AUTO, Resources
 
 
-def build_train_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
+def build_train_arguments(job: JsonMapping) -> JsonObject:
     """Build the arguments of ``TrainerClient.train`` from `job`, a TrainJob that `as_trainjob` rendered. Raises
     UserError if the command does not start with our torchrun, or if CPU and memory of the trainer are not set."""
     spec, trainer = job["spec"], job["spec"]["trainer"]

@@ -4,23 +4,23 @@ It is a native sidecar, an init container that is always restarted: Kubernetes s
 startup probe has passed, and ends it after that container. It alone has a token, of an account that may only change
 Leases. A file on a volume that both mount tells the stage's container until when the lease is valid."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.argo.claims import claim_tag
 from tuneloop.argo.pod_fields import RESTRICTED, TOKEN_SOURCES
 from tuneloop.core import fencing
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.workflow.settings import Cluster, Share
 
 if TYPE_CHECKING:
     from hera.workflows import Container
 
-NAME = "turn"
-ACCOUNT = "tuneloop-turn"
-PLACE = "/turn"
-FILE = f"{PLACE}/turn.json"
-TOKEN = "turn-token"
+NAME = "lease"
+ACCOUNT = "tuneloop-lease"
+PLACE = "/lease"
+FILE = f"{PLACE}/lease.json"
+TOKEN = "lease-token"
 ACCOUNT_FILES = "/var/run/secrets/kubernetes.io/serviceaccount"
 FOREVER = 2**31 - 1
 """Failures allowed to the startup probe, one a second: a stage may wait long for the lease."""
@@ -47,7 +47,7 @@ def add_lease_sidecar(made: "Container", cluster: Cluster, role: str) -> None:
     made.service_account_name = ACCOUNT
 
 
-def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
+def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
     """Build the sidecar container that holds the device lease, one for each claim."""
     group = claim_tag(share, role) if share.device_class else share.group
     given = {
@@ -79,7 +79,7 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> dict[str, Any]:
     }
 
 
-def find_lease_sidecar(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_lease_sidecar(template: JsonMapping) -> JsonMapping | None:
     """Return the lease sidecar of a rendered template, or None."""
     return next(
         (each for each in template.get("initContainers", ()) if each.get("name") == NAME), None

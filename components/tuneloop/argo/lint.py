@@ -7,6 +7,7 @@ from typing import Any
 
 from tuneloop.argo.claims import find_placement_errors
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.workflow.expression_values import ExpressionError
 from tuneloop.workflow.expressions import TAG, check_expression
 from tuneloop.workflow.manifest import find_ancestors, list_calls, parse_depends
@@ -26,7 +27,7 @@ SUFFIX_LENGTH = 5
 REFERENCE = re.compile(r"\btasks\.([a-zA-Z0-9][\w-]*)\.|\btasks\['([^']+)'\]")
 
 
-def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
+def lint_workflow(workflow: JsonMapping) -> list[UserError]:
     """Return all problems found in a Workflow or WorkflowTemplate, as loaded from YAML."""
     spec = workflow.get("spec") or {}
     templates = {template.get("name"): template for template in spec.get("templates", [])}
@@ -57,7 +58,7 @@ def lint_workflow(workflow: Mapping[str, Any]) -> list[UserError]:
     return found
 
 
-def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
+def _spec(spec: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
     entry = spec.get("entrypoint")
     if entry not in templates and "workflowTemplateRef" not in spec:
         yield UserError(
@@ -78,7 +79,7 @@ def _spec(spec: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[Use
         )
 
 
-def _names(workflow: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
+def _names(workflow: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
     """Find names of the workflow, of calls and of parameters that Kubernetes or Argo refuse."""
     metadata = workflow.get("metadata") or {}
     for field, suffix in (("name", 0), ("generateName", SUFFIX_LENGTH)):
@@ -108,7 +109,7 @@ def _names(workflow: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterato
                         yield UserError(at, item.get("name"), remedy)
 
 
-def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
+def _dag(at: str, template: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
     listed = template["dag"].get("tasks", [])
     tasks = {task["name"]: task for task in listed}
     if len(tasks) < len(listed):
@@ -141,7 +142,7 @@ def _dag(at: str, template: Mapping[str, Any], templates: Mapping[Any, Any]) -> 
     yield from _skipped_outputs(at, tasks)
 
 
-def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
+def _skipped_outputs(at: str, tasks: JsonMapping) -> Iterator[UserError]:
     """Find outputs of a skipped task: it has none in Argo 3.7, whatever defaults its template declares."""
     conditional = {name for name, task in tasks.items() if task.get("when")}
     for name, task in tasks.items():
@@ -156,7 +157,7 @@ def _skipped_outputs(at: str, tasks: Mapping[str, Any]) -> Iterator[UserError]:
                 yield UserError(f"{at}.tasks.{name}", f"tasks.{other}.outputs", remedy)
 
 
-def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Iterator[UserError]:
+def _call(at: str, task: JsonMapping, templates: Mapping[Any, Any]) -> Iterator[UserError]:
     for hook in [{"template": task.get("onExit")}, *(task.get("hooks") or {}).values()]:
         if hook["template"] and hook["template"] not in templates:
             yield UserError(f"{at}.hooks", hook["template"], "no such template")
@@ -183,7 +184,7 @@ def _call(at: str, task: Mapping[str, Any], templates: Mapping[Any, Any]) -> Ite
             )
 
 
-def _leaf(at: str, template: Mapping[str, Any]) -> Iterator[UserError]:
+def _leaf(at: str, template: JsonMapping) -> Iterator[UserError]:
     container = template.get("container") or template["script"]
     resources = container.get("resources") or {}
     if not resources.get("requests"):
@@ -228,7 +229,7 @@ def _walk(value: Any, at: str) -> Iterator[tuple[str, Any]]:
         yield from _walk(item, f"{at}.{name}")
 
 
-def _expressions(spec: Mapping[str, Any]) -> Iterator[UserError]:
+def _expressions(spec: JsonMapping) -> Iterator[UserError]:
     """Find expressions, in tags and in fields that hold one, that the controller would refuse at run time."""
     for at, value in _walk(spec, "spec"):
         if not isinstance(value, str):
@@ -261,7 +262,7 @@ def _expression(source: str, at: str) -> Iterator[UserError]:
         yield UserError(at, source, "lastRetry.exitCode is text; write asInt(lastRetry.exitCode)")
 
 
-def _references(task: Mapping[str, Any]) -> set[str]:
+def _references(task: JsonMapping) -> set[str]:
     """Find the tasks whose results a task's tags and conditions name."""
     texts = [str(task.get("when", "")), *TAG.findall(str(task.get("arguments") or {}))]
     return {match[1] or match[2] for text in texts for match in REFERENCE.finditer(text)}

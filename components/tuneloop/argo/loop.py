@@ -36,14 +36,16 @@ from tuneloop.argo.tasks import (
     task_tag,
 )
 from tuneloop.config.loop import LoopPipelineConfig
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, to_kebab_case
 from tuneloop.workflow.loop import Loop, StageSpec, Step, output_of, step_of
+from tuneloop.workflow.loop_state import goes_on
 from tuneloop.workflow.pod_loop import PROGRAM, PerPod, PodLoop, StageCall
 from tuneloop.workflow.settings import CLIENT_LABEL, NEXT, Cluster, ResourceRole
 
 CONTINUED = "continued"
 """The template at which another workflow continues a loop; a fork begins there, too."""
-Templates = Mapping[str, Any]
+Templates = JsonMapping
 """Name of a template → the template; calling it inside a graph creates a task."""
 
 
@@ -59,9 +61,12 @@ def build_input_tags(names: Sequence[str]) -> dict[str, str]:
 
 def build_loop_condition(iteration: Any, reward: Any) -> Any:
     """Return the condition for another iteration after the one with this number and this mean reward."""
-    limits = g.workflow.parameters
-    return (iteration.as_int() < limits.iterations.as_int()) & (
-        reward.as_float() < limits["target-reward"].as_float()
+    limits: Any = g.workflow.parameters
+    return goes_on(
+        iteration.as_int(),
+        reward.as_float(),
+        limits.iterations.as_int(),
+        limits["target-reward"].as_float(),
     )
 
 
@@ -71,7 +76,7 @@ def build_same_workflow_condition(iteration: Any, reward: Any) -> Any:
     return here & build_loop_condition(iteration, reward)
 
 
-def last_outputs(own: Mapping[str, Any]) -> list[Parameter]:
+def last_outputs(own: JsonMapping) -> list[Parameter]:
     """Return the outputs of a template that calls itself as `next`: those of the last call, or else its `own`."""
     following: Any = g.tasks.next  # only a task that ran has outputs; Argo says so by its status
     ran = following.status == "Succeeded"
@@ -187,7 +192,7 @@ def build_iteration(
 def describe_loop(
     loop: Loop,
     specs: Sequence[StageSpec],
-    shared: Mapping[str, Any],
+    shared: JsonMapping,
     wired: Iterable[str],
     evaluate_every: int,
 ) -> PodLoop:

@@ -1,7 +1,6 @@
 """Estimate the memory of a stage's pod, from its flags and the model's shape.
 
-Memory of training, bytes a parameter: fp32 master weights 4, gradients 4, Adam's two moments 8, as in
-Rajbhandari et al., "ZeRO" (2020), §3.1, for full precision; divided by the ranks that FSDP shards over.
+Memory of training, bytes a parameter: `tuneloop.argo.training_memory`, divided by the pods that FSDP shards over.
 Activations a layer and token: those that torch saves for the backward pass (`count_layer_bytes`); with
 gradient checkpointing, the input of each layer (4 × hidden), and one whole layer. Logits: 4 bytes each,
 and their gradient, for as many as exist at once. KV cache a token: 2 × layers × KV heads × head size ×
@@ -14,11 +13,11 @@ and optimizer state on their way from or to the store."""
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.argo.jobset import dump_manifest
+from tuneloop.argo.training_memory import TRAINED_BYTES, WEIGHT_BYTES
 from tuneloop.config.model_facts import (
     Model,
     ModelFacts,
@@ -26,6 +25,7 @@ from tuneloop.config.model_facts import (
     count_layer_bytes,
     read_model_facts,
 )
+from tuneloop.core.json_types import JsonObject
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.training.lora import Lora
 from tuneloop.training.options import GPU_LOGITS, LOGITS, TrainerOptions
@@ -86,7 +86,7 @@ def estimate_memory_parts(
     ):
         return _sampling_memory(stage, model, context)
     if _only_holds(stage):
-        return [(f"{model.parameters:,} × 4 weights", model.parameters * 4.0)]
+        return [(f"{model.parameters:,} × 4 weights", float(model.parameters * WEIGHT_BYTES))]
     return []
 
 
@@ -131,16 +131,20 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
     shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
     kept, added = "(4 weights + 4 gradients + 8 Adam)", count_adapter_parameters(stage, model)
     if added == 0:
-        parts = [(f"{count:,} × {kept}{shared}", count * 16 / stage.nodes)]
+        parts = [(f"{count:,} × {kept}{shared}", count * TRAINED_BYTES / stage.nodes)]
     else:
-        parts = [(f"{count:,} × 4 weights{shared}", count * 4 / stage.nodes)]
+        parts = [(f"{count:,} × 4 weights{shared}", count * WEIGHT_BYTES / stage.nodes)]
         parts += (
-            [(f"adapters' {added:,} × {kept}{shared}", added * 16 / stage.nodes)] if added else []
+            [(f"adapters' {added:,} × {kept}{shared}", added * TRAINED_BYTES / stage.nodes)]
+            if added
+            else []
         )
     if "reference" in stage.flags and json.loads(stage.flags.get("algorithm_args", "{}")).get(
         "beta"
     ):
-        parts.append((f"{count:,} × 4 weights of the reference{shared}", count * 4 / stage.nodes))
+        parts.append(
+            (f"{count:,} × 4 weights of the reference{shared}", count * WEIGHT_BYTES / stage.nodes)
+        )
     length, batch = (
         stage.number("max_length") or context,
         stage.number("per_device_train_batch_size"),
@@ -204,7 +208,7 @@ def context_of(stages: list[Stage]) -> int | None:
     return max(map(int, limits), default=None)
 
 
-def set_pod_memory(workflow: dict[str, Any]) -> None:
+def set_pod_memory(workflow: JsonObject) -> None:
     """Set the memory of pods that are rendered without a limit, since the memory of their role is ``auto``. Request and
     limit are set to the estimate; if the estimate is incomplete, only the request is set, and if there is none, neither
     is, since a guess must not kill a pod. Raises UserError if the model's configuration cannot be read."""
@@ -241,7 +245,7 @@ def set_pod_memory(workflow: dict[str, Any]) -> None:
             template["resource"]["manifest"] = dump_manifest(job)
 
 
-def _ask(container: dict[str, Any], amount: int, limited: bool, small: str) -> None:
+def _ask(container: JsonObject, amount: int, limited: bool, small: str) -> None:
     """Write `amount` bytes into `container`: as request and limit, or as a request that is at least the default. A
     request of `small` is kept if it is at most `amount`."""
     resources = container["resources"]

@@ -20,6 +20,7 @@ from tuneloop.config.loop import LoopConfig
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import to_kebab_case
 from tuneloop.workflow.loop import Graph, Loop, Outputs, StageSpec, check_drawing
 
@@ -50,7 +51,7 @@ def build_workflow(
     return built
 
 
-def read_limits(loop: LoopConfig) -> dict[str, Any]:
+def read_limits(loop: LoopConfig) -> JsonObject:
     """Return the settings of a loop that are parameters of its workflow."""
     return {
         "iterations": loop.iterations,
@@ -59,9 +60,9 @@ def read_limits(loop: LoopConfig) -> dict[str, Any]:
     }
 
 
-def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> dict[str, Any]:
+def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) -> JsonObject:
     """Build the templates: each stage, the rollout server before the loop's stages, and the loop after them."""
-    made: dict[str, Any] = {}
+    made: JsonObject = {}
     described = {spec.component.template: spec for spec in specs}
     repeated = [step.component for step in loop.steps] if loop else []
     per_pod = config.iterations_per_pod if loop else 0
@@ -86,7 +87,7 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
     """Build the template of a stage; the run's seed and weights URL are written into it as literals."""
-    shared: dict[str, Any] = {"seed": config.seed, **config.published(RUN)}
+    shared: JsonObject = {"seed": config.seed, **config.published(RUN)}
     spec, cluster = spec.with_shared(shared), config.cluster
     dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []
     ranks = {"processes": spec.processes, "nodes": spec.nodes}

@@ -1,13 +1,14 @@
 """Fields of every tuneloop pod: image, store, scratch disk, requests, permissions, and its retries."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tuneloop.argo import claims
 from tuneloop.core.attempts import ATTEMPT, LAST_END, MORE_MEMORY
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_STAGE, RETRY_STEP
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.workflow.settings import (
     AUTO,
@@ -52,7 +53,7 @@ RESTRICTED = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-TOKEN_SOURCES: list[dict[str, Any]] = [
+TOKEN_SOURCES: list[JsonObject] = [
     {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
     {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
     {
@@ -64,15 +65,13 @@ TOKEN_SOURCES: list[dict[str, Any]] = [
 """Files of a projected volume with the token of a pod's account."""
 
 
-def read_engine(component: Component, given: Mapping[str, Any]) -> str | None:
+def read_engine(component: Component, given: JsonMapping) -> str | None:
     """Return the engine that a stage samples with, by its parameters; None where it does not sample."""
     field = component.Params.model_fields.get("engine")
     return given.get("engine", field and field.default)
 
 
-def find_role(
-    component: Component, given: Mapping[str, Any], wired: Iterable[str] = ()
-) -> ResourceRole:
+def find_role(component: Component, given: JsonMapping, wired: Iterable[str] = ()) -> ResourceRole:
     """Find the resource role of a stage's pod: cpu, if it only calls a server. `wired`: parameters set by the graph."""
     engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
     if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
@@ -82,7 +81,7 @@ def find_role(
     return "sampler" if component.image == "rollout" else "scorer"
 
 
-def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
+def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     """Return the fields of every tuneloop pod: image, access to the store, disks, requests, placement, no rights."""
     from hera.workflows import (
         ConfigMapEnvFrom,
@@ -154,13 +153,13 @@ def _mount_secret(name: str, secret: str, path: str) -> Any:
     return SecretVolume(name=name, mount_path=path, **options)
 
 
-def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, Any]:
+def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     """Return how a pod of a role is admitted, where it may run, and how it is ended."""
     from hera.workflows.models import Affinity
 
     own, share = cluster.resources(role), None if role == "cpu" else cluster.share
     labels = {"app.kubernetes.io/component": image, **cluster.build_queue_labels(role)}
-    patch: dict[str, Any] = (
+    patch: JsonObject = (
         {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
     )
     fields = place_fields(own)
@@ -175,7 +174,7 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> dict[str, A
     return {**fields, "labels": labels}
 
 
-def place_fields(own: Resources) -> dict[str, Any]:
+def place_fields(own: Resources) -> JsonObject:
     """Return the fields of a template that say on which nodes its pod may run."""
     return {
         "node_selector": own.place.get("nodeSelector"),
@@ -183,7 +182,7 @@ def place_fields(own: Resources) -> dict[str, Any]:
     }
 
 
-def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
+def retry_fields(expression: str = RETRY_STAGE) -> JsonObject:
     """Return the fields by which a tuneloop pod is started again, depending on the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
@@ -195,7 +194,7 @@ def retry_fields(expression: str = RETRY_STAGE) -> dict[str, Any]:
     }
 
 
-def step_fields(account: str, cluster: Cluster) -> dict[str, Any]:
+def step_fields(account: str, cluster: Cluster) -> JsonObject:
     """Return the fields of a small step that calls the API server with a service account."""
     rights = {"service_account_name": account, "automount_service_account_token": True}
     return {
@@ -211,7 +210,7 @@ def retried_pod_fields(
     cluster: Cluster,
     expression: str = RETRY_STAGE,
     env: Sequence[Any] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get more memory."""
     from hera.workflows.models import EnvVar
 

@@ -2,7 +2,7 @@
 (service accounts, queue, store settings) is one that ``manifests/`` ships."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hera.workflows
@@ -18,6 +18,7 @@ from tuneloop.argo.resize import check_asleep
 from tuneloop.argo.tasks import input_tag
 from tuneloop.core.component import Component
 from tuneloop.core.ends import RETRY_SERVER
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.program import encode_flags, encode_value, to_kebab_case
 from tuneloop.workflow.settings import CLIENT_LABEL, DELETE_DELAY, SHARE, Cluster
 
@@ -35,12 +36,12 @@ class Workflow(hera.workflows.Workflow):
 
 
 def define_workflow(
-    name: str, parameters: Mapping[str, Any] = {}, *, cluster: Cluster | None = None
+    name: str, parameters: JsonMapping | None = None, *, cluster: Cluster | None = None
 ) -> Workflow:
     """Create a Workflow, to be used in a ``with`` block; it starts at the template ``main``. `cluster` has the settings
     of its pods: a workflow whose stages share devices reserves their claim."""
     labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": "tuneloop"}
-    own = {key.replace("_", "-"): value for key, value in parameters.items()}
+    own = {key.replace("_", "-"): value for key, value in (parameters or {}).items()}
     executor = {"securityContext": pod_fields.RESTRICTED, "resources": pod_fields.EXECUTOR}
     patch = {
         "containers": [{"name": "wait", **executor}],
@@ -86,7 +87,7 @@ def define_workflow(
 
 def stage_template(
     component: Component,
-    params: BaseModel | Mapping[str, Any],
+    params: BaseModel | JsonMapping,
     *,
     dynamic: Sequence[str] = (),
     processes: int = 1,
@@ -142,7 +143,7 @@ def stage_template(
 
 def server_template(
     port: int,
-    engine_args: Mapping[str, Any],
+    engine_args: JsonMapping,
     cluster: Cluster,
     *,
     weights: str | None = None,

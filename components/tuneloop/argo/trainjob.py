@@ -6,7 +6,7 @@ code = launch_job(connect_to_cluster(), manifest)
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tuneloop.argo.jobset import (
@@ -20,6 +20,7 @@ from tuneloop.argo.jobset import (
 from tuneloop.argo.pod_fields import retried_pod_fields
 from tuneloop.argo.template import define_workflow
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import encode_flags
 from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
@@ -40,7 +41,7 @@ def as_trainjob(
     model: str = "",
     runtime: str = "",
     run: str = "",
-) -> dict[str, Any]:
+) -> JsonObject:
     """Render a backend as a TrainJob of Kubeflow Trainer 2.1 on `runtime`, by default the backend's own one of
     ``manifests/components/trainer``. Its initializers bring `dataset` and `model` to ``/workspace/dataset`` and
     ``/workspace/model`` (`tuneloop.training.fetch`). Raises UserError at a refused option, and at `cluster.share`."""
@@ -89,7 +90,7 @@ def as_workflow(
     dataset: str = "",
     model: str = "",
     workspace: str = CLAIM,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Render a backend as a Workflow, for clusters without Kubeflow Trainer: the initializers of `as_trainjob` are its
     first steps, and a JobSet the last. All pods see the PersistentVolumeClaim `workspace` at ``/workspace``."""
     from hera.workflows import DAG, Container, ExistingVolume
@@ -123,20 +124,20 @@ def as_workflow(
         with DAG(name="main"):
             steps: Any = [each(name=each.name) for each in bring]
             steps >> node(name="node")
-    made: dict[str, Any] = built.to_dict()
+    made: JsonObject = built.to_dict()
     return made
 
 
 def as_jobset(
     backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "", workspace: str = ""
-) -> dict[str, Any]:
+) -> JsonObject:
     """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model must already be at the paths in the
     arguments; `workspace` is a PersistentVolumeClaim that all pods mount at ``/workspace``."""
     queue, pod = cluster.build_queue_labels("trainer"), _pod(backend, name, cluster, workspace)
     return build_jobset(name, pod, backend.nodes, labels=_labels(run), queue=queue)
 
 
-def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
+def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
     """Render as one plain pod, in a Job. Raises UserError where the backend wants several nodes."""
     if backend.nodes > 1:
         raise UserError(
@@ -155,7 +156,7 @@ def as_job(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -
     }
 
 
-def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> dict[str, Any]:
+def as_rayjob(backend: LLMBackend, name: str, cluster: Cluster, *, run: str = "") -> JsonObject:
     """Render as a RayJob: a Ray cluster of as many pods, one rank group on each, gone when the job ends."""
     backend.validate()
     gpus = ["--gpus", str(cluster.trainer.gpus)] if cluster.trainer.gpus else []
@@ -173,7 +174,7 @@ def build_rayjob(
     *,
     role: ResourceRole = "cpu",
     run: str = "",
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build a RayJob of KubeRay 1.5: a program (such as `data_prep` with ``--preparation ray``) that drives a Ray
     cluster of `nodes` pods, whose head needs 1 GiB of memory beside the work. Ray has no field for exit codes:
     `tuneloop.cluster.launch` reads the driver's from the job's message."""
@@ -193,19 +194,19 @@ def build_rayjob(
 
 def build_raycluster(
     name: str, cluster: Cluster, nodes: int, *, role: ResourceRole = "trainer", run: str = ""
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build a RayCluster that exists until it is deleted, to try programs on by ``ray job submit`` at its head."""
     return _ray_object("RayCluster", name, _ray_pods(cluster, nodes, role, run), cluster, role, run)
 
 
 def build_rayservice(
-    applications: Sequence[Mapping[str, Any]],
+    applications: Sequence[JsonMapping],
     name: str,
     cluster: Cluster,
     nodes: int,
     *,
     run: str = "",
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build a RayService; a new version is another Ray cluster, which gets the requests once it is ready.
     `applications` are those of Ray Serve's configuration; the image ``ray`` must hold what they import."""
     spec = {
@@ -217,8 +218,8 @@ def build_rayservice(
 
 
 def _ray_object(
-    kind: str, name: str, spec: Mapping[str, Any], cluster: Cluster, role: ResourceRole, run: str
-) -> dict[str, Any]:
+    kind: str, name: str, spec: JsonMapping, cluster: Cluster, role: ResourceRole, run: str
+) -> JsonObject:
     labels = {**_labels(run), **cluster.build_queue_labels(role)}
     return {
         "apiVersion": "ray.io/v1",
@@ -228,7 +229,7 @@ def _ray_object(
     }
 
 
-def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> dict[str, Any]:
+def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> JsonObject:
     """Build a Ray cluster of `nodes` pods, including the head."""
     workers = {
         "groupName": "node",
@@ -241,7 +242,7 @@ def _ray_pods(cluster: Cluster, nodes: int, role: ResourceRole, run: str) -> dic
     return {"headGroupSpec": head, "workerGroupSpecs": [workers] if nodes > 1 else []}
 
 
-def _ray_pod(container: str, role: ResourceRole, cluster: Cluster, run: str) -> dict[str, Any]:
+def _ray_pod(container: str, role: ResourceRole, cluster: Cluster, run: str) -> JsonObject:
     spec = pod_spec("ray", role, [], [], cluster)
     del spec["restartPolicy"]
     own = spec["containers"][0]
@@ -251,8 +252,8 @@ def _ray_pod(container: str, role: ResourceRole, cluster: Cluster, run: str) -> 
 
 
 def prepare_rayjob(
-    arguments: Mapping[str, Any], name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
-) -> dict[str, Any]:
+    arguments: JsonMapping, name: str, cluster: Cluster, nodes: int = 2, *, run: str = ""
+) -> JsonObject:
     """Render the stage `data_prep` as a RayJob: Ray Data examines its rows on all pods. It commits the same bytes as
     without Ray, so that a run with the same URL continues from them. `arguments` are the stage's parameters, and under
     ``prompts`` the URL of its output. Raises UserError for an unknown parameter, or without the URL."""
@@ -265,7 +266,7 @@ def prepare_rayjob(
 
 def _pod(
     backend: LLMBackend, name: str, cluster: Cluster, workspace: str = "", **own: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build the pod of a backend; `own` are variables of its ranks with another value than in a JobSet."""
     backend.validate()
     ranks = [

@@ -23,9 +23,9 @@ from tuneloop.cli import (
     gc,
     inspect,
     kfp,
+    leases,
     prove,
     sweep,
-    turns,
     ui,
     watch,
     weights,
@@ -90,13 +90,12 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
     "push": prove.push_version,
     "verify-model": prove.verify_model,
     "gc": gc.collect_garbage,
-    "turns": turns.show_device_leases,
+    "leases": leases.show_device_leases,
     "gateway": gateway.serve_gateway,
     "ui": ui.serve_ui,
 }
 for name, command in COMMANDS.items():
-    about = f"With --to kfp: `tuneloop kfp {name} --help`." if name in kfp.list_commands() else None
-    app.command(name, epilog=about)(command)
+    app.command(name)(command)
 app.add_typer(weights.app, name="weights")
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(fleet.app, name="fleet")
@@ -114,6 +113,4 @@ def main() -> None:
 
 def run_cli(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    return run_command(
-        lambda: app(kfp.route_arguments(arguments), prog_name="tuneloop", standalone_mode=False)
-    )
+    return run_command(lambda: app(arguments, prog_name="tuneloop", standalone_mode=False))

@@ -19,29 +19,9 @@ def plan_pipeline(
     config: CONFIG = None,
     sets: SETS = None,
     measured: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RUN", help="Use the times of its stages. With --share: repeatable."),
+        str | None, typer.Option(metavar="RUN", help="Use the times of this run's stages.")
     ] = None,
     store: Annotated[str, typer.Option(help="Store of that run.")] = "runs",
-    share: Annotated[
-        bool, typer.Option("--share", help="Compare ways to share devices, from recorded runs.")
-    ] = False,
-    swap: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="With --share: seconds to hand the devices to another run.",
-        ),
-    ] = 0.0,
-    chosen: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="NAME",
-            help="With --share: end with exit code 2 if this plan loses time.",
-        ),
-    ] = None,
     price: Annotated[
         float | None,
         typer.Option(
@@ -53,9 +33,6 @@ def plan_pipeline(
         typer.Option(
             metavar="NAME", help=f"Estimate hours by arithmetic for it: {', '.join(DEVICES)}."
         ),
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the graph as a picture to this file.")
     ] = None,
     ignore_limits: IGNORE_LIMITS = False,
 ) -> None:
@@ -73,35 +50,18 @@ def plan_pipeline(
     machine = choose_machine(found.read_values(config, sets or ()))
     draft = found.configure_for(machine, config, sets or ())
     configured = draft.settings
-    built, runs = found.build(configured), measured or []
-    if price is not None and (share or not (runs or device is not None)):
+    built = found.build(configured)
+    if price is not None and measured is None and device is None:
+        raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME")
+    if device is not None and measured is not None:
         raise UserError(
-            "--price",
-            price,
-            "needs seconds: give --measured RUN or --device NAME, and leave out --share",
-        )
-    if device is not None and (share or runs):
-        raise UserError(
-            "--device", device, "estimates without a measured run: leave out --measured and --share"
+            "--device", device, "estimates without a measured run: leave out --measured"
         )
     if device is not None:
         from tuneloop.planning.arithmetic import estimate_seconds
 
         seconds, lines = estimate_seconds(built, device)
-    if svg:
-        from tuneloop.planning.picture import draw_graph
-
-        print_or_write_text(draw_graph(built), svg, "--svg")
-    if share:
-        from tuneloop.cli.share import plan_shared
-
-        plan_shared(
-            found.name, configured, built, measured=runs, store=store, swap=swap, asked=chosen
-        )
-        return
-    if chosen or swap or len(runs) > 1:
-        raise UserError("--share", False, "--plan, --swap and several --measured require it")
-    run = open_run(runs[0], store) if runs else None
+    run = open_run(measured, store) if measured is not None else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built))
     if footprint := estimate_footprint(built):
@@ -175,14 +135,14 @@ def render_pipeline(
     print_or_write_text(text, output)
 
 
-def print_or_write_text(text: str, output: Path | None, option: str = "--output") -> None:
+def print_or_write_text(text: str, output: Path | None) -> None:
     """Print `text`, or write it to the file `output`. Raises UserError where it cannot be written."""
     if output is None:
         return typer.echo(text, nl=False)
     try:
         output.write_text(text)
     except OSError as error:
-        raise UserError(option, str(output), f"cannot be written ({error.strerror})") from error
+        raise UserError("--output", str(output), f"cannot be written ({error.strerror})") from error
 
 
 def print_schema(

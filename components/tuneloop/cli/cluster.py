@@ -25,7 +25,6 @@ from tuneloop.cli.arguments import (
     STAGE,
     SUBMITTED,
 )
-from tuneloop.cli.exits import run_command
 from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
@@ -162,21 +161,6 @@ def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: b
         return 0
     there.wait(run)
     return print_verdict(run, there.workflows(run), time.monotonic() - begun, {})
-
-
-def submit_pipeline(path: str, arguments: list[str]) -> int:
-    """Submit a pipeline to ARGO_SERVER, for ``python pipelines/grpo.py --run …``; return the exit code."""
-    from tuneloop.cluster.argo_server import read_server_address
-
-    program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.command()(submit_run)
-    asks = bool({"-h", "--help"} & set(arguments))
-
-    def command() -> int | None:
-        words = ["--help"] if asks else [path, "--server", read_server_address(), *arguments]
-        return program(words, prog_name=f"python {path}", standalone_mode=False)
-
-    return run_command(command)
 
 
 def schedule_pipeline(

@@ -187,15 +187,15 @@ def stop_run(
         float, typer.Option(min=0, help="Seconds to wait for the stages to end.")
     ] = 90.0,
 ) -> int:
-    """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its turns are given back."""
+    """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its leases are released."""
     from tuneloop.cli.show import format_store_option
-    from tuneloop.sharing.places import STORED, release_stored_leases
+    from tuneloop.sharing.lease_storage import STORED_LEASES, release_stored_leases
 
     found = open_run(name, store)
     state = found.state
     if found.phase != "running" or state is None:
         if state is not None:  # it ran here: no process of it is left
-            release_stored_leases(f"{found.store_url}/{STORED}", name)
+            release_stored_leases(f"{found.store_url}/{STORED_LEASES}", name)
         typer.echo(f"{name}: is not running ({found.phase})")
         return 0
     os.kill(state.workflow.pid, signal.SIGTERM)

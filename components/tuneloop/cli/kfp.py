@@ -202,25 +202,3 @@ def connect_to_executor(
         else None
     )
     return connect_to_cluster(namespace, context) if namespace else None, ask
-
-
-def list_commands() -> list[str]:
-    """List the commands for Kubeflow Pipelines."""
-    return [command.name for command in app.registered_commands if command.name]
-
-
-def route_arguments(arguments: list[str]) -> list[str]:
-    """Route ``submit … --to kfp …`` to ``kfp submit …``. Raises UserError at another target or command."""
-    words = [
-        word
-        for each in arguments
-        for word in (each.split("=", 1) if each.startswith("--to=") else [each])
-    ]
-    if "--to" not in words:
-        return arguments
-    at, own = words.index("--to"), list_commands()
-    target, rest = words[at + 1 : at + 2], words[:at] + words[at + 2 :]
-    if target != ["kfp"] or (rest and rest[0] not in own):
-        remedy = f"can be kfp, for {', '.join(own)} alone; for Argo leave it out, or see `tuneloop cluster`"
-        raise UserError("--to", "".join(target), remedy)
-    return ["kfp", *rest]

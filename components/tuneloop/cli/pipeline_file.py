@@ -1,4 +1,4 @@
-"""Build an Argo Workflow and a KFP pipeline from the definitions in a pipeline's file; run such a file as a program."""
+"""Build an Argo Workflow and a KFP pipeline from the definitions in a pipeline's file, and render such a file."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -36,16 +36,16 @@ def make_builders(
     return build_argo, build_kfp
 
 
-def run_file(name: str, path: str, build: Callable[[], Any]) -> Any:
-    """Submit the pipeline to the Argo server that ARGO_SERVER names, if its file is run as a program. Return the
-    Workflow for `hera generate yaml`, which renders the workflows that it finds in a module; otherwise None.
+def render_file(name: str, build: Callable[[], Any]) -> Any:
+    """Print the pipeline's Workflow as YAML where its file is run as a program. Return the Workflow to
+    `hera generate yaml`, which renders the workflows that it finds in a module, and None to others.
 
     Args:
-        name, path: ``__name__`` and ``__file__`` of the file.
-        build: makes its Workflow.
+        name: ``__name__`` of the file.
+        build: makes its Workflow, of the default settings.
     """
     if name == "__main__":
-        from tuneloop.cli.cluster import submit_pipeline
+        from tuneloop.config.loading import dump_workflow
 
-        sys.exit(submit_pipeline(path, sys.argv[1:]))
+        sys.stdout.write(dump_workflow(build().to_dict()))
     return build() if "hera._cli" in sys.modules else None

@@ -159,7 +159,7 @@ def _show_published(root: str) -> None:
         (
             f"{v.version}{' latest' if v.latest else ''}",
             "" if v.base_version is None else str(v.base_version),
-            v.encoding or ("held by readers" if v.held else "full"),
+            v.encoding or ("held by readers" if v.held_by_readers else "full"),
             format_size(v.stored_bytes),
             f"{v.stored_bytes / v.full_bytes:.1%}",
             "" if v.density is None else f"{v.density:.2%}",

@@ -1,19 +1,18 @@
 """Send a workflow to an Argo server, by Hera's ``create``: for those who have its address and no kubeconfig.
 
-    python pipelines/grpo.py --run demo --store s3://artifacts/runs
-
-The server is named as the argo command line has it: ``ARGO_SERVER`` (host:port), ``ARGO_TOKEN``, ``ARGO_SECURE``
-(``false``: plain HTTP) and ``ARGO_INSECURE_SKIP_VERIFY``."""
+`tuneloop submit --server URL` uses it. ``ARGO_TOKEN`` and ``ARGO_INSECURE_SKIP_VERIFY`` are those of the argo command
+line."""
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import NAMESPACE
 from tuneloop.workflow.settings import RUN_LABEL
 
@@ -33,7 +32,7 @@ class Server:
             host=url, token=token, verify_ssl=not skip, namespace=namespace
         )
 
-    def submit(self, made: Mapping[str, Any], run: str) -> str:
+    def submit(self, made: JsonMapping, run: str) -> str:
         """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`. Raises UserError
         where the server cannot be reached or refuses, or the run is under way."""
         from hera.workflows import Workflow
@@ -48,7 +47,7 @@ class Server:
             built.create()
         return name
 
-    def workflows(self, run: str) -> list[dict[str, Any]]:
+    def workflows(self, run: str) -> list[JsonObject]:
         """Return the workflows of a run, oldest first."""
         with self._faults():
             found = self._service.list_workflows(
@@ -86,15 +85,3 @@ class Server:
         except RequestException as error:
             remedy = f"does not answer ({type(error).__name__}); correct the address, or port-forward to it"
             raise UserError("server", self.url, remedy) from error
-
-
-def read_server_address() -> str:
-    """Read the URL of the Argo server from the environment. Raises UserError where it names none."""
-    if not (host := os.environ.get("ARGO_SERVER")):
-        remedy = (
-            "names no Argo server; set it to host:port, or use `tuneloop submit` with a kubeconfig"
-        )
-        raise UserError("ARGO_SERVER", host, remedy)
-    if "://" in host:
-        return host
-    return f"{'http' if os.environ.get('ARGO_SECURE', '').lower() == 'false' else 'https'}://{host}"

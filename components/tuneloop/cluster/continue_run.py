@@ -10,11 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster import submit as argo
 from tuneloop.core.errors import report_errors
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import write_outputs
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster
 from tuneloop.workflow.manifest import begin_at_template
@@ -55,8 +55,8 @@ def create_next_workflow(
 
 
 def build_next_workflow(
-    workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]
-) -> dict[str, Any]:
+    workflow: JsonMapping, entrypoint: str, arguments: Mapping[str, str]
+) -> JsonObject:
     """Build the workflow that continues where `workflow` ends, with another entrypoint and other arguments."""
     metadata = workflow["metadata"]
     kept = {

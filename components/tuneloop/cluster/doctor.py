@@ -3,9 +3,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import yaml
 
@@ -15,6 +14,7 @@ from tuneloop.cluster.problems import ABSENT, UNSEEN, Problem, find_object, reco
 from tuneloop.cluster.queue_problems import find_queue_warnings
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import UserError, shorten_text
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import ROLES, Cluster
 
@@ -39,9 +39,7 @@ class Check:
     remedy: str = ""
 
 
-def check_argo(
-    cluster: Connection, workflow: Mapping[str, Any], store: str | None = None
-) -> list[Check]:
+def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = None) -> list[Check]:
     """Check whether a cluster has what `workflow` (of `run_workflows.prepare_workflow` or `describe_queued_stage`)
     needs of Argo Workflows. `store` is that of the run to come, as in the workflow's parameter; None: not known yet.
     Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
@@ -75,7 +73,7 @@ def check_argo(
     return checks
 
 
-def describe_queued_stage() -> dict[str, Any]:
+def describe_queued_stage() -> JsonObject:
     """Describe a workflow with a stage of each role and the default settings, which needs nothing but its queue."""
     stages = [
         {"name": role, "metadata": {"labels": Cluster().build_queue_labels(role)}} for role in ROLES
@@ -129,7 +127,7 @@ def check_controller(cluster: Connection) -> Iterator[Check]:
 
 
 def check_version(
-    subject: str, deployment: Mapping[str, Any], least: tuple[int, ...], older: str, remedy: str
+    subject: str, deployment: JsonMapping, least: tuple[int, ...], older: str, remedy: str
 ) -> Check:
     """Check a Deployment's release by the tag of its first image; one before `least` has the outcome `older`."""
     image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
@@ -153,7 +151,7 @@ def read_tag(image: str) -> str:
     return name.rpartition("/")[2].partition(":")[2] or ("" if digest else "latest")
 
 
-def find_controller_settings(cluster: Connection) -> tuple[str, dict[str, Any]] | None:
+def find_controller_settings(cluster: Connection) -> tuple[str, JsonObject] | None:
     """Find the ConfigMap of Argo's controller, in the namespace of the runs or else in any: its namespace (empty: there
     is none) and its settings; None where the account has no right to look."""
     found = find_object(cluster.core.read_namespaced_config_map, SETTINGS, cluster.namespace)
@@ -232,18 +230,14 @@ def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Ite
         )
 
 
-def check_argo_queue(
-    cluster: Connection, workflow: Mapping[str, Any]
-) -> Iterator[Check | UserError]:
+def check_argo_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the queues of a workflow: first the problems that `submit` refuses, then its warnings."""
     yield from preflight.CHECKS["queue"](cluster, workflow)
     for each in find_queue_warnings(cluster, workflow):
         yield replace(_refuse("queue", each), outcome=WARNING)
 
 
-def check_argo_images(
-    cluster: Connection, workflow: Mapping[str, Any]
-) -> Iterator[Check | UserError]:
+def check_argo_images(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the images of a workflow: those that `submit` refuses, then the others."""
     refused = {problem.value: problem for problem in preflight.CHECKS["images"](cluster, workflow)}
     yield from refused.values()
@@ -252,9 +246,7 @@ def check_argo_images(
     )
 
 
-def check_argo_store(
-    cluster: Connection, workflow: Mapping[str, Any]
-) -> Iterator[Check | UserError]:
+def check_argo_store(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the store of a run: as `submit` does, with a write where this machine has its keys."""
     problems = list(preflight.CHECKS["store"](cluster, workflow))
     yield from problems

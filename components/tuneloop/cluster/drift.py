@@ -8,10 +8,11 @@ from tuneloop.cluster import run_workflows
 from tuneloop.cluster.schedule import LABEL, TEMPLATES, template_spec
 from tuneloop.config.loading import dump_workflow
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
 
 
-def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) -> str:
+def template_drift(cluster: Connection, workflow: JsonMapping, name: str) -> str:
     """Return a unified diff from the WorkflowTemplate `name`, which was applied from manifests or made by a schedule,
     to `workflow`; empty if they are equal. Raises UserError if there is no such template."""
     if (live := cluster.find(*TEMPLATES, name)) is None:
@@ -22,7 +23,7 @@ def template_drift(cluster: Connection, workflow: Mapping[str, Any], name: str) 
     return _difference(live["spec"], template_spec(_prepare_as(live, workflow, name), name), name)
 
 
-def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str:
+def run_drift(cluster: Connection, workflow: JsonMapping, run: str) -> str:
     """Compare the newest workflow of a run with `workflow`, as submitted to that run; see `template_drift`."""
     live = run_workflows.find_workflows(cluster, run)[-1]
     made = run_workflows.copy_entrypoint(_prepare_as(live, workflow, run), live)
@@ -30,7 +31,7 @@ def run_drift(cluster: Connection, workflow: Mapping[str, Any], run: str) -> str
     return _difference(spec, made["spec"], live["metadata"]["name"])
 
 
-def _prepare_as(live: Mapping[str, Any], workflow: Mapping[str, Any], run: str) -> dict[str, Any]:
+def _prepare_as(live: JsonMapping, workflow: JsonMapping, run: str) -> JsonObject:
     """Prepare `workflow` for the store and the namespace of the one that is live."""
     store = next(
         str(p["value"]) for p in live["spec"]["arguments"]["parameters"] if p["name"] == "store"
@@ -40,7 +41,7 @@ def _prepare_as(live: Mapping[str, Any], workflow: Mapping[str, Any], run: str) 
     )
 
 
-def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str) -> str:
+def _difference(live: JsonMapping, rendered: JsonMapping, name: str) -> str:
     there, here = (
         dump_workflow(_normal(_labelled(side))).splitlines(keepends=True)
         for side in (live, rendered)
@@ -48,7 +49,7 @@ def _difference(live: Mapping[str, Any], rendered: Mapping[str, Any], name: str)
     return "".join(difflib.unified_diff(there, here, f"live/{name}", f"rendered/{name}"))
 
 
-def _labelled(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _labelled(spec: JsonMapping) -> JsonObject:
     """Return `spec` with its pods' labels written into each template, as the controller does when it runs."""
     common = spec.get("podMetadata", {}).get("labels", {})
     templates = []

@@ -14,13 +14,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuneloop.cluster.watch import JOBSETS, RAYJOBS, follow_pod
 from tuneloop.core.errors import Interrupted, Retryable, UserError, report_errors
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.threads import forward_signals
 from tuneloop.kube.connection import (
     NAMESPACE,
@@ -31,7 +32,7 @@ from tuneloop.kube.connection import (
 )
 from tuneloop.training.torchrun import exit_code
 
-Object = Mapping[str, Any]
+Object = JsonMapping
 
 
 class Kind(NamedTuple):
@@ -196,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     text = given.manifest or (
         sys.stdin.read() if given.file == "-" else Path(given.file).read_text()
     )
-    job: dict[str, Any] = yaml.safe_load(text)
+    job: JsonObject = yaml.safe_load(text)
 
     def stop(number: int) -> None:
         raise Interrupted(f"{job['metadata']['name']}: stopped by {signal.Signals(number).name}")

@@ -23,11 +23,12 @@ from tuneloop.cluster.problems import (
 from tuneloop.cluster.queue_problems import find_queue_problems
 from tuneloop.cluster.reservations import API, KINDS, list_claims
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import WORKFLOWS, Connection
-from tuneloop.sharing.places import LEASES, Lease, parse_lease
+from tuneloop.sharing.lease_storage import LEASES, KubernetesLease, parse_lease
+from tuneloop.sharing.leases import LeaseGroup
 from tuneloop.sharing.sidecar import parse_arguments
-from tuneloop.sharing.turns import Turns
 from tuneloop.workflow.manifest import mounts_token, parse_applied_object
 from tuneloop.workflow.settings import GROUP_LABEL
 
@@ -37,7 +38,7 @@ LISTED = 50
 """The most images that a kubelet reports (``nodeStatusMaxImages``)."""
 
 
-def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
+def check_cluster(cluster: Connection, workflow: JsonMapping) -> None:
     """Check a prepared workflow by `find_problems`. Raises the first, a UserError whose notes are the others."""
     if problems := find_problems(cluster, workflow):
         for other in problems[1:]:
@@ -45,14 +46,14 @@ def check_cluster(cluster: Connection, workflow: Mapping[str, Any]) -> None:
         raise problems[0]
 
 
-def find_problems(cluster: Connection, workflow: Mapping[str, Any]) -> list[UserError]:
+def find_problems(cluster: Connection, workflow: JsonMapping) -> list[UserError]:
     """Return what prevents a prepared workflow from running on the cluster. Raises UserError where the cluster does not
     answer or does not allow the context in; Retryable where the API server is in trouble."""
     missing = [problem for find in REQUIRED.values() for problem in find(cluster, workflow)]
     return missing or [problem for find in CHECKS.values() for problem in find(cluster, workflow)]
 
 
-def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _namespace(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     if is_absent(cluster.core.read_namespace, cluster.namespace, _request_timeout=(10, 30)):
         otherwise = " (or yours), or choose --context or --namespace"
         yield Problem(
@@ -64,7 +65,7 @@ def _namespace(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
         )
 
 
-def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _installed(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     group, version, plural = WORKFLOWS
     if is_absent(
         cluster.custom.list_namespaced_custom_object,
@@ -92,7 +93,7 @@ def _installed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Use
             return
 
 
-def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _allowed(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     from kubernetes import client
 
     spec, wanted = workflow["spec"], [(WORKFLOWS[0], WORKFLOWS[2])]
@@ -117,7 +118,7 @@ def _allowed(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
             return
 
 
-def _references(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _references(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Yield an error for each missing account, Secret, ConfigMap or claim that the workflow requires."""
     read = {
         "service account": cluster.core.read_namespaced_service_account,
@@ -151,7 +152,7 @@ def list_references(value: Any) -> Iterator[tuple[str, str]]:
             yield from list_references(item)
 
 
-def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _devices(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check the devices of a claim: the cluster accepts a claim for an unknown class, but its pods wait for ever."""
     yield from find_placement_errors(workflow)
     try:
@@ -178,7 +179,7 @@ def _devices(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
         yield UserError("cluster.share.device_class", share.device_class, remedy)
 
 
-def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _turns(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check policy and patience against the group's: a run with others fails at its first stage that shares devices."""
     found = filter(None, map(find_lease_sidecar, workflow["spec"].get("templates", ())))
     wanted = {flags.group: flags for flags in (parse_arguments(each["args"]) for each in found)}
@@ -186,16 +187,18 @@ def _turns(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserErr
         name: flags for flags in wanted.values() for name in _groups(cluster, workflow, flags)
     }
     for name, flags in places.items():
-        place = Lease(cluster, name)
+        place = KubernetesLease(cluster, name)
         if (seen := find_object(cluster.get, *LEASES, place.name)) not in (ABSENT, UNSEEN):
-            turns = Turns(place, name, who=flags.run, policy=flags.policy, patience=flags.patience)
+            turns = LeaseGroup(
+                place, name, who=flags.run, policy=flags.policy, patience=flags.patience
+            )
             try:
-                turns.agreed(parse_lease(seen))
+                turns.apply_settings(parse_lease(seen))
             except UserError as error:
                 yield error
 
 
-def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) -> list[str]:
+def _groups(cluster: Connection, workflow: JsonMapping, flags: Namespace) -> list[str]:
     """List the groups of leases that a run may use: of all claims if each has one, as the run's claim is not known."""
     if "{{" not in flags.group:
         return [flags.group]
@@ -205,7 +208,7 @@ def _groups(cluster: Connection, workflow: Mapping[str, Any], flags: Namespace) 
     return [] if found in (ABSENT, UNSEEN) else [each["metadata"]["name"] for each in found]
 
 
-def _resizes(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _resizes(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     if any(map(read_asleep, workflow["spec"].get("templates", ()))):
         known = {
             each.name for each in cluster.core.get_api_resources(_request_timeout=30).resources
@@ -215,7 +218,7 @@ def _resizes(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserE
             yield UserError("engine.asleep", cluster.context, remedy)
 
 
-def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _images(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Check the images without a registry in their name, which must be on a node, as no node can pull them. Registries
     are not contacted: only the nodes have the network and the credentials for them."""
     there, whole = list_node_images(cluster)
@@ -231,7 +234,7 @@ def _images(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserEr
             )
 
 
-def list_images(workflow: Mapping[str, Any]) -> list[str]:
+def list_images(workflow: JsonMapping) -> list[str]:
     """List the images of a workflow's templates."""
     used = [t.get("container") or t.get("script") or {} for t in workflow["spec"]["templates"]]
     return sorted({each["image"] for each in used if "image" in each})
@@ -258,7 +261,7 @@ def is_on_node(image: str, there: set[str]) -> bool:
     )
 
 
-def _store(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def _store(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     parameters = {
         p["name"]: p.get("value", "") for p in workflow["spec"]["arguments"]["parameters"]
     }
@@ -285,7 +288,7 @@ def has_store_keys(scheme: str) -> bool:
     return scheme != "s3" or "AWS_ACCESS_KEY_ID" in os.environ
 
 
-def _shared_mounts(workflow: Mapping[str, Any]) -> Iterator[str]:
+def _shared_mounts(workflow: JsonMapping) -> Iterator[str]:
     spec = workflow["spec"]
     claims = {v["name"] for v in spec.get("volumes", ()) if "persistentVolumeClaim" in v}
     for template in spec["templates"]:
@@ -297,7 +300,7 @@ def _shared_mounts(workflow: Mapping[str, Any]) -> Iterator[str]:
                 yield mount["mountPath"]
 
 
-Find = Callable[[Connection, Mapping[str, Any]], Iterable[UserError]]
+Find = Callable[[Connection, JsonMapping], Iterable[UserError]]
 REQUIRED: Mapping[str, Find] = {"namespace": _namespace, "Argo Workflows": _installed}
 """Subject → the function that finds its problems; the first ones must pass before the others can be checked."""
 CHECKS: Mapping[str, Find] = {

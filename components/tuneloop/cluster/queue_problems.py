@@ -5,7 +5,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
-from typing import Any
 
 from tuneloop.argo.colocation import parse_resource_quantity
 from tuneloop.cluster.problems import (
@@ -19,6 +18,7 @@ from tuneloop.cluster.problems import (
 )
 from tuneloop.cluster.run_workflows import find_queued_templates, list_queues
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.manifest import list_calls, parse_applied_object
 from tuneloop.workflow.settings import PRIORITY_LABEL, QUEUE, QUEUE_LABEL, SAMPLER_QUEUE
@@ -30,9 +30,9 @@ Amounts = dict[str, Decimal]
 """Resource name → amount, in cores, bytes or pieces."""
 
 
-def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[UserError]:
+def find_queue_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Find queues that would never admit the requests of a workflow's templates."""
-    labels, behind = find_queued_templates(workflow), dict[str, dict[str, Any]]()
+    labels, behind = find_queued_templates(workflow), dict[str, JsonObject]()
     for name in list_queues(workflow):
         if (found := find_object(cluster.get, *KUEUE, "localqueues", name)) is ABSENT:
             said = (
@@ -56,9 +56,9 @@ def find_queue_problems(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
 
 def _cluster_queue(
     cluster: Connection,
-    workflow: Mapping[str, Any],
+    workflow: JsonMapping,
     name: str,
-    queues: Mapping[str, Mapping[str, Any]],
+    queues: Mapping[str, JsonMapping],
 ) -> Iterator[UserError]:
     found = find_object(cluster.custom.get_cluster_custom_object, *KUEUE, "clusterqueues", name)
     if found is ABSENT:
@@ -77,7 +77,7 @@ def _cluster_queue(
         yield from find_quota_problems(workflow, found["spec"], queues, name)
 
 
-def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Problem]:
+def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[Problem]:
     """Find rollout servers that are admitted one by one, or that hold quota which stages wait for. A server holds its
     quota for the whole run: the servers of several runs can hold all of it, so that no stage is admitted."""
     held, waited, servers = set[str](), set[str](), count_servers(workflow)
@@ -96,7 +96,7 @@ def find_queue_warnings(cluster: Connection, workflow: Mapping[str, Any]) -> Ite
             yield Problem("queue", server, found, command, " (docs/cluster.md, The queue)")
 
 
-def count_servers(workflow: Mapping[str, Any]) -> dict[str, int]:
+def count_servers(workflow: JsonMapping) -> dict[str, int]:
     """Count the pods of each daemon's template that a graph has at a time."""
     templates = workflow["spec"]["templates"]
     called = [Counter(call["template"] for call in list_calls(template)) for template in templates]
@@ -123,9 +123,7 @@ def _list_quotas(cluster: Connection, queue: str, limit: str) -> set[str]:
     return {name, *([f"cohort {spec['cohortName']}"] if some and spec.get("cohortName") else [])}
 
 
-def _admitted(
-    cluster: Connection, selector: Mapping[str, Any] | None, name: str
-) -> Iterator[UserError]:
+def _admitted(cluster: Connection, selector: JsonMapping | None, name: str) -> Iterator[UserError]:
     """Check that a ClusterQueue selects the namespace: else its pods wait for ever, although its LocalQueue is active.
     Expressions other than ``In`` count as satisfied."""
     namespace = find_object(cluster.core.read_namespace, cluster.namespace)
@@ -151,8 +149,8 @@ def _admitted(
 
 
 def find_quota_problems(
-    workflow: Mapping[str, Any],
-    spec: Mapping[str, Any],
+    workflow: JsonMapping,
+    spec: JsonMapping,
     queues: Collection[str],
     cluster_queue: str,
 ) -> Iterator[UserError]:
@@ -193,7 +191,7 @@ def find_quota_problems(
                 )
 
 
-def _largest(spec: Mapping[str, Any]) -> Amounts:
+def _largest(spec: JsonMapping) -> Amounts:
     """Compute the largest quota of each resource among the flavors of a ClusterQueue."""
     best: Amounts = {}
     for group in spec.get("resourceGroups", ()):
@@ -204,9 +202,7 @@ def _largest(spec: Mapping[str, Any]) -> Amounts:
     return best
 
 
-def compute_pod_requests(
-    template: Mapping[str, Any], beside: Iterable[Mapping[str, Any]] = ()
-) -> Amounts:
+def compute_pod_requests(template: JsonMapping, beside: Iterable[JsonMapping] = ()) -> Amounts:
     """Compute the resources that the pod of a template requests; a limit without a request counts as one. `beside`
     are the containers that Argo adds to a pod of its own, but not to those of a job."""
     if job := parse_applied_object(template):

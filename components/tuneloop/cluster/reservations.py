@@ -19,11 +19,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from tuneloop.argo.claims import DEVICES, END, GIVE, TAKE
 from tuneloop.cluster import run_workflows
 from tuneloop.core.errors import Retryable, UserError, report_errors
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import write_outputs
 from tuneloop.inference.fleet.graph import delete_graph, list_graphs, own_graph
 from tuneloop.kube.connection import (
@@ -40,7 +40,7 @@ KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourcecl
 SEATS = "tuneloop.dev/seats"
 """Annotation of a claim: the runs that reserve it, a JSON list."""
 
-Object = dict[str, Any]
+Object = JsonObject
 Owner = tuple[str, str]
 """A workflow's name and uid."""
 Active = Mapping[str, Sequence[Owner]]
@@ -116,12 +116,12 @@ def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object
     return [{**each, "apiVersion": "/".join(API), "kind": kind} for kind, each in found]
 
 
-def is_claim_terminating(claim: Mapping[str, Any]) -> bool:
+def is_claim_terminating(claim: JsonMapping) -> bool:
     """Return whether a claim is deleted and waits for the last pod that uses it."""
     return "deletionTimestamp" in claim["metadata"]
 
 
-def list_claim_runs(claim: Mapping[str, Any]) -> list[str]:
+def list_claim_runs(claim: JsonMapping) -> list[str]:
     """List the runs that reserve a claim, in the order in which they came."""
     return json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
 
@@ -170,7 +170,7 @@ def _new(name: str, share: Share, role: str) -> Object:
     }
 
 
-def _wanted(share: Share) -> dict[str, Any]:
+def _wanted(share: Share) -> JsonObject:
     selectors = {"selectors": [{"cel": {"expression": share.selector}}]} if share.selector else {}
     return {"deviceClassName": share.device_class, "count": share.count, **selectors}
 
@@ -188,7 +188,7 @@ def _active(cluster: Connection, without: str = "") -> Active:
     return found
 
 
-def _name(claim: Mapping[str, Any]) -> str:
+def _name(claim: JsonMapping) -> str:
     return str(claim["metadata"]["name"])
 
 

@@ -1,12 +1,11 @@
 """The workflows of a run: prepare, name, find and read them."""
 
 import copy
-from collections.abc import Mapping
-from typing import Any
 
 import tuneloop
 from tuneloop.argo.jobset import check_names, dump_manifest
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.store import normalize_url
 from tuneloop.kube.connection import NAMESPACE, WORKFLOWS, Connection
 from tuneloop.runs.records import check_name
@@ -22,13 +21,13 @@ ACTIVE = f"{RUN_LABEL},workflows.argoproj.io/completed!=true"
 
 
 def prepare_workflow(
-    workflow: Mapping[str, Any],
+    workflow: JsonMapping,
     *,
     run: str,
     store: str,
     namespace: str = NAMESPACE,
     priority: str | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its run. Raises UserError
     where it lacks the parameter ``run`` or ``store``, `run` is no name or too long, or `store` names no bucket."""
     check_name(run)
@@ -64,7 +63,7 @@ def prepare_workflow(
     return made
 
 
-def as_template(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+def as_template(workflow: JsonMapping, name: str) -> JsonObject:
     """Return `workflow` as the WorkflowTemplate `name`; workflows that are submitted from it label themselves."""
     labels = workflow["metadata"].get("labels", {})
     spec = copy.deepcopy(workflow["spec"])
@@ -94,7 +93,7 @@ def template_name(pipeline: str) -> str:
     return f"{pipeline.replace('_', '-')}-v{tuneloop.__version__.replace('.', '-')}"
 
 
-def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def find_queued_templates(workflow: JsonMapping) -> dict[str, dict[str, str]]:
     """Return template → labels, for templates whose pod or job waits in a queue."""
     templates = workflow["spec"].get("templates", ())
     labels = {
@@ -104,12 +103,12 @@ def find_queued_templates(workflow: Mapping[str, Any]) -> dict[str, dict[str, st
     return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
 
 
-def list_queues(workflow: Mapping[str, Any]) -> list[str]:
+def list_queues(workflow: JsonMapping) -> list[str]:
     """List the LocalQueues that templates of a workflow wait in."""
     return sorted({labels[QUEUE_LABEL] for labels in find_queued_templates(workflow).values()})
 
 
-def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
+def find_workflows(cluster: Connection, run: str) -> list[JsonObject]:
     """Return the workflows of a run, oldest first. Raises UserError where there is none."""
     if not (found := list_workflows(cluster, run)):
         remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
@@ -124,7 +123,7 @@ def find_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
     )
 
 
-def list_workflows(cluster: Connection, run: str) -> list[dict[str, Any]]:
+def list_workflows(cluster: Connection, run: str) -> list[JsonObject]:
     """List the workflows of a run as the API server does; none where the run does not exist."""
     return cluster.list(*WORKFLOWS, selector=f"{RUN_LABEL}={run}")
 
@@ -139,12 +138,12 @@ def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str
     return {run for run, parameters in given if {"name": "store", "value": store} in parameters}
 
 
-def get_workflow_phase(workflow: Mapping[str, Any]) -> str:
+def get_workflow_phase(workflow: JsonMapping) -> str:
     """Return the phase of a workflow; ``Pending`` before the controller has seen it."""
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
-def copy_entrypoint(made: Mapping[str, Any], newest: Mapping[str, Any]) -> Mapping[str, Any]:
+def copy_entrypoint(made: JsonMapping, newest: JsonMapping) -> JsonMapping:
     """Return `made` with the entrypoint of `newest`, a later workflow of the same run."""
     spec = newest["spec"]
     known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}

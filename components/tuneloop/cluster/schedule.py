@@ -9,8 +9,7 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 from zoneinfo import ZoneInfo
 
 from tuneloop.argo.jobset import check_names
@@ -21,6 +20,7 @@ from tuneloop.cluster.run_workflows import DONE, as_template, get_workflow_phase
 from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import UserError, report_errors
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import write_outputs
 from tuneloop.kube.connection import WORKFLOWS, Connection, connect_to_cluster, ignore_refusals
 from tuneloop.local.journal import BROKEN
@@ -38,7 +38,7 @@ SAID, KEPT = "said", 10
 
 def apply_schedule(
     cluster: Connection,
-    workflow: Mapping[str, Any],
+    workflow: JsonMapping,
     *,
     name: str,
     store: str,
@@ -75,9 +75,9 @@ def apply_schedule(
         _apply(cluster, kind, name, wanted)
 
 
-def template_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+def template_spec(workflow: JsonMapping, name: str) -> JsonObject:
     """Build the spec of the WorkflowTemplate of schedule `name`."""
-    spec: dict[str, Any] = as_template(workflow, name)["spec"]
+    spec: JsonObject = as_template(workflow, name)["spec"]
     # The newest run that succeeded records that its data is finished.
     spec.get("ttlStrategy", {}).pop("secondsAfterSuccess", None)
     return spec
@@ -94,7 +94,7 @@ def delete_schedule(cluster: Connection, name: str) -> None:
         cluster.delete(*KINDS[kind], name)
 
 
-def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
+def list_schedules(cluster: Connection) -> list[JsonObject]:
     """List the schedules of the namespace: their `name`, `cron`, `last` scheduled time, and `looks` (checks), newest
     first; `message` says why the controller starts none. It does not record a time that it skips during a check."""
     looks, found = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1], []
@@ -119,7 +119,7 @@ def list_schedules(cluster: Connection) -> list[dict[str, Any]]:
     return found
 
 
-def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
+def _read_look(workflow: JsonMapping) -> dict[str, str]:
     """Read when a workflow checked for new data, its phase, and what it did or why it failed."""
     pods = [node for node in read_nodes(workflow).values() if node.type == "Pod"]
     said = [
@@ -135,7 +135,7 @@ def _read_look(workflow: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | None:
+def _standing(cluster: Connection, kind: str, name: str) -> JsonObject | None:
     """Return the object of a schedule, or None. Raises UserError for an object that no schedule created."""
     found = cluster.find(*KINDS[kind], name)
     if found is not None and labels_of(found).get(LABEL) != name:
@@ -144,7 +144,7 @@ def _standing(cluster: Connection, kind: str, name: str) -> dict[str, Any] | Non
     return found
 
 
-def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, Any]:
+def build_data_check_spec(workflow: JsonMapping, name: str) -> JsonObject:
     """Build the spec of the workflow that checks for new data, with the settings of `workflow`."""
     spec = copy.deepcopy(workflow["spec"])
     data = next(
@@ -176,7 +176,7 @@ def build_data_check_spec(workflow: Mapping[str, Any], name: str) -> dict[str, A
     return {**spec, "entrypoint": "main", "templates": [data, _start(data), main]}
 
 
-def _start(data: Mapping[str, Any]) -> dict[str, Any]:
+def _start(data: JsonMapping) -> JsonObject:
     """Build the step that starts a run: a pod like that of `data`, with the right to create workflows."""
     own = ["--name", "{{workflow.labels.%s}}" % LABEL, "--namespace", "{{workflow.namespace}}"]
     store = [
@@ -201,10 +201,10 @@ def _start(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _apply(cluster: Connection, kind: str, name: str, spec: Mapping[str, Any]) -> None:
+def _apply(cluster: Connection, kind: str, name: str, spec: JsonMapping) -> None:
     """Create the object, or replace the spec of the existing one."""
     group, version, plural = KINDS[kind]
-    body: dict[str, Any] = {"apiVersion": f"{group}/{version}", "kind": kind}
+    body: JsonObject = {"apiVersion": f"{group}/{version}", "kind": kind}
     body |= {"metadata": {"name": name, "labels": {LABEL: name}}, "spec": spec}
     while standing := _standing(cluster, kind, name):
         body["metadata"]["resourceVersion"] = standing["metadata"]["resourceVersion"]

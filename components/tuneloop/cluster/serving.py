@@ -1,12 +1,12 @@
 """The rollout servers of a rendered workflow as a Deployment and a Service, which outlive runs."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from tuneloop.argo.claims import share_of
 from tuneloop.argo.pod_fields import TOKENS
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 FIELDS = (
     *(
@@ -19,7 +19,7 @@ FIELDS = (
 )
 
 
-def render_servers(workflow: Mapping[str, Any], name: str, config: Any) -> list[dict[str, Any]]:
+def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonObject]:
     """Render the server of a run's template `serve` as a Deployment; each replica is one pod, and requires no token.
     Raises UserError if the workflow starts no server, or one that depends on its run or on a device lease."""
     serve = next((each for each in workflow["spec"]["templates"] if each["name"] == "serve"), None)
@@ -55,7 +55,7 @@ def render_servers(workflow: Mapping[str, Any], name: str, config: Any) -> list[
     }  # a Service called vllm sets VLLM_PORT
     about = {"name": name, "labels": {**own, "app.kubernetes.io/part-of": "tuneloop"}}
     # One is the default of Kubernetes: it is left out, so that applying it keeps an autoscaler's number.
-    deployment: dict[str, Any] = (
+    deployment: JsonObject = (
         {"replicas": config.engine.replicas} if config.engine.replicas > 1 else {}
     )
     deployment["selector"] = {"matchLabels": own}

@@ -7,9 +7,8 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 from tuneloop.cluster import run_workflows
 from tuneloop.cluster.launch import KINDS
@@ -25,6 +24,7 @@ from tuneloop.cluster.watch import read_nodes
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import Retryable, UserError, choose_exit_code, print_diagnostic
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.store import normalize_url
 from tuneloop.inference.generate import input_identity
@@ -37,7 +37,7 @@ from tuneloop.kube.connection import (
     wait_until,
 )
 from tuneloop.runs.records import find_differences
-from tuneloop.sharing.places import release_leases
+from tuneloop.sharing.lease_storage import release_leases
 from tuneloop.workflow.manifest import effective_spec, mounts_token
 from tuneloop.workflow.pod_loop import expand_pod, find_pod
 from tuneloop.workflow.rendered_stages import read_loop
@@ -49,7 +49,7 @@ after the workflow's end: its queue of deletions is only in memory, and it does 
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 
-def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> str:
+def create_workflow(cluster: Connection, made: JsonMapping, run: str) -> str:
     """Create a prepared workflow, and return its name. An ended run is resumed: committed stages end at once, and a
     long loop continues at its newest workflow. Raises UserError as `prepare_resumption`, or if the name is taken."""
     made, at = prepare_resumption(made, list_workflows(cluster, run), run)
@@ -57,8 +57,8 @@ def create_workflow(cluster: Connection, made: Mapping[str, Any], run: str) -> s
 
 
 def prepare_resumption(
-    made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
-) -> tuple[Mapping[str, Any], int]:
+    made: JsonMapping, earlier: Sequence[JsonMapping], run: str
+) -> tuple[JsonMapping, int]:
     """Return `made` as the workflow that follows the `earlier` ones of its run, and its number. Raises UserError if one
     of these is active, or the run has another pipeline or store, or after the first version, other settings."""
     if active := [w["metadata"]["name"] for w in earlier if get_workflow_phase(w) not in DONE]:
@@ -71,9 +71,7 @@ def prepare_resumption(
     return run_workflows.copy_entrypoint(made, earlier[-1]), max(numbers) + 1
 
 
-def check_resumable(
-    made: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], run: str
-) -> None:
+def check_resumable(made: JsonMapping, earlier: Sequence[JsonMapping], run: str) -> None:
     """Refuse a workflow that does not fit the run whose `earlier` workflows, oldest first, are given. Raises UserError
     for another pipeline or store, and for other settings, unless the run failed before its loop made a version. Then
     they may be corrected, as with `tuneloop run`: stages refuse settings that differ from their committed outputs. The
@@ -93,7 +91,7 @@ def check_resumable(
         )
 
 
-def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(workflow: JsonMapping) -> JsonObject:
     """Collect the settings that affect a run's results: its pipeline, its parameters, and those of each stage."""
     spec = effective_spec(workflow)
     given = {
@@ -111,7 +109,7 @@ def _settings(workflow: Mapping[str, Any]) -> dict[str, Any]:
     return {**({"pipeline": pipeline} if pipeline else {}), **given, **stages}
 
 
-def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
+def _tracked(template: JsonMapping) -> dict[str, str]:
     """Return the flags that a stage compares with those of its committed output; all if it is not installed here."""
     command = template["container"]["command"]
     words = [str(word) for word in template["container"].get("args", ())]
@@ -131,7 +129,7 @@ def _tracked(template: Mapping[str, Any]) -> dict[str, str]:
     return flags
 
 
-def _is_stage(template: Mapping[str, Any]) -> bool:
+def _is_stage(template: JsonMapping) -> bool:
     """Return whether a template runs a stage, not a server or a step that only calls the cluster's API."""
     command = (template.get("container") or {}).get("command", ())
     return (
@@ -141,7 +139,7 @@ def _is_stage(template: Mapping[str, Any]) -> bool:
     )
 
 
-def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
+def _has_made_a_version(workflow: JsonMapping) -> bool:
     spec = effective_spec(workflow)
     made = {name for name, role in read_loop({"spec": spec}).items() if role == "trainer"}
     made |= {pod["name"]} if (pod := find_pod({"spec": spec})) else set()
@@ -151,7 +149,7 @@ def _has_made_a_version(workflow: Mapping[str, Any]) -> bool:
     )
 
 
-def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: int) -> str:
+def create_numbered(cluster: Connection, made: JsonMapping, run: str, at: int) -> str:
     """Create ``<run>-<at>``, or use the next free number; a workflow that follows the same one is not created again."""
     while True:
         name = f"{run}-{at}"
@@ -168,7 +166,7 @@ def create_numbered(cluster: Connection, made: Mapping[str, Any], run: str, at: 
         at += 1
 
 
-def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
+def _create(cluster: Connection, made: JsonMapping, name: str) -> str:
     created = cluster.create(*WORKFLOWS, {**made, "metadata": {**made["metadata"], "name": name}})
     try:
         _create_token(cluster, created)
@@ -179,12 +177,12 @@ def _create(cluster: Connection, made: Mapping[str, Any], name: str) -> str:
     return name
 
 
-def _create_token(cluster: Connection, workflow: Mapping[str, Any]) -> None:
+def _create_token(cluster: Connection, workflow: JsonMapping) -> None:
     """Create the token of a workflow's rollout servers, as a Secret that the workflow owns, unless it exists."""
     spec, name, uid = workflow["spec"], workflow["metadata"]["name"], workflow["metadata"]["uid"]
     if not mounts_token(spec):
         return
-    metadata: dict[str, Any] = {"name": TOKEN_SECRET.replace("{{workflow.uid}}", uid)}
+    metadata: JsonObject = {"name": TOKEN_SECRET.replace("{{workflow.uid}}", uid)}
     metadata["ownerReferences"] = [{**OWNER, "name": name, "uid": uid}]
     with ignore_refusals(409):
         token = {"metadata": metadata, "stringData": {TOKEN_KEY: secrets.token_urlsafe(32)}}
@@ -272,7 +270,7 @@ def wait_for_run(cluster: Connection, run: str) -> int:
     return exit_code(newest)
 
 
-def exit_code(workflow: Mapping[str, Any]) -> int:
+def exit_code(workflow: JsonMapping) -> int:
     """Return the exit code of `submit --wait`: 0 if a workflow succeeded; 2, 3 or 75 if a stage ended so; else 1."""
     if get_workflow_phase(workflow) == "Succeeded":
         return 0

@@ -14,6 +14,7 @@ from tuneloop.cluster import reservations
 from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.run_workflows import DONE, find_workflows, get_workflow_phase
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.kube.connection import Connection, list_status_nodes, retry_until_available
 from tuneloop.local.journal import Node
 from tuneloop.runs.stages import find_job_stage
@@ -74,7 +75,7 @@ def read_status(cluster: Connection, run: str) -> Status:
     )
 
 
-def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
+def read_nodes(workflow: JsonMapping) -> dict[str, Node]:
     """Read the nodes of a workflow's status in the order they started."""
     made = [_node(item) for item in list_status_nodes(workflow)]
     over, ended = (
@@ -96,7 +97,7 @@ def read_nodes(workflow: Mapping[str, Any]) -> dict[str, Node]:
     return {node.id: node for node in sorted(made, key=lambda n: (n.started, n.name))}
 
 
-def _node(item: Mapping[str, Any]) -> Node:
+def _node(item: JsonMapping) -> Node:
     outputs = item.get("outputs", {})
     return Node(
         id=item["id"],
@@ -117,7 +118,7 @@ def _node(item: Mapping[str, Any]) -> Node:
     )
 
 
-def _values(io: Mapping[str, Any]) -> dict[str, str]:
+def _values(io: JsonMapping) -> dict[str, str]:
     return {p["name"]: str(p["value"]) for p in io.get("parameters", ()) if "value" in p}
 
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from tuneloop.config.machine import Machine
 from tuneloop.config.model_facts import ModelFacts
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SECTION_SUFFIX = "_settings"
 """Ends the name of a section's class, after the name of its stage (`Component.settings`)."""
@@ -50,7 +51,7 @@ class Draft:
     """
 
     config: type[BaseModel]
-    values: Mapping[str, Any]
+    values: JsonMapping
     facts: ModelFacts
     machine: Machine
     chosen: dict[str, Followed] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class Draft:
         info = self.config.model_fields.get(section)
         return info is not None and name in getattr(find_section_class(info), "model_fields", {})
 
-    def get_engine_args(self) -> Mapping[str, Any]:
+    def get_engine_args(self) -> JsonMapping:
         """Return the engine's own arguments as set or chosen; empty where there are none."""
         value = self.get("engine", "args")
         args = dict(value) if isinstance(value, Mapping) else {}
@@ -160,8 +161,8 @@ class Rule:
 
 
 def keep_followed(
-    config: dict[str, Any], followed: Iterable[Followed], recorded: dict[str, Any]
-) -> dict[str, Any]:
+    config: JsonObject, followed: Iterable[Followed], recorded: JsonObject
+) -> JsonObject:
     """Return the configuration with which a run that is there is asked for: the recorded one, if
     both differ in settings alone that follow the machine, which may be another today."""
     pinned = config
@@ -175,7 +176,7 @@ def keep_followed(
     return recorded if pinned == recorded else config
 
 
-def merge_followed(values: Mapping[str, Any], followed: Mapping[str, Followed]) -> dict[str, Any]:
+def merge_followed(values: JsonMapping, followed: Mapping[str, Followed]) -> JsonObject:
     """Return what the user has set together with what was chosen for the rest."""
     merged = dict(values)
     for setting, chosen in followed.items():
@@ -183,7 +184,7 @@ def merge_followed(values: Mapping[str, Any], followed: Mapping[str, Followed]) 
     return merged
 
 
-def _merge(values: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+def _merge(values: JsonMapping, path: list[str], value: Any) -> JsonObject:
     name, *deeper = path
     if not deeper:
         return {**values, name: value}

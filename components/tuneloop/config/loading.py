@@ -19,6 +19,7 @@ from tuneloop.config.machine import Machine
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Pipeline:
         notes = [*list_unknowns(self.Config, values), *list_doubts(self.Config, values)]
         return Configured(settings, tuple(followed.values()), tuple(notes))
 
-    def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> dict[str, Any]:
+    def read_values(self, file: Path | None = None, sets: Iterable[str] = ()) -> JsonObject:
         """Read what the user sets: `file`, then `sets`. Raises UserError at an unreadable file or value."""
         values = _read(file) if file else {}
         _expand_data(values)
@@ -69,14 +70,14 @@ class Pipeline:
             _expand_data(values)
         return values
 
-    def validate(self, values: dict[str, Any]) -> BaseModel:
+    def validate(self, values: JsonObject) -> BaseModel:
         """Return `values` as a configuration."""
         try:
             return self.Config(**values)
         except ValidationError as error:
             raise self._explain(error) from None
 
-    def build(self, config: BaseModel) -> dict[str, Any]:
+    def build(self, config: BaseModel) -> JsonObject:
         """Build the Argo Workflow of `config`, as the mapping that its YAML holds."""
         return self.module.build_argo(config).to_dict()
 
@@ -119,7 +120,7 @@ def find_keys(model: type[BaseModel], key: str, above: str = "") -> list[str]:
     return found
 
 
-def dump_workflow(workflow: dict[str, Any]) -> str:
+def dump_workflow(workflow: JsonObject) -> str:
     """Dump a rendered workflow as YAML; equal workflows give equal bytes."""
     return yaml.safe_dump(workflow, sort_keys=False, allow_unicode=True, width=sys.maxsize)
 
@@ -200,14 +201,14 @@ def read_yaml_documents(field: str, file: Path) -> list[Any]:
         ) from error
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> JsonObject:
     values, *others = read_yaml_documents("--config", file) or [None]
     if others or not isinstance(values, dict | None):
         raise UserError("--config", str(file), "must hold a mapping of keys to values")
     return values or {}
 
 
-def _expand_data(values: dict[str, Any]) -> None:
+def _expand_data(values: JsonObject) -> None:
     """Write out the short form of the section ``data``: a text is its ``source``, and a list of texts
     are several files."""
     data = values.get("data")
@@ -217,7 +218,7 @@ def _expand_data(values: dict[str, Any]) -> None:
         values["data"] = {"source": "files", "source_args": {"path": data}}
 
 
-def _set(values: dict[str, Any], item: str) -> None:
+def _set(values: JsonObject, item: str) -> None:
     path, equals, text = item.partition("=")
     *section, key = path.split(".")
     if not equals or not all((*section, key)):

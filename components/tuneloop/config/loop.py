@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from tuneloop.config.pipeline import Nodes, PipelineConfig
 from tuneloop.core import plugins
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.engines import check_args
 from tuneloop.inference.engines.endpoint import check_urls
 from tuneloop.inference.fleet import open_fleet
@@ -45,7 +46,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         ge=1,
         description="vLLM servers of the run, each with cluster.sampler's GPUs; prompts are spread over them",
     )
-    args: dict[str, Any] | None = Field(
+    args: JsonObject | None = Field(
         None,
         description="the engine's own options; default: for vllm a short context without graph capture",
     )
@@ -153,7 +154,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> JsonObject:
         """`args`, or the default of the engine that was chosen; and the fleet."""
         short = {"max_model_len": 256, "enforce_eager": True}
         given = self.args if self.args is not None else short if self.name == "vllm" else {}
@@ -181,7 +182,8 @@ class LoopConfig(BaseModel, frozen=True, extra="forbid"):
     iterations_per_pod: PerPod = Field(
         "auto",
         description="iterations that one pod runs, stage after stage in one process; 0: each stage has a pod; auto: as "
-        "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs take turns",
+        "many as keep the time between pods below a tenth, and 0 where one pod cannot run the loop, or runs share "
+        "devices",
     )
     asynchronous: bool = Field(
         False,
@@ -232,7 +234,7 @@ class LoopPipelineConfig(PipelineConfig):
 
     @property
     def iterations_per_pod(self) -> PerPod:
-        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs from their turn."""
+        """Iterations per pod; auto is 0 where a pod cannot run the loop, or would keep other runs from their lease."""
         asked = self.loop.iterations_per_pod
         return 0 if asked == "auto" and (self.cluster.share or self._find_obstacle()) else asked
 

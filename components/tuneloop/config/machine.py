@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from tuneloop.core.json_types import JsonMapping
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 DEVICES = Path("/dev")
@@ -45,7 +46,7 @@ class Machine:
         return not self.is_cluster and self.trainer_gpus == 1
 
 
-def describe_pods(cluster: Mapping[str, Any]) -> Machine:
+def describe_pods(cluster: JsonMapping) -> Machine:
     """Return what the pods of a pipeline's section `cluster` compute on."""
     gpus: dict[str, int] = {}
     for role in ROLES:
@@ -59,7 +60,7 @@ def describe_pods(cluster: Mapping[str, Any]) -> Machine:
     return Machine(trainer_gpus=gpus["trainer"], sampler_gpus=gpus["sampler"])
 
 
-def has_pod_resources(cluster: Mapping[str, Any]) -> bool:
+def has_pod_resources(cluster: JsonMapping) -> bool:
     """Return whether the settings say what pods of a role have: then the run is meant for a
     cluster."""
     return any(cluster.get(role) for role in (*ROLES, "cpu", "share"))

@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
 from tuneloop.stages.export import count_parameters
 from tuneloop.training.options import LOGITS
@@ -158,7 +158,7 @@ def find_hub_cache() -> Path:
     return Path(home) / "hub"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read a mapping from a file beside a model's weights; empty where there is no such file."""
     if not path.is_file():
         return {}
@@ -171,15 +171,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def read_context(config: Mapping[str, Any]) -> int | None:
+def read_context(config: JsonMapping) -> int | None:
     """Return the tokens of a model's longest sequence, as its configuration states them."""
     stated = (config.get(key) for key in CONTEXT_KEYS)
     return next((int(length) for length in stated if isinstance(length, int)), None)
 
 
-def read_dtype(
-    document: Mapping[str, Any], config: Mapping[str, Any], directory: Path
-) -> str | None:
+def read_dtype(document: JsonMapping, config: JsonMapping, directory: Path) -> str | None:
     """Return the dtype of a model's weights: as configured, else that of most tensors in its first
     file."""
     for part in (document, config):
@@ -206,7 +204,7 @@ def find_chat_template(directory: Path) -> bool | None:
     return bool(read_json(directory / "tokenizer_config.json").get("chat_template"))
 
 
-def shape_of(name: str, config: Mapping[str, Any], directory: Path | None) -> Model | str:
+def shape_of(name: str, config: JsonMapping, directory: Path | None) -> Model | str:
     """Return a Hugging Face configuration's model; counted from weights in `directory`, else by the
     Llama formula."""
     config = {

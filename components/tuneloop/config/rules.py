@@ -27,10 +27,11 @@ from tuneloop.config.choices import (
 from tuneloop.config.followed import ENGINE_CONTEXT, Draft, Followed, Rule
 from tuneloop.config.machine import Machine, describe_pods, has_pod_resources, read_machine
 from tuneloop.config.model_facts import ModelFacts, read_model_facts
+from tuneloop.core.json_types import JsonMapping
 
 
 def follow_model(
-    config: Any, values: Mapping[str, Any], machine: Machine | None = None
+    config: Any, values: JsonMapping, machine: Machine | None = None
 ) -> dict[str, Followed]:
     """Choose the settings that `values` leaves out, by the base model and by `machine`; setting →
     choice, in the order of the table. None for `machine`: the pods that the section `cluster`
@@ -57,7 +58,7 @@ DEMO_SOURCE = "digits"
 """The source of the data that the demo trains on."""
 
 
-def list_unknowns(config: Any, values: Mapping[str, Any]) -> list[str]:
+def list_unknowns(config: Any, values: JsonMapping) -> list[str]:
     """Return lines that say what of the base model is not known, so that settings cannot follow
     it."""
     if "base_model" not in config.model_fields:
@@ -74,7 +75,7 @@ def list_unknowns(config: Any, values: Mapping[str, Any]) -> list[str]:
     return [facts.shape] if isinstance(facts.shape, str) else []
 
 
-def list_doubts(config: Any, values: Mapping[str, Any]) -> list[str]:
+def list_doubts(config: Any, values: JsonMapping) -> list[str]:
     """Return lines about settings that work and that a user hardly means: a pretrained model on the
     sums of the demo, where no data is named."""
     if not {"base_model", "data"} <= set(config.model_fields):
@@ -93,7 +94,7 @@ def list_doubts(config: Any, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def read_base_model(config: Any, values: Mapping[str, Any]) -> ModelFacts:
+def read_base_model(config: Any, values: JsonMapping) -> ModelFacts:
     """Read what is known of the base model that a configuration names."""
     name = values.get("base_model", config.model_fields["base_model"].get_default())
     section = values.get("model")
@@ -106,7 +107,7 @@ def read_base_model(config: Any, values: Mapping[str, Any]) -> ModelFacts:
     return read_model_facts(str(name), None if revision is None else str(revision), **sizes)
 
 
-def choose_machine(values: Mapping[str, Any]) -> Machine:
+def choose_machine(values: JsonMapping) -> Machine:
     """Return what a run of `values` is meant for, where a command does not say it: the pods that
     its section `cluster` describes, or this machine if that says nothing of them."""
     cluster = values.get("cluster")

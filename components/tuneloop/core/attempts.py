@@ -16,9 +16,11 @@ from pydantic import BaseModel, ValidationError
 from tuneloop.core.ends import (
     AWAY,
     AWAY_BUDGET,
+    BUDGET,
     FOR_NOW,
     MEMORY,
     NO_EXIT_CODE,
+    EndClass,
     classify_end,
     describe_exit,
 )
@@ -26,8 +28,6 @@ from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
-BUDGET = 3
-"""The number of new attempts in a row that are allowed without progress; ends that do not count are not limited."""
 ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNELOOP_MEMORY_ON_RETRY"
 """Environment variables of a pod: the attempt's number, from 0; phase, exit code and message of the previous attempt;
 the memory limit of later attempts, where it is higher than that of the first."""
@@ -38,13 +38,28 @@ FAILURE, FAILED = "failure.json", {"time": float, "message": str}
 
 
 class Record(BaseModel, frozen=True):
-    """The record that an attempt leaves for the next one: how many attempts in a row counted and made no progress
-    (`without_progress`), and how many in a row ended because a service was unavailable (`unavailable`)."""
+    """The budget of attempts: how many in a row counted and made no progress (`without_progress`), and how many in a
+    row ended because a service was unavailable (`unavailable`). An attempt leaves it for the next one."""
 
     attempt: int
     without_progress: int = 0
     unavailable: int = 0
     progress: str
+
+    def add(self, end: EndClass, progress: str) -> "Record":
+        """Return the record after one more attempt that ended in a class, having reached `progress`."""
+        before = self if progress == self.progress else Record(attempt=0, progress=progress)
+        return Record(
+            attempt=self.attempt + 1,
+            without_progress=before.without_progress + end.counts,
+            unavailable=before.unavailable + 1 if end is AWAY else 0,
+            progress=progress,
+        )
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether no further attempt is allowed."""
+        return self.without_progress > BUDGET or self.unavailable > AWAY_BUDGET
 
 
 def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
@@ -55,34 +70,44 @@ def admit_attempt(store: Store, read_progress: Callable[[], str] = str) -> None:
     if number < 1:
         return
     phase, _, rest = os.environ.get(LAST_END, "").partition(" ")  # as the workflow engine passes it
-    code, message = NO_EXIT_CODE, rest
+    code = NO_EXIT_CODE
+    message = rest
     with contextlib.suppress(ValueError):
-        code, message = int(rest.partition(" ")[0]), rest.partition(" ")[2]
+        code = int(rest.partition(" ")[0])
+        message = rest.partition(" ")[2]
+    # The pods of a JobSet are not told how the last attempt ended.
     end = classify_end(phase, code, message) if LAST_END in os.environ else FOR_NOW
     if end is MEMORY:
-        if not (limit := os.environ.get(MORE_MEMORY)):
-            remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
-            raise UserError(
-                "memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)"
-            )
-        if number > 1:  # the attempt that ended was not the first, so it had the higher limit
-            raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")
+        check_more_memory(number)
     progress = read_progress()
-    same = Record(attempt=0, progress=progress)
-    with contextlib.suppress(
-        ValidationError
-    ):  # the attempt before this one may not have come so far
-        before = Record.model_validate_json(store.get(RECORD) or b"")
-        same = before if (before.attempt, before.progress) == (number - 1, progress) else same
-    count = same.without_progress + end.counts
-    away = same.unavailable + 1 if end is AWAY else 0
-    if count > BUDGET or away > AWAY_BUDGET:
+    record = read_record(store, number - 1, progress).add(end, progress)
+    if record.is_used_up:
+        count = max(record.without_progress, record.unavailable)
         last = f"{end.name}, {describe_exit(code, message)}"
-        raise Exhausted(
-            f"{max(count, away)} attempts in a row ended without progress; the last one: {last}"
-        )
-    record = Record(attempt=number, without_progress=count, unavailable=away, progress=progress)
+        raise Exhausted(f"{count} attempts in a row ended without progress; the last one: {last}")
     store.put(RECORD, record.model_dump_json().encode())
+
+
+def check_more_memory(number: int) -> None:
+    """Check that attempt `number`, after one that ran out of memory, has more than that one had. Raises UserError."""
+    limit = os.environ.get(MORE_MEMORY)
+    if not limit:
+        remedy = "set a higher cluster.ROLE.memory, or memory_on_retry there, the limit of attempts after the first"
+        raise UserError(
+            "memory", None, f"the last attempt ran out of memory; {remedy} (docs/ends.md)"
+        )
+    # All attempts but the first have the higher limit.
+    if MEMORY.most is not None and number > MEMORY.most:
+        raise UserError("memory_on_retry", limit, "was not enough either; set a higher one")
+
+
+def read_record(store: Store, attempt: int, progress: str) -> Record:
+    """Read the record that attempt number `attempt` left; an empty one where it did not come so far."""
+    with contextlib.suppress(ValidationError):
+        record = Record.model_validate_json(store.get(RECORD) or b"")
+        if record.attempt == attempt:
+            return record
+    return Record(attempt=attempt, progress=progress)
 
 
 def wait_before_ending() -> None:

@@ -1,8 +1,9 @@
 """How a pod can end, as one table: what Argo's expression, the local executor, the docs and the messages are made from.
 
-An attempt ends in a class (`END_CLASSES`). The class says whether the pod is started again, and whether the attempt
-counts against the budget of `tuneloop.core.attempts`: a stage may be started again any number of times as long as it
-makes progress (a commit, a new resume point) between the attempts that count. No clock decides.
+An attempt ends in a class (`END_CLASSES`). The class says which exit codes it has, whether the pod is started again,
+how often at most, and whether the attempt counts against the budget of attempts without progress
+(`tuneloop.core.attempts`). From it come the `retryStrategy` of Argo's pods, the failure policy of a JobSet, the ends
+that a task of Kubeflow Pipelines repeats in its own process, and the rule for memory. No clock decides.
 
 Sources: how Argo 3.7 reports an end, ``workflow/controller/operator.go`` (``inferFailedReason``, ``assessNodeStatus``,
 ``processNodeRetries``); exit code 128 + n for signal n, POSIX.1 ``sh``; 75 is ``EX_TEMPFAIL`` of ``sysexits.h``."""
@@ -28,67 +29,82 @@ NO_EXIT_CODE = -1
 """Argo's exit code of a pod that has no container status."""
 TERMINATED = 128 + signal.SIGTERM
 KILLED = tuple(
-    128 + signal.Signals[f"SIG{name}"]
-    for name in ("ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "SEGV")
+    sorted(
+        128 + signal.Signals[f"SIG{name}"]
+        for name in ("ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "SEGV")
+    )
 )
-RETRIED_CODES = sorted((NO_EXIT_CODE, EXIT_RETRY, TERMINATED, *KILLED))
-"""Exit codes after which a stage is started again."""
 DELETED = "pod deleted"
 """Argo's message of a pod that was evicted or preempted."""
 _EVICTION = f"{DELETED}|exit code 1(37|43)"
 """Matches the messages of Argo's errors that are evictions."""
+BUDGET = 3
+"""The number of new attempts in a row that are allowed without progress; ends that do not count are not limited."""
 AWAY_BUDGET = 100
 """The number of new attempts in a row that are allowed while a service is unavailable: with their waits, hours."""
 MOST_ENGINE_ERRORS = 20
 """Attempts after which an error of the engine itself ends the run: a pod that cannot be started may never be."""
-_RETRIED_ERROR = (
-    f"lastRetry.status == 'Error' && "
-    f"(lastRetry.message matches '{_EVICTION}' || asInt(retries) < {MOST_ENGINE_ERRORS})"
-)
-RETRY_STAGE = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) in {RETRIED_CODES})"
-"""Argo's ``retryStrategy.expression`` of a stage: the table below, for what Argo can see."""
-RETRY_STEP = (
-    f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && (asInt(lastRetry.exitCode) in "
-    f"{[NO_EXIT_CODE, EXIT_RETRY, TERMINATED]} || asInt(lastRetry.exitCode) in {sorted(KILLED)} && asInt(retries) < 3))"
-)
-"""``retryStrategy.expression`` of a small step (a launcher, a continuation): it has no output to keep a budget at."""
-RETRY_SERVER = (
-    f"({_RETRIED_ERROR}) || "
-    f"(lastRetry.status == 'Failed' && !(asInt(lastRetry.exitCode) in [{EXIT_USER}, {EXIT_GAVE_UP}]))"
-)
-"""``retryStrategy.expression`` of a server, which is started again unless the user erred or its budget is used up."""
+MOST_KILLS_OF_A_STEP = 3
+"""Attempts after which a signal ends a small step, which has no output to keep a budget at."""
 
 
 @dataclass(frozen=True)
 class EndClass:
-    """A class of ends: its `name` in messages and docs; in words, how it is `recognized` and whether it is `retried`;
-    and whether the attempt `counts` against the budget of attempts without progress."""
+    """A class of ends.
+
+    Attributes:
+        name: in messages and docs.
+        recognized: how it is recognized, in words.
+        retried: whether and how often it is started again, in words.
+        codes: the exit codes that have this class, unless the message says otherwise.
+        is_retried: whether a stage is started again after it.
+        most: the most attempts after ends of this class; in a row, for one that counts.
+        counts: whether it counts against the budget of attempts without progress.
+    """
 
     name: str
     recognized: str
-    retried: str
+    retried: str = "no"
+    codes: tuple[int, ...] = ()
+    is_retried: bool = False
+    most: int | None = None
     counts: bool = False
 
 
-SUCCEEDED = EndClass("succeeded", "exit code 0", "no")
+SUCCEEDED = EndClass("succeeded", "exit code 0", codes=(0,))
 MISTAKE = EndClass(
-    "user's mistake", f"exit code {EXIT_USER}", "no; the last line says what to change"
+    "user's mistake",
+    f"exit code {EXIT_USER}",
+    "no; the last line says what to change",
+    codes=(EXIT_USER,),
 )
 NOT_PROMOTED = EndClass(
-    errors.NotPromoted.kind, f"exit code {errors.EXIT_NOT_PROMOTED}", "no; the last line says why"
+    errors.NotPromoted.kind,
+    f"exit code {errors.EXIT_NOT_PROMOTED}",
+    "no; the last line says why",
+    codes=(errors.EXIT_NOT_PROMOTED,),
 )
 INTERRUPTION = EndClass(
-    INTERRUPTED, f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM", "yes, always"
+    INTERRUPTED,
+    f"exit code {TERMINATED}, or {EXIT_RETRY} after SIGTERM",
+    "yes, always",
+    codes=(TERMINATED,),
+    is_retried=True,
 )
 AWAY = EndClass(
     UNAVAILABLE,
     f"exit code {EXIT_RETRY}, a store, a server, a device lease or another process of the stage is away",
     f"yes, {AWAY_BUDGET} times in a row without progress",
+    is_retried=True,
+    most=AWAY_BUDGET,
 )
 FOR_NOW = EndClass(
     FAILED_FOR_NOW,
     f"exit code {EXIT_RETRY}, for another cause that may pass",
     "yes, within the budget",
+    codes=(EXIT_RETRY,),
+    is_retried=True,
+    most=BUDGET,
     counts=True,
 )
 EVICTED = EndClass(
@@ -96,31 +112,44 @@ EVICTED = EndClass(
     f"phase Error, message `{DELETED}`, or exit code {128 + signal.SIGKILL} or {TERMINATED} of Argo's own containers; "
     "phase Failed with the kubelet's message in place of the container's",
     "yes, always",
+    is_retried=True,
 )
 ENGINE = EndClass(
     "workflow engine error",
     "phase Error, another message: the pod could not be started, or its outputs not be read",
     f"yes, if it is among the first {MOST_ENGINE_ERRORS} attempts, whatever those before ended by",
+    is_retried=True,
+    most=MOST_ENGINE_ERRORS,
     counts=True,
 )
 REJECTED = EndClass(
     "rejected by the node",
     f"phase Failed without a container (Argo's exit code {NO_EXIT_CODE})",
     "yes, always",
+    codes=(NO_EXIT_CODE,),
+    is_retried=True,
 )
 MEMORY = EndClass(
     "out of memory",
     f"reason {OUT_OF_MEMORY}",
     "once, with `memory_on_retry` of its role; without that no, and the message says what to set",
+    is_retried=True,
+    most=1,
 )
 KILL = EndClass(
     "killed by a signal",
-    f"exit code {', '.join(map(str, sorted(KILLED)))}",
+    f"exit code {', '.join(map(str, KILLED))}",
     "yes, within the budget",
+    codes=KILLED,
+    is_retried=True,
+    most=BUDGET,
     counts=True,
 )
 GAVE_UP = EndClass(
-    "gave up", f"exit code {EXIT_GAVE_UP}", "no; the budget of attempts without progress is used up"
+    "gave up",
+    f"exit code {EXIT_GAVE_UP}",
+    "no; the budget of attempts without progress is used up",
+    codes=(EXIT_GAVE_UP,),
 )
 BUG = EndClass(
     "bug",
@@ -136,8 +165,33 @@ END_CLASSES: tuple[EndClass, ...] = (
     AWAY,
     FOR_NOW,
     EVICTED,
+    ENGINE,
+    REJECTED,
+    MEMORY,
+    KILL,
+    GAVE_UP,
+    BUG,
 )
-END_CLASSES += (ENGINE, REJECTED, MEMORY, KILL, GAVE_UP, BUG)
+_CLASS_BY_CODE = {code: end for end in END_CLASSES for code in end.codes}
+RETRIED_CODES = sorted(code for code, end in _CLASS_BY_CODE.items() if end.is_retried)
+"""Exit codes after which a stage is started again, a pod by Argo and all pods of a JobSet by its failure policy."""
+_FREE_CODES = [code for code in RETRIED_CODES if code not in KILL.codes]
+_RETRIED_ERROR = (
+    f"lastRetry.status == 'Error' && "
+    f"(lastRetry.message matches '{_EVICTION}' || asInt(retries) < {ENGINE.most})"
+)
+RETRY_STAGE = f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && asInt(lastRetry.exitCode) in {RETRIED_CODES})"
+"""Argo's ``retryStrategy.expression`` of a stage: the table, for what Argo can see."""
+RETRY_STEP = (
+    f"({_RETRIED_ERROR}) || (lastRetry.status == 'Failed' && (asInt(lastRetry.exitCode) in {_FREE_CODES} "
+    f"|| asInt(lastRetry.exitCode) in {list(KILL.codes)} && asInt(retries) < {MOST_KILLS_OF_A_STEP}))"
+)
+"""``retryStrategy.expression`` of a small step (a launcher, a continuation): it has no output to keep a budget at."""
+RETRY_SERVER = (
+    f"({_RETRIED_ERROR}) || "
+    f"(lastRetry.status == 'Failed' && !(asInt(lastRetry.exitCode) in [{EXIT_USER}, {EXIT_GAVE_UP}]))"
+)
+"""``retryStrategy.expression`` of a server, which is started again unless the user erred or its budget is used up."""
 
 
 def classify_end(phase: str, code: int, message: str) -> EndClass:
@@ -157,14 +211,13 @@ def classify_end(phase: str, code: int, message: str) -> EndClass:
         code in KILLED and "exit code" not in message and message
     ):  # such as that the node is low on memory
         return EVICTED
-    known = {
-        0: SUCCEEDED,
-        EXIT_USER: MISTAKE,
-        errors.EXIT_NOT_PROMOTED: NOT_PROMOTED,
-        EXIT_GAVE_UP: GAVE_UP,
-    }
-    known |= {TERMINATED: INTERRUPTION, NO_EXIT_CODE: REJECTED}
-    return known.get(code, KILL if code in KILLED else BUG)
+    return _CLASS_BY_CODE.get(code, BUG)
+
+
+def is_repeated_in_process(code: int, end: EndClass) -> bool:
+    """Return whether a task of Kubeflow Pipelines repeats its stage after this end: the stage ended by itself, and not
+    because it was told to. Its launcher turns every exit code into 1, so the retries there cannot tell."""
+    return code in FOR_NOW.codes and end is not INTERRUPTION
 
 
 def strip_exit(message: str) -> str:

@@ -1,8 +1,8 @@
 """Check that this process still holds its device lease, without a request to any other process.
 
 The sidecar of the pod, or the local executor, holds the lease for this process. At every renewal it writes the time
-until which the lease is valid, by this machine's clock, into the file that ``TUNELOOP_TURN`` names
-(`tuneloop.sharing.turns` says why no other run can hold the lease before that time). So a process that was paused, or
+until which the lease is valid, by this machine's clock, into the file that ``TUNELOOP_LEASE`` names
+(`tuneloop.sharing.leases` says why no other run can hold the lease before that time). So a process that was paused, or
 whose sidecar lost the network, learns from its own clock that the lease has expired, before it commits anything."""
 
 import os
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from tuneloop.core.errors import Retryable, Unavailable, UserError, report_error
 
-VARIABLE = "TUNELOOP_TURN"
+VARIABLE = "TUNELOOP_LEASE"
 RELEASED = ".released"
 """Suffix of a file beside the grant's: it asks the sidecar, or the local executor, to release the lease."""
 SOFT = 0.25
@@ -56,10 +56,10 @@ def read_lease_grant() -> Grant | None:
         found = Grant.model_validate_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise Unavailable(
-            f"turn: {path} cannot be read ({error}): who holds it has ended"
+            f"lease: {path} cannot be read ({error}): who holds it has ended"
         ) from error
     if found.refused:
-        raise UserError("turn", found.group, found.refused)
+        raise UserError("lease", found.group, found.refused)
     return found
 
 
@@ -70,7 +70,7 @@ def check_lease() -> dict[str, object]:
         return {}
     if (late := read_clock() - held.until) >= 0 and not is_lease_released():
         raise Unavailable(
-            f"turn {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed"
+            f"lease {held.number} of group {held.group} was lost {late:.1f} s ago; nothing is committed"
         )
     return {"group": held.group, "number": held.number, "ticket": held.ticket}
 
@@ -103,7 +103,7 @@ def watch_lease() -> Iterator[None]:
     """End this process with exit code 75 when its device lease is lost, after a SIGTERM shortly before."""
     over = threading.Event()
     if os.environ.get(VARIABLE):
-        threading.Thread(target=_watch, args=(over,), daemon=True, name="turn").start()
+        threading.Thread(target=_watch, args=(over,), daemon=True, name="lease").start()
     try:
         yield
     finally:
@@ -122,7 +122,7 @@ def _watch(over: threading.Event) -> None:
             return
         left = held.until - read_clock()
         if left <= 0:
-            _end(Unavailable(f"turn {held.number} of group {held.group} was lost"))
+            _end(Unavailable(f"lease {held.number} of group {held.group} was lost"))
         if not told and left < SOFT * (held.until - held.renewed):
             told = True
             os.kill(os.getpid(), signal.SIGTERM)

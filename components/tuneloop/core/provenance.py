@@ -43,7 +43,7 @@ def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
             for k, v in env.items()
             if k.startswith("TUNELOOP_NODE")
         },
-        **({"turn": turn} if (turn := fencing.check_lease()) else {}),
+        **({"lease": lease} if (lease := fencing.check_lease()) else {}),
     }
 
 

@@ -17,6 +17,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.gateway import wire
 from tuneloop.gateway.access import Access, Caller, token_of
 from tuneloop.gateway.jobs import Jobs
@@ -80,7 +81,7 @@ CLIENT_CONFIG = dict.fromkeys(
     False,
 )
 """Features that Tinker's client must not use, as they are not served."""
-ANSWERS: dict[str, Any] = {
+ANSWERS: JsonObject = {
     "get_server_capabilities": {"supported_models": []},
     "telemetry": {"status": "accepted"},
 }
@@ -308,11 +309,11 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse(session.public(), 201 if new else 200)
 
     @app.get("/v1/sessions")
-    def listing(caller: Known, namespace: str = "") -> dict[str, Any]:
+    def listing(caller: Known, namespace: str = "") -> JsonObject:
         return {"sessions": [session.public() for session in gateway.listing(caller, namespace)]}
 
     @app.get("/v1/sessions/{id}")
-    def get(id: str, caller: Known) -> dict[str, Any]:
+    def get(id: str, caller: Known) -> JsonObject:
         return gateway.get(caller, id).public()
 
     @app.delete("/v1/sessions/{id}")
@@ -324,13 +325,13 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
 def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/api/v1/create_session")
-    def tinker_session(request: Request, body: Small, caller: Known) -> dict[str, Any]:
+    def tinker_session(request: Request, body: Small, caller: Known) -> JsonObject:
         fields = _object(body)
         if not isinstance(metadata := fields.get("user_metadata") or {}, dict):
             raise UserError("user_metadata", metadata, "names and values")
         wanted = {
             name: metadata[name]
-            for name in ("accelerators", "turns", "policy", "patience")
+            for name in ("accelerators", "lease_group", "policy", "patience")
             if name in metadata
         }
         names = {
@@ -346,7 +347,7 @@ def _add_tinker_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/api/v1/client/dynamic_config")
     @app.get("/api/v1/get_server_capabilities")
     @app.post("/api/v1/telemetry")
-    def get_constant_answer(request: Request, caller: Known) -> dict[str, Any]:
+    def get_constant_answer(request: Request, caller: Known) -> JsonObject:
         return dict(ANSWERS.get(request.url.path.rpartition("/")[2], CLIENT_CONFIG))
 
     @app.get("/api/v1/samplers/{sampling}")
@@ -393,7 +394,7 @@ def _find_name(request: Request, body: bytes) -> str:
     raise Refused(422, f"the body names no session: a JSON object with one of {', '.join(ABOUT)}")
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _object(body: bytes) -> JsonObject:
     """Parse a body as a JSON object."""
     if not isinstance(value := _parse_json(body), dict):
         raise Refused(422, "the body is not a JSON object")

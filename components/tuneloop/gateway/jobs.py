@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import VARIABLE
 from tuneloop.gateway.access import translate_refusals
 from tuneloop.gateway.sessions import Phase, Session, Wanted, read_settings
@@ -93,7 +94,7 @@ class Jobs:
         sessions = [_session(job, pod_of.get(job.metadata.name)) for job in jobs]
         return sorted(sessions, key=lambda session: (session.created, session.name))
 
-    def _job(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> dict[str, Any]:
+    def _job(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> JsonObject:
         pod = read_settings(self.config).worker
         labels = {
             "app.kubernetes.io/part-of": "tuneloop",
@@ -121,7 +122,7 @@ class Jobs:
         ]
         command += ["--grace", str(pod.grace), "--device", "cuda" if wanted.accelerators else "cpu"]
         command += wanted.flags(artifacts.rpartition("/")[0])  # each namespace has its own groups
-        job: dict[str, Any] = yaml.safe_load(JOB.read_text())
+        job: JsonObject = yaml.safe_load(JOB.read_text())
         annotations = {WANTED: wanted.model_dump_json(), CREATOR: creator, ARTIFACTS: artifacts}
         job["metadata"] = {"name": name, "labels": {**labels, **queue}, "annotations": annotations}
         job["spec"]["template"]["metadata"] = {"labels": labels}

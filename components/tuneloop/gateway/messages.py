@@ -1,12 +1,13 @@
 """Bodies of Tinker's requests, and results as they are sent back."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, Field
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.rollouts import Ids, Seed
 from tuneloop.gateway import wire
 from tuneloop.gateway.resident import AdamParams
@@ -180,7 +181,7 @@ class Losses:
     logprobs: list[np.ndarray]
     metrics: dict[str, float]
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> JsonObject:
         outputs = [
             {"logprobs": {"data": p.tolist(), "dtype": "float32", "shape": [len(p)]}}
             for p in self.logprobs
@@ -199,11 +200,11 @@ class Losses:
 class Samples:
     """Result of `asample`; `version` of the weights that made every token."""
 
-    sequences: list[dict[str, Any]]
+    sequences: list[JsonObject]
     prompt_logprobs: list[float] | None
     version: int
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> JsonObject:
         prompt = None if self.prompt_logprobs is None else [None, *self.prompt_logprobs]
         return {
             "sequences": self.sequences,

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlparse
 
 from tuneloop.core.artifacts import Artifact, dump_canonical_json, find_manifest
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store, local_path, normalize_url
 from tuneloop.formats.rollouts import Request
@@ -71,7 +72,7 @@ class Session:
         model = f"{self.id}:train:{request.model_seq_id}"
         lora = request.lora_config.to_peft()
 
-        def work() -> dict[str, Any]:
+        def work() -> JsonObject:
             policy = self._artifact(request.base_model)
             self.models[model] = Resident(
                 policy, self._ranks(), lora, seed=request.lora_config.seed or 0
@@ -88,7 +89,7 @@ class Session:
             raise UserError("model_id", None, "is required, or model_seq_id of a new model")
         model = request.model_id or f"{self.id}:train:{request.model_seq_id}"
 
-        def work() -> dict[str, Any]:
+        def work() -> JsonObject:
             policy = self._artifact(request.path)
             if request.model_id:
                 with self._changing(model) as resident:
@@ -126,7 +127,7 @@ class Session:
     def optim_step(self, request: messages.OptimStep) -> str:
         """Queue a request for an optimizer step."""
 
-        def work() -> dict[str, Any]:
+        def work() -> JsonObject:
             with self._changing(request.model_id) as resident:
                 return {"metrics": resident.optim_step(request.adam_params), "type": "optim_step"}
 
@@ -142,11 +143,11 @@ class Session:
             raise UserError("overwrite", True, "a checkpoint is written once; choose another name")
         path = f"{SCHEME}{request.model_id}/{kind}/{request.path}"
 
-        def work() -> dict[str, Any]:
+        def work() -> JsonObject:
             url = self._url(path)
             if find_manifest(url) is not None:
                 raise UserError("path", request.path, "is taken; choose another name")
-            facts: dict[str, Any] = {"session": self.id}
+            facts: JsonObject = {"session": self.id}
             facts |= {"ttl_seconds": request.ttl_seconds} if request.ttl_seconds else {}
             self._model(request.model_id).save(url, **facts)
             return {"path": path, "type": "save_weights" + "_for_sampler" * (kind != "weights")}
@@ -163,7 +164,7 @@ class Session:
             )
         number = request.sampling_session_seq_id
 
-        def work() -> dict[str, Any]:
+        def work() -> JsonObject:
             sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
             model, name = self._model(request.model_id), request.model_id.rpartition(":")[2]
             if self.shared:  # the shared sampler reads weights from the store
@@ -225,7 +226,7 @@ class Session:
         entry = Entry(_fingerprint(request), self._sample, (request, ids), batch)
         return self.ledger.submit(request.sampling_session_id, request.seq_id, entry)
 
-    def info(self, model: str) -> dict[str, Any]:
+    def info(self, model: str) -> JsonObject:
         """Return the answer of ``get_info`` for a model."""
         resident = self._model(model)
         base = resident.trainer.base
@@ -246,7 +247,7 @@ class Session:
             "lora_rank": rank,
         }
 
-    def sampler(self, sampling: str) -> dict[str, Any]:
+    def sampler(self, sampling: str) -> JsonObject:
         """Return the description of a sampling session."""
         snapshot = self._snapshot(sampling)
         return {

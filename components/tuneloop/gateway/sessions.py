@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -13,8 +13,9 @@ from pydantic import BaseModel, Field, ValidationError
 from tuneloop.core.artifacts import dump_canonical_json
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.inference.refusals import Refused
-from tuneloop.sharing.places import STORED
+from tuneloop.sharing.lease_storage import STORED_LEASES
 
 Phase = Literal["queued", "starting", "running", "ending", "ended", "failed"]
 ALIVE = ("queued", "starting", "running")
@@ -28,20 +29,20 @@ class Wanted(BaseModel, frozen=True, extra="forbid"):
     namespace: str = Field("", pattern=rf"^({LABEL})?$", description="empty: the caller's own")
     accelerators: int = Field(0, ge=0, le=1024)
     display_name: str = Field("", max_length=200)
-    turns: str = Field(
+    lease_group: str = Field(
         "",
         pattern=rf"^({LABEL})?$",
-        description="a group that shares devices in turns; empty: none",
+        description="a group that shares devices, one at a time; empty: none",
     )
-    policy: Literal["fifo", "lrs"] = Field("fifo", description="of the group's turns")
+    policy: Literal["fifo", "lrs"] = Field("fifo", description="which waiter of the group is next")
     patience: float = Field(30.0, ge=1, le=86400, description="the group's patience, in seconds")
 
     def flags(self, place: str) -> list[str]:
-        """Return the flags of a worker that takes turns in a group below `place`."""
-        if not self.turns:
+        """Return the flags of a worker that leases the devices of a group below `place`."""
+        if not self.lease_group:
             return []
-        group = f"{place}/{STORED}/{self.turns}"
-        return ["--turns", group, "--policy", self.policy, "--patience", f"{self.patience:g}"]
+        group = f"{place}/{STORED_LEASES}/{self.lease_group}"
+        return ["--lease", group, "--policy", self.policy, "--patience", f"{self.patience:g}"]
 
     def name(self, caller: str, key: str) -> str:
         """Return the session's name, by SHA-256 over namespace, caller and key."""
@@ -68,7 +69,7 @@ class Session:
     def id(self) -> str:
         return f"{self.wanted.namespace}.{self.name}"
 
-    def public(self) -> dict[str, Any]:
+    def public(self) -> JsonObject:
         """Return the fields that users see."""
         fields = {
             name: getattr(self, name)
@@ -154,7 +155,7 @@ class SamplerServer(BaseModel, frozen=True, extra="forbid"):
     idle: int = Field(
         600, ge=60, description="seconds without a request until it is scaled to zero"
     )
-    engine_args: dict[str, Any] = Field(
+    engine_args: JsonObject = Field(
         {}, description="vLLM's options, with --local; else the Deployment has them"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SCHEMA = Path(__file__).with_name("tinker.textproto")
 PROTOBUF = "application/x-protobuf"
@@ -81,7 +82,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
 
 
 def write_samples(
-    sequences: Sequence[Mapping[str, Any]], prompt_logprobs: Sequence[float] | None
+    sequences: Sequence[JsonMapping], prompt_logprobs: Sequence[float] | None
 ) -> bytes:
     """Encode a ``SampleResponse`` from its JSON form."""
     message = _messages()["SampleResponse"]()
@@ -136,7 +137,7 @@ def _dense(name: str, tensor: Any) -> np.ndarray:
 
 
 @functools.cache
-def _messages() -> dict[str, Any]:
+def _messages() -> JsonObject:
     """Create a class for each message of `SCHEMA`, in a separate pool, as the client library may be loaded, too."""
     from google.protobuf import descriptor_pb2, message_factory, text_format
 

@@ -3,8 +3,8 @@
     TUNELOOP_SESSION_KEY=… python -m tuneloop.gateway.worker --session team-a.session-1 --artifacts URL --port 8000
 
 It answers the gateway, which knows the key (header ``X-Session-Key``). Tinker's client library calls ``/api/v1/…``: a
-``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result. With ``--turns`` it
-computes only while it holds its group's lease (`tuneloop.sharing.turns`), as long as requests follow one another.
+``POST`` that computes answers ``{"request_id"}`` at once, and ``retrieve_future`` has the result. With ``--lease`` it
+computes only while it holds its group's lease (`tuneloop.sharing.leases`), as long as requests follow one another.
 At SIGTERM, and after ``--idle`` seconds without a request, it executes its accepted requests, and saves the models
 (`Worker.drain`). Exit codes: 0 after that; 1 if the models on the device are lost; 75 if it lost its lease."""
 
@@ -35,16 +35,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from tuneloop.core import fencing
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error, report_errors
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import Parser
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.gateway import messages, wire
 from tuneloop.gateway.session import Session
 from tuneloop.inference.refusals import Refused, create_app
 from tuneloop.inference.server import UVICORN, bind_address, serve_until_signalled
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 
 if TYPE_CHECKING:
-    from tuneloop.sharing.turns import Held, Turns
+    from tuneloop.sharing.leases import HeldLease, LeaseGroup
 
 KEY = "TUNELOOP_SESSION_KEY"
 HEADER = "X-Session-Key"
@@ -72,8 +73,8 @@ log = logging.getLogger("tuneloop.session")
 class Worker:
     """The requests of a `Session`, over HTTP."""
 
-    def __init__(self, session: Session, key: str, turns: "Turns | None" = None) -> None:
-        self.session, self.key, self.turns = session, key, turns
+    def __init__(self, session: Session, key: str, lease_group: "LeaseGroup | None" = None) -> None:
+        self.session, self.key, self.lease_group = session, key, lease_group
         self.heard = time.monotonic()
         self.stopping = threading.Event()
         self.failed = False
@@ -161,7 +162,7 @@ class Worker:
             return JSONResponse({"error": message, "category": "server" if mine else "user"})
         return _result(future.result(), wire.PROTOBUF in request.headers.get("accept", ""))
 
-    async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> dict[str, Any]:
+    async def info(self, model_id: Annotated[str, Body(embed=True)] = "") -> JsonObject:
         """Describe a model."""
         return self.session.info(model_id)
 
@@ -190,7 +191,7 @@ class Worker:
             )
 
     def _queued(self, kind: type[BaseModel], submit: Callable[[Any], str]) -> Callable[..., Any]:
-        async def answer(request: Request) -> dict[str, Any]:
+        async def answer(request: Request) -> JsonObject:
             body = await request.body()
             samples = 0
             with self._numbered(body) as requests:
@@ -251,15 +252,15 @@ class Worker:
             if not (entries := ledger.take(1.0)):
                 continue
             try:
-                with self._turn() as lease:
+                with self._hold_lease() as lease:
                     look = time.monotonic() + SHARE
                     while entries:
                         if lease:
                             lease.check()
                         self.session.do(entries)
                         entries = []
-                        if self.turns and time.monotonic() > look:
-                            if self.turns.read().waiting:
+                        if self.lease_group and time.monotonic() > look:
+                            if self.lease_group.read().waiting:
                                 break
                             look = time.monotonic() + SHARE
                         entries = ledger.take(LINGER)
@@ -278,13 +279,15 @@ class Worker:
                 self.stopping.set()
 
     @contextlib.contextmanager
-    def _turn(self) -> "Iterator[Held | None]":
-        if self.turns is None:
+    def _hold_lease(self) -> "Iterator[HeldLease | None]":
+        if self.lease_group is None:
             yield None
             return
         file = os.environ.get(fencing.VARIABLE)
         with (
-            self.turns.acquire(stop=self.stopping, file=Path(file) if file else None) as lease,
+            self.lease_group.acquire(
+                stop=self.stopping, file=Path(file) if file else None
+            ) as lease,
             _guarded(lease),
         ):
             self.session.wake()
@@ -301,22 +304,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if argv is None else argv)
     if not (key := os.environ.get(KEY, "")):
         raise UserError(KEY, None, "is required: set it to a secret, which callers must send")
-    turns = None
-    if options.turns:
+    lease_group = None
+    if options.lease:
         os.environ[fencing.VARIABLE] = os.path.join(
-            tempfile.mkdtemp(prefix="tuneloop-"), "turn.json"
+            tempfile.mkdtemp(prefix="tuneloop-"), "lease.json"
         )
-        turns = open_turns(
-            options.turns, who=options.session, policy=options.policy, patience=options.patience
+        lease_group = open_lease_group(
+            options.lease, who=options.session, policy=options.policy, patience=options.patience
         )
     session = Session(
         options.session, options.artifacts, lambda: _ranks(options.device), options.sampler
     )
-    worker = Worker(session, key, turns)
+    worker = Worker(session, key, lease_group)
     return _serve(worker, options)
 
 
-def _guarded(lease: "Held") -> contextlib.AbstractContextManager[None]:
+def _guarded(lease: "HeldLease") -> contextlib.AbstractContextManager[None]:
     """End this process as soon as the lease is lost: another run may get the device at any moment."""
 
     def guard() -> None:
@@ -414,13 +417,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     text = "seconds for accepted requests after SIGTERM; after SIGINT it ends at once"
     parser.add_argument("--grace", type=float, default=120.0, help=text)
     parser.add_argument(
-        "--turns", metavar="URL", help="lease://namespace/group, or a place in the store"
+        "--lease", metavar="URL", help="lease://namespace/group, or a place in the store"
     )
     parser.add_argument(
-        "--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's turns"
+        "--policy", default="fifo", choices=["fifo", "lrs"], help="of the group's lease"
     )
     parser.add_argument(
-        "--patience", type=float, default=30.0, help="of the group's turns, in seconds"
+        "--patience", type=float, default=30.0, help="of the group's lease, in seconds"
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which")

@@ -16,6 +16,7 @@ from typing import Any
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.http import Response, Unanswered, open_response
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.inference.engines.endpoint import check_url
 from tuneloop.inference.proof import read_canary
@@ -46,7 +47,7 @@ class Probe:
         """Draw random ids, a sequence that no tokenizer would make from text."""
         return random.Random(seed).choices(range(3, self.vocabulary), k=length)
 
-    def lines(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def lines(self, body: JsonObject) -> Iterator[JsonObject]:
         """Yield an answer's lines; closing it hangs up. Raises Failed: status not 200, or a line is no JSON object."""
         with self._send(body) as response:
             if response.status != 200:
@@ -64,7 +65,7 @@ class Probe:
                 _expect("error" not in message, f"breaks off: {message.get('error')}")
                 yield message
 
-    def status(self, body: dict[str, Any]) -> int:
+    def status(self, body: JsonObject) -> int:
         with self._send(body) as response:
             return response.status
 
@@ -107,7 +108,7 @@ class Probe:
         return logprobs or []
 
     @contextmanager
-    def _send(self, body: dict[str, Any]) -> Iterator[Response]:
+    def _send(self, body: JsonObject) -> Iterator[Response]:
         """Send a request; leaving the block hangs up."""
         try:
             options: Any = {
@@ -121,9 +122,7 @@ class Probe:
             raise Failed(str(error)) from error
 
 
-def make_request(
-    prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any
-) -> dict[str, Any]:
+def make_request(prompts: Sequence[Sequence[int]], seeds: Sequence[int], **body: Any) -> JsonObject:
     """Make the body of a request; sampling parameters and others by name."""
     sampling = {"temperature": 1.0, "max_tokens": 8, "stop_token_ids": []}
     sampling |= {name: body.pop(name) for name in list(body) if name in sampling}

@@ -12,6 +12,7 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.model_files import read_vocabulary_size
 from tuneloop.formats.rollouts import (
     Completion,
@@ -57,7 +58,7 @@ class SamplingOptions(EpisodeOptions):
         description="mean absolute log-probability difference, in nats, between engine and trainer on the canary; "
         "none: from the noise that the checkpoint states",
     )
-    engine_args: dict[str, Any] = Field(
+    engine_args: JsonObject = Field(
         {},
         description="the engine's own arguments (max_model_len, dtype, …) where it runs in process",
     )
@@ -69,7 +70,7 @@ class SamplingOptions(EpisodeOptions):
     )
 
 
-def input_identity(params: Any) -> dict[str, Any]:
+def input_identity(params: Any) -> JsonObject:
     """Return the parameters that affect the output: the fleet's URL does not, being an address like `endpoint`."""
     return {
         "engine_args": {
@@ -93,7 +94,7 @@ class Job:
     With `rounds` they grow in rounds, and `rows` begin with those of unfinished groups. Rows whose prompts leave too
     little room are replaced, in place, by `spares`."""
 
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     groups: list[str]
     n: int
     options: SamplingOptions

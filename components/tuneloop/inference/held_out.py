@@ -1,14 +1,13 @@
 """Completions of held-out demonstrations, for data that has no prompts with answers to score."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.data.sizes import SPLITS
 from tuneloop.formats.rollouts import SAMPLES, build_reward_inputs
 from tuneloop.formats.rows import list_columns
@@ -48,7 +47,7 @@ def sample_demonstrations(
         UserError, StaleWeights: as `generate.generate_completions`.
     """
     rows = read_demonstrations(prompts)
-    samples: list[dict[str, Any]] = []
+    samples: list[JsonObject] = []
     if rows:
         groups = [f"i{0:06d}-e{number:05d}" for number in range(len(rows))]
         # Samples for people: a prompt that is too long has none.
@@ -64,7 +63,7 @@ def sample_demonstrations(
     return len(samples)
 
 
-def read_demonstrations(prompts: Artifact) -> list[dict[str, Any]]:
+def read_demonstrations(prompts: Artifact) -> list[JsonObject]:
     """Read the first held-out demonstrations, else pairs, as rows that `generate_completions` takes."""
     for split, reference in REFERENCES.items():
         if has_rows(prompts, f"{split}.parquet"):
@@ -75,7 +74,7 @@ def read_demonstrations(prompts: Artifact) -> list[dict[str, Any]]:
     return []
 
 
-def _split_demonstration(row: Mapping[str, Any], reference: str | None) -> dict[str, Any]:
+def _split_demonstration(row: JsonMapping, reference: str | None) -> JsonObject:
     """Split a demonstration into its prompt and its reference text.
 
     Of a whole conversation (no `reference`) the prompt is what comes before the assistant's last

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from tuneloop.core.artifacts import Artifact, split_ref
 from tuneloop.core.attempts import record_progress
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Sampling
@@ -65,7 +66,7 @@ class HttpApi:
     def app(self) -> FastAPI:
         app = create_app(400)
         app.add_middleware(TokenGuard, open_paths=OPEN, max_bytes=self.limit_body)
-        gets: dict[str, Any] = {
+        gets: JsonObject = {
             "/health": self.health,
             "/version": self.version,
             "/metrics": self.metrics,
@@ -93,7 +94,7 @@ class HttpApi:
             max(BATCH_BYTES, ID_BYTES * self.loop.engine.context) if path == "/generate" else 0
         )
 
-    def served(self) -> dict[str, Any]:
+    def served(self) -> JsonObject:
         engine = self.loop.engine
         status = {
             "version": engine.version,
@@ -125,7 +126,7 @@ class HttpApi:
             raise Refused(503, self.loop.trouble)
         return {"status": "ok"}
 
-    async def version(self) -> dict[str, Any]:
+    async def version(self) -> JsonObject:
         return self.served()
 
     async def metrics(self) -> PlainTextResponse:
@@ -140,7 +141,7 @@ class HttpApi:
         version: Annotated[Version | None, Body()] = None,
         force: Annotated[bool, Body()] = False,
         keep_s: Annotated[float, Body(ge=0, le=60)] = 0.0,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Fetch and verify a policy while requests run, then change to it. No other load replaces it for `keep_s`
         seconds or until it has generated, so that clients that load different policies all get to generate."""
         if self.follower:
@@ -186,7 +187,7 @@ class HttpApi:
             self._stream(ticket, events, body), media_type="application/x-ndjson"
         )
 
-    def verify(self) -> dict[str, Any]:
+    def verify(self) -> JsonObject:
         """Compare all that the engine holds with the files that it was loaded from."""
         if self.follower:
             version, comparison = self.follower.verify()
@@ -343,7 +344,7 @@ def _fetch(ref: str) -> Artifact:
     return policy
 
 
-def _said(completion: Completion) -> dict[str, Any]:
+def _said(completion: Completion) -> JsonObject:
     """Return a completion as JSON, without fields that were not requested."""
     return {
         name: value

@@ -5,7 +5,7 @@ sampled token is ever tokenized again. So one pass over the whole list gives eve
 that `policy_update` needs to know is which tokens were sampled.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -13,13 +13,14 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, val
 
 from tuneloop.core import plugins
 from tuneloop.core.component import Options, convert_validation_error
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.environments import Environment
 from tuneloop.formats.rollouts import Completion, Episode, FinishReason, Request, get_versions
 from tuneloop.formats.tokens import decode_ids, encode_reply
 from tuneloop.inference.engines import Engine, Sampling
 
 
-def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+def _check_args(args: JsonObject, info: ValidationInfo) -> JsonObject:
     """Refuse arguments that the environment does not have; one that only the stage's image has is checked there."""
     name = info.data.get("environment", "")  # empty: refused already
     if args and name is None:
@@ -29,7 +30,7 @@ def _check_args(args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     return args
 
 
-def _find(name: str, args: Mapping[str, Any], prefix: str = "") -> Callable[..., Environment]:
+def _find(name: str, args: JsonMapping, prefix: str = "") -> Callable[..., Environment]:
     """Find the factory of the environment `name`, and check its arguments' names; `prefix` begins their errors."""
     factory = plugins.load_variant("environments", name)
     create: Callable[..., Environment] = (
@@ -46,7 +47,7 @@ class EpisodeOptions(Options):
         None,
         description="replies to the policy: calculator, python, or pkg.mod:attr; none: one turn",
     )
-    environment_args: Annotated[dict[str, Any], AfterValidator(_check_args)] = Field(
+    environment_args: Annotated[JsonObject, AfterValidator(_check_args)] = Field(
         {}, description="the environment's own arguments"
     )
     max_turns: int = Field(8, ge=1, description="maximum turns of the policy in an environment")
@@ -55,7 +56,7 @@ class EpisodeOptions(Options):
         description="accept a chat template that strips earlier turns' reasoning; tuneloop keeps it",
     )
 
-    def open_environment(self, row: Mapping[str, Any]) -> Environment:
+    def open_environment(self, row: JsonMapping) -> Environment:
         """Open the environment of a new episode. Raises UserError: an argument or the row does not suit it."""
         create = _find(self.environment or "", self.environment_args, "environment_args.")
         try:
@@ -121,7 +122,7 @@ class _Live:
 def play_episodes(
     how: EpisodeOptions,
     engine: Engine,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[JsonMapping],
     requests: Sequence[Request],
     sampling: Sampling,
     tokenizer: Any,

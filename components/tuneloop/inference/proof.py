@@ -9,13 +9,13 @@
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.canary import (
     FILE,
     LENGTH,
@@ -69,9 +69,9 @@ class Proof:
         separation = self.distances.get("separation", 0.0)
         return self.is_by_tensors or separation == 0 or separation >= SEPARATED
 
-    def describe(self, policy: Artifact) -> dict[str, Any]:
+    def describe(self, policy: Artifact) -> JsonObject:
         """Return what a manifest states of the proof that an engine served `policy`."""
-        statement: dict[str, Any] = {
+        statement: JsonObject = {
             "by": "log-probabilities",
             "tells_versions_apart": self.tells_versions_apart,
         }
@@ -233,7 +233,7 @@ def check_nearest_version(name: str, version: int, proof: Proof) -> None:
         )
 
 
-def describe_blind_spot(policy: Artifact, statement: Mapping[str, Any], engine: str) -> str:
+def describe_blind_spot(policy: Artifact, statement: JsonMapping, engine: str) -> str:
     """Say what the proof of a foreign endpoint does not show, where it cannot tell a version from
     the one before. `statement` is that of `Proof.describe`."""
     version = policy.manifest.facts["version"]

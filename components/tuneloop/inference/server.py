@@ -33,6 +33,7 @@ from pydantic import TypeAdapter
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_errors
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import Parser
 from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.core.store import Store
@@ -44,7 +45,7 @@ from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused
 from tuneloop.kube.resize import PodResizer
 
-UVICORN: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
+UVICORN: JsonObject = {"http": TimedProtocol, "ws": "none", "lifespan": "off"}
 UVICORN |= {
     "log_level": "error",
     "access_log": False,
@@ -225,7 +226,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     text = "URL of the record of earlier starts; the server ends after too many without an answer (default: none)"
     parser.add_argument("--attempts", metavar="URL", help=text)
-    json_object = TypeAdapter(dict[str, Any]).validate_json
+    json_object = TypeAdapter(JsonObject).validate_json
     text = "what its pod requests while it sleeps, a JSON object; no effect outside a pod (default: no change)"
     parser.add_argument("--asleep", type=json_object, default={}, help=text)
     parser.add_argument(

@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 
 from tuneloop.core.errors import Interrupted, Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run that has ended."""
@@ -36,17 +37,15 @@ class RunApi:
     def __init__(self, address: str) -> None:
         self._runs = f"{address.rstrip('/')}/apis/v2beta1/runs"
 
-    def read_run(self, run_id: str) -> dict[str, Any]:
+    def read_run(self, run_id: str) -> JsonObject:
         """Read a run's message (``v2beta1Run``). Raises NotThere where there is no such run."""
         return _call("GET", f"{self._runs}/{run_id}")
 
-    def list_runs(
-        self, experiment_id: str, name: str, *, part: bool = False
-    ) -> list[dict[str, Any]]:
+    def list_runs(self, experiment_id: str, name: str, *, part: bool = False) -> list[JsonObject]:
         """List the newest hundred runs of a name, newest first; with `part`, all runs whose name contains it."""
         query = {"experiment_id": experiment_id, "filter": match_name(name, part=part)}
         query |= {"sort_by": "created_at desc", "page_size": "100"}
-        listed: list[dict[str, Any]] = []
+        listed: list[JsonObject] = []
         while True:
             page = _call("GET", f"{self._runs}?{urlencode(query)}")
             listed += page.get("runs", [])
@@ -54,11 +53,11 @@ class RunApi:
                 return listed
             query["page_token"] = page["next_page_token"]
 
-    def start_run(self, run: Mapping[str, Any]) -> str:
+    def start_run(self, run: JsonMapping) -> str:
         """Start a run, a message ``Run``, and return its id."""
         return str(_call("POST", self._runs, run)["run_id"])
 
-    def find_newer_run(self, run: Mapping[str, Any]) -> str | None:
+    def find_newer_run(self, run: JsonMapping) -> str | None:
         """Return the id of the newest run with the name of `run`, if it was started after it."""
         newest = self.list_runs(run["experiment_id"], run["display_name"])[0]
         return str(newest["run_id"]) if newest["created_at"] > run["created_at"] else None
@@ -83,20 +82,20 @@ def match_name(name: str, *, part: bool = False) -> str:
     return json.dumps({"predicates": [predicate]})
 
 
-def refuse_stopped_run(run: Mapping[str, Any]) -> None:
+def refuse_stopped_run(run: JsonMapping) -> None:
     """Raise Interrupted if a run is being stopped, so that no run follows it."""
     if run.get("state") in ("CANCELING", "CANCELED"):
         raise Interrupted(f"run {run['run_id']} is being stopped: no run continues it")
 
 
-def _call(method: str, url: str, body: Any = None) -> dict[str, Any]:
+def _call(method: str, url: str, body: Any = None) -> JsonObject:
     headers = {"Authorization": f"Bearer {TOKEN.read_text().strip()}"} if TOKEN.exists() else None
     return call_api("kfp.api", method, url, body, headers)
 
 
 def call_api(
     field: str, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Send a request and return the JSON of the answer; `field` is the setting that names the address. Raises
     Unavailable without an answer and at status 429, 502, 503 and 504, Retryable at 500, NotThere at 404, and UserError
     at any other refusal and at an answer that is not JSON."""
@@ -115,7 +114,7 @@ def call_api(
             field, url, f"refused ({status}): {said}; {field} names the address as pods reach it"
         )
     try:
-        read: dict[str, Any] = json.loads(answer)
+        read: JsonObject = json.loads(answer)
     except ValueError:
         raise UserError(
             field, url, f"does not answer with JSON: {said}; {field} names the API, not its UI"

@@ -6,11 +6,11 @@ successful run is not repeated, a failed one is resumed, and none starts while a
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tuneloop.core.artifacts import find_manifest
 from tuneloop.core.errors import report_errors
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import to_kebab_case
 from tuneloop.kfp.api import DONE, RunApi, refuse_stopped_run
 from tuneloop.kfp.io import Task
@@ -20,9 +20,7 @@ from tuneloop.runs.records import DIGITS
 from tuneloop.stages.data_prep import data_prep
 
 
-def start_scheduled_run(
-    api: RunApi, own: Mapping[str, Any], digest: str, wanted: Mapping[str, Any]
-) -> str:
+def start_scheduled_run(api: RunApi, own: JsonMapping, digest: str, wanted: JsonMapping) -> str:
     """Start the run of the prompts with `digest`, unless it has succeeded or a run of the schedule is active; return a
     line that says which. `own` is the recurring run itself; `wanted` has ``schedule``, ``store``, ``pipeline_id`` and
     ``pipeline_version_id``. Raises Interrupted if `own` is being stopped."""
@@ -38,7 +36,7 @@ def start_scheduled_run(
         return f"skipped: no new data since {name}"
     refuse_stopped_run(own)
     root = own.get("runtime_config", {}).get("pipeline_root")
-    config: dict[str, Any] = {"parameters": {"run": name, "store": wanted["store"]}}
+    config: JsonObject = {"parameters": {"run": name, "store": wanted["store"]}}
     version = {key: wanted[key] for key in ("pipeline_id", "pipeline_version_id")}
     run_id = api.start_run(
         {

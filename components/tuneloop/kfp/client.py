@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.kfp.api import DONE, match_name
 from tuneloop.kube.connection import list_status_nodes, read_api_message
 
@@ -106,7 +107,7 @@ def compile_to(built: Any, path: Path, *, manifest: bool = False) -> None:
     from kfp import compiler
     from kfp.compiler.compiler_utils import KubernetesManifestOptions
 
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     if manifest:
         named = KubernetesManifestOptions(pipeline_name=built.name, include_pipeline_manifest=True)
         options = {"kubernetes_manifest_format": True, "kubernetes_manifest_options": named}
@@ -176,7 +177,7 @@ def stop_run(client: Any, run: str) -> bool:
 def list_tasks(run: Any) -> list[TaskStatus]:
     """List the tasks of a run by start, as its graph names them."""
     details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
-    nodes: dict[str, Any] = {}
+    nodes: JsonObject = {}
 
     def attempt_of(each: Any) -> float:
         match = ATTEMPT.search(each.display_name or "")

@@ -3,7 +3,7 @@ those shared with Argo are in `tuneloop.cluster.doctor`."""
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tuneloop.cluster.problems import ABSENT, UNSEEN, find_object
 from tuneloop.cluster.queue_problems import KUEUE, find_queue_problems
 from tuneloop.cluster.run_workflows import list_queues
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.client import compiled_package, connect_to_kfp
 from tuneloop.kube.connection import Connection
 
@@ -51,7 +52,7 @@ def check_kfp(
 ) -> list[Check]:
     """Check that a backend has what all pipelines need and, if given, the pipeline `built` from the configuration
     `settings`. Raises UserError if the cluster does not answer, Retryable if the API server has a problem."""
-    documents: list[dict[str, Any]] = []
+    documents: list[JsonObject] = []
     if built:
         with compiled_package(
             built
@@ -76,7 +77,7 @@ def check_kfp(
     return [*checks, check_endpoint(cluster, endpoint)]
 
 
-def convert_to_workflow(documents: list[dict[str, Any]]) -> dict[str, Any]:
+def convert_to_workflow(documents: list[JsonObject]) -> JsonObject:
     """Convert a compiled pipeline to an Argo Workflow with as much of each task's pod as `preflight` reads."""
     spec, *platforms = documents
     kubernetes = (
@@ -163,7 +164,7 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
     )
 
 
-def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Check | UserError]:
+def check_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the LocalQueues in which accelerator tasks wait, and their ClusterQueues."""
     names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
     if not names:
@@ -195,7 +196,7 @@ def check_queue(cluster: Connection, workflow: Mapping[str, Any]) -> Iterator[Ch
             yield from find_queue_problems(cluster, workflow)
 
 
-def count_tasks(spec: Mapping[str, Any]) -> int:
+def count_tasks(spec: JsonMapping) -> int:
     """Count the tasks of all graphs of a compiled pipeline."""
     return sum(
         len(graph.get("dag", {}).get("tasks", {}))
@@ -203,7 +204,7 @@ def count_tasks(spec: Mapping[str, Any]) -> int:
     )
 
 
-def predict_workflow_size(spec: Mapping[str, Any]) -> int:
+def predict_workflow_size(spec: JsonMapping) -> int:
     """Predict the bytes of a run's workflow object: the compiled pipeline, and a status that grows with the tasks."""
     return len(json.dumps(spec)) + NODE_BYTES * count_tasks(spec)
 
@@ -211,7 +212,7 @@ def predict_workflow_size(spec: Mapping[str, Any]) -> int:
 def check_size(size: int, tasks: int) -> Check:
     """Check the predicted size of a workflow object, and whether KFP can show its tasks."""
     said = f"{size / 1000:.0f} kB predicted; up to {SIZE_LIMIT / 1000:.0f} kB, 70 % of Argo's limit, are safe"
-    remedy = "tuneloop doctor … --to kfp --set kfp.unroll=0"
+    remedy = "tuneloop kfp doctor … --set kfp.unroll=0"
     if size >= SIZE_LIMIT:
         return Check("workflow size", REFUSED, said, remedy)
     if tasks > SHOWN_TASKS:

@@ -3,10 +3,10 @@
 arguments and, once the program has succeeded, passes the output file on to metadata, the cache and the UI."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SAME = "same_artifact"
 """Parameter: input → the other input that is the same artifact. KFP's metadata store allows one event for an artifact
@@ -22,12 +22,12 @@ class Task:
     """One execution of a component. `inputs` maps each input artifact to its metadata (an optional one that was not
     passed is absent), `outputs` each output artifact to its message, whose metadata `describe` sets."""
 
-    parameters: dict[str, Any]
-    inputs: dict[str, dict[str, Any]]
-    outputs: dict[str, dict[str, Any]]
+    parameters: JsonObject
+    inputs: dict[str, JsonObject]
+    outputs: dict[str, JsonObject]
     wanted: tuple[str, ...]
     file: Path
-    results: dict[str, Any] = field(default_factory=dict)
+    results: JsonObject = field(default_factory=dict)
 
     @classmethod
     def read(cls, text: str) -> "Task":
@@ -49,7 +49,7 @@ class Task:
             file=Path(outputs["outputFile"]),
         )
 
-    def describe(self, name: str, metadata: Mapping[str, Any]) -> None:
+    def describe(self, name: str, metadata: JsonMapping) -> None:
         """Set the metadata of an output artifact, which consumers and the UI read without opening the artifact."""
         self.outputs[name]["metadata"] = {**self.outputs[name].get("metadata", {}), **metadata}
 
@@ -74,7 +74,7 @@ class Task:
         self.file.write_text(json.dumps({"artifacts": artifacts, "parameterValues": values}))
 
 
-def get_local_path(artifact: Mapping[str, Any]) -> Path:
+def get_local_path(artifact: JsonMapping) -> Path:
     """Return the path of an artifact in the container."""
     if artifact.get("customPath"):
         return Path(artifact["customPath"])
@@ -86,7 +86,7 @@ def get_local_path(artifact: Mapping[str, Any]) -> Path:
     return Path(uri)
 
 
-def _single(artifacts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _single(artifacts: JsonMapping) -> dict[str, JsonObject]:
     return {
         name: dict(listed["artifacts"][0])
         for name, listed in artifacts.items()

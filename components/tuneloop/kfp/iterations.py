@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.artifacts import MANIFEST, Manifest, parse_manifest
 from tuneloop.core.errors import EXIT_RETRY, Interrupted, Unavailable, report_errors
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
@@ -33,6 +33,7 @@ from tuneloop.kfp.stage import CONTINUED, TARGET, build_handle, encode_parameter
 from tuneloop.local.iterations import Iterations, StageEnded
 from tuneloop.ui.report import render_metrics
 from tuneloop.workflow.loop import output_of, step_of
+from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop
 
 CURVE_POINTS = 500
@@ -50,7 +51,7 @@ class Position:
 
     last: int
     ended: bool
-    carried: Mapping[str, Mapping[str, Any]]
+    carried: Mapping[str, JsonMapping]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     api, run_id = RunApi(given.api), task.parameters["run_id"]
     trained: Position | None = None
 
-    def find_reached(start: Mapping[str, Mapping[str, Any]], after: int = 0) -> Position:
+    def find_reached(start: Mapping[str, JsonMapping], after: int = 0) -> Position:
         return find_position(
             loop, url, start, iterations=given.iterations, target_reward=target, after=after
         )
@@ -144,7 +145,7 @@ def get_output_name(value: str) -> str:
 
 @contextlib.contextmanager
 def run_server(
-    server: Mapping[str, Any], run: str, values: Mapping[str, str], pod: Iterations
+    server: JsonMapping, run: str, values: Mapping[str, str], pod: Iterations
 ) -> Iterator[str]:
     """Run the rollout server with the policy or the published versions in `values`, and yield its endpoint. `server`
     has ``port``, ``engine_args``, ``pull`` and, if it has its own GPUs, ``devices``. If the server does not become
@@ -236,7 +237,7 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
 def find_position(
     loop: PodLoop,
     run: str,
-    start: Mapping[str, Mapping[str, Any]],
+    start: Mapping[str, JsonMapping],
     *,
     iterations: int,
     target_reward: float,
@@ -246,7 +247,7 @@ def find_position(
     the handles `start` on. An iteration whose artifacts were deleted is run again, and so are all after it."""
     store = Store(run)
 
-    def read(i: int) -> tuple[dict[str, Any], float] | None:
+    def read(i: int) -> tuple[JsonObject, float] | None:
         made = read_iteration(loop, store, i)
         if any(manifest is None for manifest in made.values()):
             return None
@@ -257,17 +258,19 @@ def find_position(
         }
         return carried, read_reward(loop, made)
 
+    state = LoopState(target_reward=target_reward, iterations=iterations, iteration=after)
     left = range(after + 1, iterations + 1)
     committed = bisect_left(left, True, key=lambda i: read(i) is None)
-    last, carried = after, {name: dict(start[name]) for name in loop.carry}
+    carried = {name: dict(start[name]) for name in loop.carry}
     with ThreadPoolExecutor() as pool:
         for i, found in zip(left, pool.map(read, left[:committed])):
             if found is None:
                 break
-            last, (carried, reward) = i, found
-            if reward >= target_reward:
-                return Position(last, True, carried)
-    return Position(last, last == iterations, carried)
+            carried, reward = found
+            state = state.after(i, reward)
+            if state.is_over:
+                break
+    return Position(state.iteration, state.is_over, carried)
 
 
 def read_iteration(loop: PodLoop, store: Store, i: int) -> dict[str, Manifest | None]:

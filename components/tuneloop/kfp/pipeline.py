@@ -8,7 +8,7 @@ skipped stays RUNNING in its metadata): until the loop has ended, the policy's h
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tuneloop.argo.loop import describe_loop, list_roles
 from tuneloop.config.loop import LoopPipelineConfig
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp import template
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.iterations import get_output_name
@@ -48,7 +49,7 @@ ABOUT_ITERATIONS = {
     TARGET: "rewards of this mean end the loop",
     SAME: "input → the other input that is the same artifact",
 }
-Steps = Mapping[str, Any]
+Steps = JsonMapping
 """Name of a stage → the function that creates its task."""
 
 
@@ -88,9 +89,9 @@ def build_pipeline(
 
 def build_steps(
     pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return name → the function that creates a stage's task."""
-    cluster, kfp, engine = config.cluster, config.kfp, dict[str, Any]()
+    cluster, kfp, engine = config.cluster, config.kfp, JsonObject()
     if loop:
         loop.check_specs(specs)
         refused = {
@@ -115,9 +116,7 @@ def build_steps(
         {"run": "name of the run", "store": "URL of the store"},
         "Report on a run, however it ended.",
     )
-    steps: dict[str, Any] = {
-        "report": define_uncached_step("report", said, kinds, about, cluster, kfp)
-    }
+    steps: JsonObject = {"report": define_uncached_step("report", said, kinds, about, cluster, kfp)}
     for spec in specs:
         given = spec.with_shared(engine)
         steps[spec.component.template] = stage_step(
@@ -131,7 +130,7 @@ def build_steps(
 
 
 def _register_exports(
-    steps: dict[str, Any], pipeline: str, specs: Sequence[StageSpec], config: Any
+    steps: JsonObject, pipeline: str, specs: Sequence[StageSpec], config: Any
 ) -> None:
     """Add a registration after each task whose stage exports a model."""
     kinds = {
@@ -162,7 +161,7 @@ class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing KFP pipeline."""
 
     def __init__(
-        self, config: Any, steps: Steps, loop: Loop | None, url: str, given: Mapping[str, Any]
+        self, config: Any, steps: Steps, loop: Loop | None, url: str, given: JsonMapping
     ) -> None:
         self.config, self._steps, self._loop, self._url = config, steps, loop, url
         self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
@@ -198,9 +197,9 @@ class LoopTasks:
     steps: Steps
     config: LoopPipelineConfig
     url: Any
-    shared: Mapping[str, Any]
+    shared: JsonMapping
     target: Any
-    values: Mapping[str, Any]
+    values: JsonMapping
 
     def draw(self) -> None:
         """Evaluate the policy, run the loop, evaluate and finish."""
@@ -220,16 +219,16 @@ class LoopTasks:
         )
         self.finish({name: task.outputs[get_output_name(name)] for name in self.loop.carry})
 
-    def finish(self, trained: Mapping[str, Any]) -> None:
+    def finish(self, trained: JsonMapping) -> None:
         """Evaluate the last policy, and make the tasks of the loop's `finish` steps."""
         values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
         self.call(check, f"{check.name}-after", self.url, values)
         for step in (each for each in self.loop.finish if each.name in self.steps):
             self.call(step, step.name, self.url, values)
 
-    def write_out(self) -> dict[str, Any]:
+    def write_out(self) -> JsonObject:
         """Unroll the loop, with tasks for every iteration; return the values that the last one passes on."""
-        carried: dict[str, Any] = {}
+        carried: JsonObject = {}
         every = self.config.loop.evaluate_every
         for i in range(1, self.config.loop.iterations + 1):
             at = f"{self.url}/iterations/{i}"
@@ -239,7 +238,7 @@ class LoopTasks:
                 self.call(self.loop.check, self.loop.check.name, at, {**values, **carried})
         return carried
 
-    def iterate(self, values: Mapping[str, Any], url: str) -> dict[str, Any]:
+    def iterate(self, values: JsonMapping, url: str) -> JsonObject:
         """Create the tasks of one iteration; return the values that it passes on."""
         known = dict(values)
         for step in self.loop.steps:
@@ -253,7 +252,7 @@ class LoopTasks:
             }
         return {name: known[wire] for name, wire in self.loop.carry.items()}
 
-    def call(self, step: Step, name: str, url: Any, values: Mapping[str, Any], **more: Any) -> Any:
+    def call(self, step: Step, name: str, url: Any, values: JsonMapping, **more: Any) -> Any:
         """Create the task of a step, which commits to `name` below `url`; `endpoint` is a constant of KFP's stages."""
         wired = {k: values[wire] for k, wire in step.wires.items() if wire != "endpoint"}
         shared = {
@@ -275,7 +274,7 @@ def iterations_step(
         loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every
     )
     roles, served = list_roles(loop, specs, settings.evaluate_every), engine.name == "vllm"
-    server: dict[str, Any] = {
+    server: JsonObject = {
         "port": engine.port,
         "engine_args": engine.options,
         "pull": engine.pull,
@@ -301,7 +300,7 @@ def iterations_step(
         name: template.TYPES.get(taken[name], Dataset) for name in (*loop.carry, *loop.constants)
     }
     shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
-    kinds: dict[str, Any] = {
+    kinds: JsonObject = {
         **{"url": str, "run_id": str, "seed": int, TARGET: float},
         **{get_output_name(name): Output[types[name]] for name in loop.carry},
         **{name: Output[kind] for name, kind in shown.items()},

@@ -5,11 +5,11 @@ whose digest is registered already is left as it is. Properties of a version nam
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 from urllib.parse import urlencode
 
 from tuneloop.core.artifacts import split_ref
 from tuneloop.core.errors import report_errors
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.kfp.api import NotThere, call_api
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
@@ -20,7 +20,7 @@ DIGITS = 12
 """Digits of the model's digest in a version's name."""
 
 
-def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:
+def register_model(registry: str, name: str, handle: JsonMapping) -> str:
     """Register a model, unless it is registered already, and return the name of its version."""
     made_of = {f"made_of.{key}": ref for key, ref in handle.get("inputs", {}).items()}
     properties = {
@@ -33,9 +33,7 @@ def register_model(registry: str, name: str, handle: Mapping[str, Any]) -> str:
         k: {"string_value": v, "metadataType": "MetadataStringValue"} for k, v in properties.items()
     }
 
-    def find_or_create(
-        kind: str, path: str, query: Mapping[str, str], body: Mapping[str, Any]
-    ) -> str:
+    def find_or_create(kind: str, path: str, query: Mapping[str, str], body: JsonMapping) -> str:
         try:
             found = call_api(FIELD, "GET", f"{api}/{kind}?{urlencode(query)}")
         except NotThere:

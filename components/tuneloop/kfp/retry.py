@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tuneloop.core.artifacts import dump_checked_json
-from tuneloop.core.attempts import BUDGET, FAILURE
-from tuneloop.core.ends import AWAY, AWAY_BUDGET, INTERRUPTION, classify_end
+from tuneloop.core.attempts import FAILURE, Record
+from tuneloop.core.ends import classify_end, is_repeated_in_process
 from tuneloop.core.errors import (
-    EXIT_RETRY,
     TERMINATION_LOG,
     Retryable,
     UserError,
@@ -42,19 +41,19 @@ def retry_in_process(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return run()
     stopped = threading.Event()
-    without_progress, away, progress = 0, 0, ""
+    record = Record(attempt=0, progress="")
     with forward_signals(lambda _: stopped.set(), [signal.SIGTERM]):
         while True:
             code, line = _run_and_read_line(run)
             end = classify_end("Failed", code, line)
-            if code != EXIT_RETRY or end is INTERRUPTION or stopped.is_set():
+            if not is_repeated_in_process(code, end) or stopped.is_set():
                 break
-            with contextlib.suppress(Retryable):  # perhaps the store is the unavailable service
-                if (now := read_progress()) != progress:
-                    without_progress, progress = 0, now
-            without_progress += end.counts
-            away = away + 1 if end is AWAY else 0
-            if without_progress > BUDGET or away > AWAY_BUDGET:
+            progress = record.progress
+            # Perhaps the store is the unavailable service.
+            with contextlib.suppress(Retryable):
+                progress = read_progress()
+            record = record.add(end, progress)
+            if record.is_used_up:
                 break
             print(f"{end.name}: retrying in {pause_s:g} s", file=sys.stderr, flush=True)
             if stopped.wait(pause_s):

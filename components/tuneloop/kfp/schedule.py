@@ -4,7 +4,6 @@ scheduled time cannot name a run: KFP leaves ``[[ScheduledTime]]`` in parameters
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from kfp import dsl
 
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.api import match_name
 from tuneloop.kfp.client import EXPERIMENT, compiled_package, translate_api_errors
 from tuneloop.kfp.template import define_uncached_step
@@ -92,7 +92,7 @@ def convert_cron(cron: str) -> str:
     return f"0 {cron}"
 
 
-def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
+def build_data_check(config: PipelineConfig, given: JsonMapping) -> Any:
     """Return the pipeline of the recurring run."""
     kinds = {
         **{name: dict if name == "data" else str for name in ABOUT},
@@ -108,7 +108,7 @@ def build_data_check(config: PipelineConfig, given: Mapping[str, Any]) -> Any:
     return dsl.pipeline(name=f"{given['schedule']}-tick")(check_data)
 
 
-def find_data_parameters(spec: Mapping[str, Any], name: str) -> dict[str, Any]:
+def find_data_parameters(spec: JsonMapping, name: str) -> JsonObject:
     """Return the parameters of a compiled pipeline's stage `data_prep`. Raises UserError where it has no such stage."""
     executors = spec["deploymentSpec"]["executors"]
     labels = {

@@ -26,11 +26,13 @@ from tuneloop.cluster.launch import main as follow_job
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
 from tuneloop.core.component import Component
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import encode_flags, encode_value
 from tuneloop.core.store import Store
 from tuneloop.kfp import previews
 from tuneloop.kfp.io import Task
 from tuneloop.kfp.retry import retry_in_process
+from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.settings import Cluster
 
 URL, TARGET = "url", "target_reward"
@@ -77,7 +79,7 @@ def launch_jobset(
     *,
     nodes: int,
     processes: int,
-    cluster: dict[str, Any],
+    cluster: JsonObject,
     namespace: str,
 ) -> int:
     """Run the stage as a JobSet, unless its output is committed; return the exit code. The JobSet is named after the
@@ -99,7 +101,7 @@ def launch_jobset(
 
 def build_stage_args(stage: Component, task: Task) -> list[str]:
     """Build the command line of the stage's program."""
-    given: dict[str, Any] = {
+    given: JsonObject = {
         name: task.inputs[name]["ref"] for name in stage.inputs if name in task.inputs
     }
     given[stage.output] = task.parameters[URL]
@@ -140,8 +142,12 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     """Report the committed artifact to KFP."""
     url = split_ref(task.parameters[URL])[0]
     reward = task.inputs.get("rewards", {}).get("mean_reward")
-    ended = reward is not None and reward >= task.parameters.get(TARGET, math.inf)
-    mark = {REACHED: int(task.parameters["iteration"])} if ended else {}
+    mark: dict[str, int] = {}
+    if reward is not None:
+        iteration = int(task.parameters["iteration"])
+        state = LoopState(target_reward=task.parameters.get(TARGET, math.inf))
+        if state.after(iteration, reward).is_over:
+            mark = {REACHED: iteration}
     task.describe(stage.output, {**build_handle(url, manifest), **mark})
     task.write(stage.output, manifest.model_dump_json(indent=1))
     if "results" in task.outputs:
@@ -160,7 +166,7 @@ def report_commit(stage: Component, task: Task, manifest: Manifest) -> None:
     task.finish()
 
 
-def build_handle(url: str, manifest: Manifest) -> dict[str, Any]:
+def build_handle(url: str, manifest: Manifest) -> JsonObject:
     """Build an artifact's handle, which one task passes to the next; KFP's metadata cannot hold nulls."""
     version = (
         {} if manifest.facts.get("version") is None else {"version": manifest.facts["version"]}

@@ -19,6 +19,7 @@ from tuneloop.argo.pod_fields import PLAIN, SECRET, SHM, SMALL, STORE, find_role
 from tuneloop.config.pipeline import Kfp
 from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kfp.io import SAME
 from tuneloop.kfp.stage import TARGET, URL, get_result_name
 from tuneloop.workflow.loop import StageSpec
@@ -68,10 +69,10 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     return step
 
 
-def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> dict[str, Any]:
+def pass_artifacts_once(arguments: JsonMapping, inputs: Iterable[str]) -> JsonObject:
     """Return the arguments of a task with each artifact once; `SAME` maps a dropped input to the input that is the same
     artifact. `inputs` are the input artifacts in the component's order: of two equal ones, the first is passed."""
-    passed: dict[str, Any] = {}
+    passed: JsonObject = {}
     first: dict[str, str] = {}
     same: dict[str, str] = {}
     for name in sorted(arguments, key=[*inputs, *arguments].index):
@@ -89,7 +90,7 @@ def pass_artifacts_once(arguments: Mapping[str, Any], inputs: Iterable[str]) -> 
 def define_uncached_step(
     name: str,
     summary: str,
-    kinds: Mapping[str, Any],
+    kinds: JsonMapping,
     about: Mapping[str, str],
     cluster: Cluster,
     kfp: Kfp,
@@ -172,9 +173,7 @@ def stage_signature(
     }
 
 
-def define_inputs(
-    types: Mapping[str, Any], required: Mapping[str, bool]
-) -> dict[str, tuple[Any, Any]]:
+def define_inputs(types: JsonMapping, required: Mapping[str, bool]) -> dict[str, tuple[Any, Any]]:
     """Return the signature of input artifacts; the second of two with the same type may be the same artifact."""
     earlier: set[Any] = set()
     signature: dict[str, tuple[Any, Any]] = {}
@@ -219,10 +218,12 @@ def define_container_component(
 def configure_task_pod(
     task: dsl.PipelineTask, image: str, cluster: Cluster, kfp: Kfp, role: ResourceRole = "cpu"
 ) -> None:
-    """Set the resources, queue, store and rights of a task's pod. Raises UserError if it should share devices."""
+    """Set the resources, queue, store and rights of a task's pod. Raises UserError if it should share devices, or
+    have more memory after the first attempt."""
     if cluster.share:
         remedy = "Kubeflow Pipelines have no field for claims, and no step that releases them: leave it out"
         raise UserError("cluster.share.group", cluster.share.group, remedy)
+    cluster.check_one_memory_limit(role, "Kubeflow Pipelines")
     own = cluster.resources(role)
     task.set_cpu_request(own.cpu).set_memory_request(own.memory_request).set_memory_limit(
         own.memory_request
@@ -261,9 +262,9 @@ def configure_task_pod(
         kubernetes.add_toleration(task, **toleration.model_dump(exclude_defaults=True))
 
 
-def _artifacts(component: Component) -> dict[str, Any]:
+def _artifacts(component: Component) -> JsonObject:
     """Return the stage's output artifacts: first the handle, then those that the UI shows."""
-    outputs: dict[str, Any] = {component.output: TYPES.get(component.kind, Dataset)}
+    outputs: JsonObject = {component.output: TYPES.get(component.kind, Dataset)}
     if component.kind != "metrics":
         outputs["results"] = Metrics
     outputs["preview"] = Markdown

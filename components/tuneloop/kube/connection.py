@@ -5,12 +5,13 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tuneloop.core.errors import Retryable, Unavailable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 OWNER = {"apiVersion": "/".join(WORKFLOWS[:2]), "kind": "Workflow"}
@@ -93,7 +94,7 @@ def ignore_refusals(*statuses: int) -> Iterator[None]:
             raise
 
 
-def list_status_nodes(workflow: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_status_nodes(workflow: JsonMapping) -> list[JsonObject]:
     """List the nodes of a workflow's status, which the controller compresses if it is too large for an object."""
     status = workflow.get("status", {})
     if packed := status.get("compressedNodes"):
@@ -123,21 +124,19 @@ class Connection:
     custom: Any
     auth: Any
 
-    def get(self, group: str, version: str, plural: str, name: str) -> dict[str, Any]:
+    def get(self, group: str, version: str, plural: str, name: str) -> JsonObject:
         """Return a custom object of the namespace."""
         return self.custom.get_namespaced_custom_object(
             group, version, self.namespace, plural, name
         )
 
-    def find(self, group: str, version: str, plural: str, name: str) -> dict[str, Any] | None:
+    def find(self, group: str, version: str, plural: str, name: str) -> JsonObject | None:
         """Return a custom object of the namespace; None where there is none."""
         with ignore_refusals(404):
             return self.get(group, version, plural, name)
         return None
 
-    def create(
-        self, group: str, version: str, plural: str, body: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def create(self, group: str, version: str, plural: str, body: JsonMapping) -> JsonObject:
         """Create a custom object in the namespace."""
         return self.custom.create_namespaced_custom_object(
             group, version, self.namespace, plural, body

@@ -12,10 +12,10 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.errors import Unavailable, print_diagnostic
 from tuneloop.core.http import Unanswered, is_transient, send_request
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
 
 ACCOUNT_FILES = "/run/tuneloop/account"
@@ -86,7 +86,7 @@ class PodResizer(threading.Thread):
             f"serve: its pod requests {wanted}, after {time.monotonic() - begun:.1f} s", 0
         )
 
-    def _patch(self, requests: Mapping[str, str]) -> dict[str, Any]:
+    def _patch(self, requests: Mapping[str, str]) -> JsonObject:
         """Change requests of this pod's container, and return the pod, also for none. Raises ApiRefusal."""
         while True:
             try:
@@ -97,13 +97,13 @@ class PodResizer(threading.Thread):
                 self._say(f"its pod's requests do not change for now: {trouble}; it retries")
                 time.sleep(20 * PAUSE_S)
 
-    def _send(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, spec: JsonMapping) -> JsonObject:
         token = (self._files / "token").read_text()  # the kubelet renews it
         of = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["kubernetes.io"]
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
         url = f"https://{f'[{host}]' if ':' in host else host}:{port}/api/v1"
         url += f"/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
-        how: dict[str, Any] = {
+        how: JsonObject = {
             "timeout_s": 30,
             "trusted": ssl.create_default_context(cafile=self._files / "ca.crt"),
         }
@@ -128,7 +128,7 @@ class PodResizer(threading.Thread):
             print_diagnostic(f"serve: {line}", 0)
 
 
-def _read_requests(containers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+def _read_requests(containers: Iterable[JsonMapping]) -> dict[str, str]:
     """Read what the container requests, from its spec or its status."""
     own = next((each for each in containers if each["name"] == CONTAINER), {})
     return (own.get("resources") or {}).get("requests") or {}

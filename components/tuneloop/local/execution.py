@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.threads import forward_signals
 from tuneloop.local.journal import DONE, Journal, Node, Workflow
 from tuneloop.local.processes import Launcher, Process, end_process
@@ -35,7 +35,7 @@ class Execution:
 
     def __init__(
         self,
-        workflow: Mapping[str, Any],
+        workflow: JsonMapping,
         parameters: Mapping[str, str],
         workdir: Path,
         *,
@@ -240,7 +240,7 @@ def _end_apart(process: Process, grace: float) -> None:
 
 
 def _workflow_tags(
-    workflow: Mapping[str, Any], name: str, workdir: Path, given: Mapping[str, str]
+    workflow: JsonMapping, name: str, workdir: Path, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the tags ``workflow.…``, but for those that change while it runs."""
     own = {

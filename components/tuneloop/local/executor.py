@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.threads import repeat_in_background
 from tuneloop.local.execution import Execution, OnLog, OnNode
 from tuneloop.local.graph import run_template
@@ -36,7 +37,7 @@ class Outcome:
 
 
 def execute_workflow(
-    workflow: Mapping[str, Any],
+    workflow: JsonMapping,
     *,
     workdir: Path,
     arguments: Mapping[str, str] | None = None,
@@ -85,7 +86,7 @@ def execute_workflow(
 
 
 def execute_parts(
-    workflow: Mapping[str, Any],
+    workflow: JsonMapping,
     *,
     workdir: Path,
     arguments: Mapping[str, str] | None = None,
@@ -162,7 +163,7 @@ def _run_apart(execution: Execution, work: Callable[[], Result]) -> Result:
     return results[0]
 
 
-def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
+def _kinds(templates: Iterable[JsonMapping]) -> list[Kind]:
     """Return the kinds of warm processes from which commands of the templates can be forked."""
     containers = [template.get("container") or {} for template in templates]
     commands = [
@@ -175,7 +176,7 @@ def _kinds(templates: Iterable[Mapping[str, Any]]) -> list[Kind]:
     return [kind for kind, used in kinds.items() if used]
 
 
-def _parameters(spec: Mapping[str, Any], given: Mapping[str, str], strict: bool) -> dict[str, str]:
+def _parameters(spec: JsonMapping, given: Mapping[str, str], strict: bool) -> dict[str, str]:
     declared = spec.get("arguments", {}).get("parameters", [])
     names = [parameter["name"] for parameter in declared]
     if strict and (unknown := [name for name in given if name not in names]):

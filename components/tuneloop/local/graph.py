@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.pod import run_pod
@@ -64,7 +65,7 @@ def run_template(execution: Execution, call: Call) -> Result:
 
 
 def _attempt(
-    execution: Execution, template: Mapping[str, Any], node: Node, call: Call, scope: Scope
+    execution: Execution, template: JsonMapping, node: Node, call: Call, scope: Scope
 ) -> Result:
     if "dag" in template:
         return Graph(execution, template, node, call.depth, scope).run()
@@ -74,9 +75,7 @@ def _attempt(
     return run_pod(execution, filled, node)
 
 
-def _omit_ended(
-    execution: Execution, template: Mapping[str, Any], node: Node, result: Result
-) -> Result:
+def _omit_ended(execution: Execution, template: JsonMapping, node: Node, result: Result) -> Result:
     """Return `result`, or ``Omitted`` if a server's end caused it, so that only the server counts as failed."""
     reason = execution.find_end_reason(node.name)
     if reason is None or (result.phase == "Succeeded" and "dag" not in template):
@@ -92,7 +91,7 @@ class Graph:
     def __init__(
         self,
         execution: Execution,
-        template: Mapping[str, Any],
+        template: JsonMapping,
         node: Node,
         depth: int,
         scope: Scope,
@@ -193,7 +192,7 @@ class Graph:
 
     # One task
 
-    def run_task(self, task: Mapping[str, Any], scope: Scope) -> Result:
+    def run_task(self, task: JsonMapping, scope: Scope) -> Result:
         """Run a task: its condition, its template."""
         call = self._call(task)
         scope = scope | self.execution.published
@@ -230,7 +229,7 @@ class Graph:
         self.execution.settle(node, result)
         return result
 
-    def _call(self, task: Mapping[str, Any]) -> Call:
+    def _call(self, task: JsonMapping) -> Call:
         return Call(
             task["template"], f"{self.node.name}.{task['name']}", self.node.id, self.depth + 1
         )
@@ -271,7 +270,7 @@ def get_branch_result(
 
 
 def resolve_inputs(
-    template: Mapping[str, Any], parameters: Mapping[str, str], scope: Scope
+    template: JsonMapping, parameters: Mapping[str, str], scope: Scope
 ) -> dict[str, str]:
     """Return a template's inputs: arguments over defaults. Raises ExpressionError at one without a value."""
     values: dict[str, str] = {}
@@ -286,7 +285,7 @@ def resolve_inputs(
     return values
 
 
-def input_scope(template: Mapping[str, Any], inputs: Mapping[str, str]) -> Scope:
+def input_scope(template: JsonMapping, inputs: Mapping[str, str]) -> Scope:
     """Return the tags of a template's inputs, and of the paths of its outputs."""
     scope: Scope = {
         "inputs.parameters": format_value([{"name": k, "value": v} for k, v in inputs.items()])
@@ -298,7 +297,7 @@ def input_scope(template: Mapping[str, Any], inputs: Mapping[str, str]) -> Scope
     return scope
 
 
-def resolve_output(parameter: Mapping[str, Any], scope: Scope) -> str:
+def resolve_output(parameter: JsonMapping, scope: Scope) -> str:
     """Return an output of a DAG whose tasks have settled."""
     source = parameter.get("valueFrom") or {}
     try:

@@ -31,6 +31,7 @@ from tuneloop.core.program import run_component, write_outputs
 from tuneloop.core.store import Store
 from tuneloop.core.threads import BACKGROUND, forward_signals
 from tuneloop.workflow.loop import output_of
+from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.pod_loop import PodLoop, StageCall, count_iterations
 
 DEFAULT_SEED = 67280421310721
@@ -55,16 +56,22 @@ class Iterations:
     the iteration that `PodLength` chooses, if earlier. `stopped`: a signal has arrived, and no further stage begins."""
 
     def __init__(
-        self, loop: PodLoop, *, run: str, last: int, per_pod: int, target: float, auto: bool = False
+        self,
+        loop: PodLoop,
+        *,
+        run: str,
+        last: int,
+        per_pod: int,
+        target: float,
+        auto: bool = False,
     ) -> None:
-        self._loop, self._run, self._last, self._per_pod, self._target = (
-            loop,
-            run,
-            last,
-            per_pod,
-            target,
-        )
-        self._auto, self.stopped = auto, False
+        self._loop = loop
+        self._run = run
+        self._last = last
+        self._per_pod = per_pod
+        self._state = LoopState(target_reward=target, iterations=last)
+        self._auto = auto
+        self.stopped = False
         self._seconds: dict[str, float] = {}
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -98,7 +105,8 @@ class Iterations:
                 print(
                     f"{line}  ({stages})", file=sys.stderr, flush=True
                 )  # the console of `tuneloop run` shows it
-                if reward >= self._target or number == end:
+                self._state = self._state.after(number, reward)
+                if self._state.is_over or number == end:
                     break
         except StageEnded as error:
             code = error.code

@@ -7,21 +7,21 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tuneloop.argo.lease_sidecar import find_lease_sidecar
 from tuneloop.core.ends import TERMINATED, describe_exit, name_signal
 from tuneloop.core.errors import TERMINATION_LOG, Retryable, UserError, describe_error
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.server_token import create_token_file
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.processes import Process, end_process
 from tuneloop.local.results import Result
-from tuneloop.sharing.places import STORED, open_turns
+from tuneloop.sharing.lease_storage import STORED_LEASES, open_lease_group
 from tuneloop.sharing.sidecar import parse_arguments
 from tuneloop.workflow.manifest import FIELD_PATHS
 from tuneloop.workflow.settings import SANDBOX, SANDBOX_TOKEN, TOKEN_KEY
@@ -39,7 +39,7 @@ class PodFilesystem:
     that holds declared outputs is mapped where it is a whole value, as in ``TUNELOOP_OUTPUTS=/tmp/tuneloop/outputs``.
     ``/tmp`` and ``/dev/shm`` as emptyDirs are the machine's own."""
 
-    def __init__(self, root: Path, template: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, template: JsonMapping) -> None:
         self.root = root
         parameters = template.get("outputs", {}).get("parameters", [])
         self._sources = {
@@ -126,7 +126,7 @@ class PodDaemon:
         self.over.set()
 
 
-def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Result:
+def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     """Run the container of a template whose tags are substituted already."""
     container = template["container"]
     home = execution.workdir / "nodes" / node.id
@@ -182,7 +182,7 @@ def run_pod(execution: Execution, template: Mapping[str, Any], node: Node) -> Re
 
 
 def _build_environment(
-    execution: Execution, container: Mapping[str, Any], node: Node, files: PodFilesystem
+    execution: Execution, container: JsonMapping, node: Node, files: PodFilesystem
 ) -> dict[str, str]:
     """Build a pod's environment: the machine's, then the container's."""
     env = {
@@ -209,7 +209,7 @@ def _build_environment(
     return env
 
 
-def _mount_token(execution: Execution, template: Mapping[str, Any], files: PodFilesystem) -> None:
+def _mount_token(execution: Execution, template: JsonMapping, files: PodFilesystem) -> None:
     """Link the tokens of the run's servers and of this machine's sandbox to where a template mounts their Secrets."""
     mounted = {
         mount["name"]: mount["mountPath"] for mount in template["container"].get("volumeMounts", ())
@@ -237,7 +237,7 @@ class LogPart:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")[-300:]
 
 
-def _grace(template: Mapping[str, Any], default: float) -> float:
+def _grace(template: JsonMapping, default: float) -> float:
     """Read terminationGracePeriodSeconds, which Argo has only in ``podSpecPatch``; it is `default` at most."""
     try:
         patch = json.loads(template.get("podSpecPatch") or "{}")
@@ -248,7 +248,7 @@ def _grace(template: Mapping[str, Any], default: float) -> float:
 
 def _become_daemon(
     execution: Execution,
-    container: Mapping[str, Any],
+    container: JsonMapping,
     node: Node,
     process: Process,
     grace: float,
@@ -271,7 +271,7 @@ def _become_daemon(
     )
 
 
-def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: str) -> bool:
+def _is_ready(probe: JsonMapping, container: JsonMapping, address: str) -> bool:
     get = probe.get("httpGet")
     if not get:
         return True
@@ -285,7 +285,7 @@ def _is_ready(probe: Mapping[str, Any], container: Mapping[str, Any], address: s
 
 @contextlib.contextmanager
 def _hold_device_lease(
-    execution: Execution, template: Mapping[str, Any], node: Node, files: PodFilesystem
+    execution: Execution, template: JsonMapping, node: Node, files: PodFilesystem
 ) -> Iterator[None]:
     """Hold a device lease as the sidecar of `template` does on a cluster: its group's document lies in the store."""
     container = find_lease_sidecar(template)
@@ -295,11 +295,11 @@ def _hold_device_lease(
     wanted = parse_arguments(container["args"])
     store = execution.parameters["store"]
     root = store if "://" in store else str(execution.cwd / store)
-    url = f"{root}/{STORED}/{wanted.group}"
-    turns = open_turns(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
-    if turns.read().holder:
-        execution.set_message(node, f"waits for its turn in group {wanted.group}")
-    with turns.acquire(stop=execution.stopping, file=files.local_path(wanted.file)):
+    url = f"{root}/{STORED_LEASES}/{wanted.group}"
+    group = open_lease_group(url, who=wanted.run, policy=wanted.policy, patience=wanted.patience)
+    if group.read().holder:
+        execution.set_message(node, f"waits for the lease of group {wanted.group}")
+    with group.acquire(stop=execution.stopping, file=files.local_path(wanted.file)):
         if node.message:
             execution.set_message(node, "")
         yield

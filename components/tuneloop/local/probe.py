@@ -9,12 +9,13 @@ import math
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuneloop import rewards as family
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.plugins import list_shipped_variants
 from tuneloop.data import BadRow
 from tuneloop.data.readers.json_files import index_lines
@@ -80,7 +81,7 @@ def try_attacks(
     return trials
 
 
-def play_turn(completion: str, answer: str, metadata: dict[str, Any]) -> float:
+def play_turn(completion: str, answer: str, metadata: JsonObject) -> float:
     """Score one turn in an environment by the reward of its reply."""
     reply = EpisodeOptions(**metadata["how"]).open_environment(metadata["row"]).step(completion)
     if reply.escape:
@@ -103,7 +104,7 @@ def count_endings(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     return ["class", *targets], [[k, *(" ".join(cells[k, t]) for t in targets)] for k in keys]
 
 
-def load_attacks(row: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+def load_attacks(row: JsonMapping) -> Iterator[tuple[str, str, str, float]]:
     """Load the class, name, text and chance of the attacks on a row, whose `prompt` and `answer` some of them say."""
     for path in sorted(ATTACKS.glob("*.toml")):
         for name, given in tomllib.loads(path.read_text())["attacks"].items():

@@ -12,9 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.local import spawn
 from tuneloop.local.warm import Kind, is_compatible, is_server, is_stage
@@ -28,7 +28,7 @@ class Process:
     """A pod's main process, which leads a session and process group of its own. `code`: its exit code once it has
     `ended`; 128 + n when signal n ended it."""
 
-    def __init__(self, send: Callable[[Mapping[str, Any]], None], name: int) -> None:
+    def __init__(self, send: Callable[[JsonMapping], None], name: int) -> None:
         self._send, self._name = send, name
         self.ended = threading.Event()
         self.code = -1
@@ -100,7 +100,7 @@ class ProcessServer:
             self._channel.shutdown(socket.SHUT_WR if self.settled.is_set() else socket.SHUT_RDWR)
         self._thread.join()
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: JsonMapping) -> None:
         with self._lock:
             with contextlib.suppress(OSError):  # it is gone: _run says so
                 self._channel.sendall(json.dumps(message).encode() + b"\n")
@@ -131,7 +131,7 @@ class ProcessServer:
         for process in orphans:
             process.end(137)
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _hear(self, message: JsonMapping) -> None:
         if "ended" in message:
             with self._lock:
                 process = self._processes.pop(message["ended"])

@@ -2,14 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from tuneloop.core.attempts import BUDGET
-from tuneloop.core.ends import classify_end, describe_exit, name_signal
+from tuneloop.core.ends import BUDGET, classify_end, describe_exit, name_signal
 from tuneloop.core.errors import EXIT_RETRY
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.local.execution import Execution
 from tuneloop.local.journal import Node
 from tuneloop.local.results import Call, Daemon, Result, Scope
@@ -33,7 +32,7 @@ class Attempts:
     def __init__(
         self,
         execution: Execution,
-        strategy: Mapping[str, Any],
+        strategy: JsonMapping,
         node: Node,
         call: Call,
         attempt: Callable[[Node, Scope], Result],
@@ -157,7 +156,7 @@ class _RestartedDaemon:
         self.over.set()
 
 
-def _refusal(strategy: Mapping[str, Any], last: Scope, result: Result, number: int) -> str | None:
+def _refusal(strategy: JsonMapping, last: Scope, result: Result, number: int) -> str | None:
     """Return why there is no further attempt; None: there is."""
     expression = strategy.get("expression")
     policy = strategy.get("retryPolicy") or ("Always" if expression else "OnFailure")
@@ -170,7 +169,7 @@ def _refusal(strategy: Mapping[str, Any], last: Scope, result: Result, number: i
     return None
 
 
-def _pause(backoff: Mapping[str, Any], number: int) -> float:
+def _pause(backoff: JsonMapping, number: int) -> float:
     """Return the seconds before attempt `number` + 2."""
     return (
         parse_duration(backoff.get("duration") or 0)

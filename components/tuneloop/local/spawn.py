@@ -25,6 +25,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tuneloop.core.json_types import JsonObject
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAUSE_S = 0.05
 """Seconds without an event after which a child is forked for the next request: right after a start, the fork was seen
@@ -32,7 +34,7 @@ to slow down the process that has just started (8 ms)."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
+def serve_requests(channel: socket.socket) -> JsonObject | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
@@ -52,7 +54,7 @@ def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
         signal.signal(number, signal.SIG_IGN)
     pids: dict[int, int] = {}  # id → pid
     reports: dict[socket.socket, int] = {}  # where a child sends its exit code → id
-    requests: list[dict[str, Any]] = []
+    requests: list[JsonObject] = []
     buffer = b""
     spare, quiet = None, True
     while True:
@@ -130,7 +132,7 @@ def _receive(channel: socket.socket) -> bytes:
 
 def _fork(
     channels: Iterable[socket.socket], pipes: tuple[int, int]
-) -> tuple[int, socket.socket] | dict[str, Any] | None:
+) -> tuple[int, socket.socket] | JsonObject | None:
     """Fork a child that waits for its request. Returns the request there, and here its pid and channel, or None."""
     parent = os.getpid()
     ours, theirs = socket.socketpair()
@@ -188,7 +190,7 @@ def _end(channel: socket.socket, pids: dict[int, int], name: int, code: int) -> 
     _send(channel, {"ended": name, "code": code})
 
 
-def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+def _send(channel: socket.socket, message: JsonObject) -> None:
     _quietly(channel.sendall, json.dumps(message).encode() + b"\n")
 
 

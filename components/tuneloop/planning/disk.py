@@ -1,7 +1,6 @@
 """What a run writes to its store, and how much of it stays there at a time.
 
-A checkpoint is ``model/`` in the dtype in which it is saved, and ``trainer/``: float32 parameters
-and AdamW's two moments of what is trained, 12 bytes each. Rollouts, rewards and the manifests are
+Checkpoints count (`tuneloop.planning.checkpoint_size`). Rollouts, rewards and the manifests are
 small beside them and are left out, and so are published weight versions."""
 
 import shutil
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.argo.memory_estimate import count_adapter_parameters, facts_of
+from tuneloop.argo.memory_estimate import facts_of
 from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import local_path
+from tuneloop.planning.checkpoint_size import count_served_bytes, count_state_bytes
 from tuneloop.planning.limits import Limit
 from tuneloop.planning.plan import count_iterations, count_pods
 from tuneloop.runs.summary import format_size
@@ -21,9 +21,6 @@ from tuneloop.stages.base_model import base_model
 from tuneloop.stages.export import export
 from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import Stage, read_loop, read_stage
-
-STATE_BYTES = 12
-"""Bytes of ``trainer/`` a trained parameter."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def estimate_footprint(workflow: Mapping[str, Any]) -> Footprint | None:
         once += size
     if update is None:
         return Footprint(once=once, iteration=0, iterations=0, kept=0, rule="")
-    served = count_served_bytes(update, facts, facts.shape)
+    served = count_served_bytes(update, facts.shape, facts.dtype)
     state = count_state_bytes(update, facts.shape)
     if state is None:
         return None
@@ -104,32 +101,14 @@ def estimate_stage_bytes(stage: Stage, facts: ModelFacts, model: Model) -> float
     """Return the bytes that a stage outside the loop stores; None where they are not known."""
     component = stage.component
     if component is base_model:
-        return count_served_bytes(stage, facts, model)
+        return count_served_bytes(stage, model, facts.dtype)
     if component is export:
         adapter = 1.1 if stage.flags.get("adapter") == "true" else 1
-        return count_served_bytes(stage, facts, model) * adapter
+        return count_served_bytes(stage, model, facts.dtype) * adapter
     if component is not None and component.kind == "checkpoint":
         state = count_state_bytes(stage, model)
-        return None if state is None else count_served_bytes(stage, facts, model) + state
+        return None if state is None else count_served_bytes(stage, model, facts.dtype) + state
     return 0.0
-
-
-def count_served_bytes(stage: Stage, facts: ModelFacts, model: Model) -> float:
-    """Return the bytes of a stage's ``model/``: in `save_dtype`, by default the dtype that the base
-    model has."""
-    dtype = stage.flags.get("save_dtype", "auto")
-    if dtype == "auto":
-        dtype = facts.dtype or "bfloat16"
-    return float(model.parameters * (4 if dtype == "float32" else 2))
-
-
-def count_state_bytes(stage: Stage, model: Model) -> float | None:
-    """Return the bytes of a stage's trainer's state; None where the number of its adapters is not
-    known."""
-    adapters = count_adapter_parameters(stage, model)
-    if adapters is None:
-        return None
-    return float((adapters or model.parameters) * STATE_BYTES)
 
 
 def describe_footprint(footprint: Footprint) -> Iterator[str]:

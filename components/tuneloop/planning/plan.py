@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tuneloop.argo import colocation, memory_estimate
 from tuneloop.argo.claims import TAKE
 from tuneloop.config.model_facts import Model
+from tuneloop.planning.checkpoint_size import describe_checkpoint
 from tuneloop.runs.summary import format_size
 from tuneloop.workflow.manifest import list_calls
 from tuneloop.workflow.pod_loop import PerPod, expand_pod
@@ -91,7 +92,12 @@ def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
         if s.role == "trainer" and s.component and s.component.kind == "checkpoint"
     ]
     stored = facts.dtype if facts else None
-    written = [f"  {stage.name}: {describe_checkpoint(stage, model, stored)}" for stage in training]
+    written = [
+        f"  {stage.name}: {describe_checkpoint(stage, model, stored)}"
+        if isinstance(model, Model)
+        else f"  {stage.name}: not estimated"
+        for stage in training
+    ]
     lines = [
         "work at most",
         *work,
@@ -200,28 +206,6 @@ def describe_steps(stage: Stage, times: int) -> str:
     length = stage.number("max_length")
     tokens = f", at most {steps * batch * length:,.0f} tokens" if length else ""
     return f"{steps:,.0f} optimizer steps × {batch} examples{tokens}"
-
-
-def describe_checkpoint(stage: Stage, model: Model | str, stored: str | None = "float32") -> str:
-    """Describe what a checkpoint takes in the store: ``model/`` in `save_dtype`, by default that of the base model,
-    `stored`; and ``trainer/``, float32 parameters and AdamW's two moments of what is trained: 12 bytes each."""
-    if not isinstance(model, Model):
-        return "not estimated"
-    dtype = stage.flags.get("save_dtype", "auto")
-    width = 4 if (stored if dtype == "auto" else dtype) == "float32" else 2
-    adapters, served = (
-        memory_estimate.count_adapter_parameters(stage, model),
-        model.parameters * width,
-    )
-    text = f"model/ {model.parameters:,} × {width} = {format_size(served)}"
-    if adapters is None:
-        return f"{text}, trainer/ not estimated"
-    trained, every = adapters or model.parameters, int(stage.number("state_every") or 1)
-    text += f", trainer/ {trained:,} × 12 = {format_size(trained * 12)}"
-    if every == 1:
-        return f"{text}, with both {format_size(served + trained * 12)}"
-    mean = format_size(served + trained * 12 / every)
-    return f"{text} each {every} iterations: {mean} an iteration; a new process replays at most {every - 1} updates"
 
 
 def _parameter(workflow: Mapping[str, Any], name: str) -> int:

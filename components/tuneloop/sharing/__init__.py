@@ -1,2 +1,5 @@
-"""Device leases and reservations: runs that share accelerators, one after the other. Optional: a run that shares
-nothing never comes here. The pods' side is drawn by `argo.lease_sidecar` and `argo.claims`."""
+"""Device leases and claim reservations: runs that share accelerators, one after the other.
+
+This is optional: a run that shares nothing never uses it. The pods' side is drawn by
+`argo.lease_sidecar` and `argo.claims`.
+"""

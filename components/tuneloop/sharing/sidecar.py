@@ -1,12 +1,17 @@
-"""Hold a turn for the pod that this program is in, from its start to its end: the sidecar ``turn``.
+"""Hold a device lease for the pod that this program is in: the sidecar ``lease``.
 
-    python -m tuneloop.sharing.sidecar --group a100 --run demo --patience 30 --namespace tuneloop --file /turn/turn.json
+    python -m tuneloop.sharing.sidecar --group a100 --run demo --patience 30 --namespace tuneloop \
+        --file /lease/lease.json
 
-The file, which `tuneloop.core.fencing` reads in the stage's container, is there once the turn has come: the pod's
-startup probe asks for it, so that container starts then. The turn is given back when the stage releases it, at the
-latest on SIGTERM, which Kubernetes sends to a sidecar when all other containers have ended. A restarted sidecar goes on
-with the turn that the file names; where that was lost, it waits for its end, as the stage sees the loss, too, and ends.
-Where the group refuses the run, the file says so: the stage starts, and ends with exit code 2 and the same line."""
+It holds the lease from the pod's start to its end. The file, which `tuneloop.core.fencing` reads in
+the stage's container, exists once the lease is granted. The pod's startup probe asks for it, so
+that container starts then. The lease is released when the stage releases it, at the latest on
+SIGTERM, which Kubernetes sends to a sidecar when all other containers have ended.
+
+A restarted sidecar goes on with the lease that the file names. Where that was lost, it waits for
+its own end, as the stage sees the loss, too, and ends. Where the group refuses the run, the file
+says so: the stage starts, and ends with exit code 2 and the same line.
+"""
 
 import argparse
 import signal
@@ -19,19 +24,29 @@ from typing import NoReturn
 from tuneloop.core import fencing
 from tuneloop.core.errors import Retryable, UserError, print_diagnostic, report_error
 from tuneloop.core.program import Parser
-from tuneloop.sharing.document import POLICIES
-from tuneloop.sharing.places import open_turns
-from tuneloop.sharing.turns import Turns
+from tuneloop.sharing.lease_queue import POLICIES
+from tuneloop.sharing.lease_storage import open_lease_group
+from tuneloop.sharing.leases import LeaseGroup
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of the sidecar, also for the local executor."""
     parser = Parser("python -m tuneloop.sharing.sidecar", __doc__)
-    for name in ("group", "run", "namespace", "file"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--policy", choices=POLICIES, default="fifo", help="who is next")
+    parser.add_argument("--group", required=True)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--file", required=True)
     parser.add_argument(
-        "--patience", type=float, default=30.0, help="seconds after which a silent one is out"
+        "--policy",
+        choices=POLICIES,
+        default="fifo",
+        help="which waiter is next",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=30.0,
+        help="seconds after which a silent run loses its lease or request",
     )
     return parser.parse_args(argv)
 
@@ -42,51 +57,78 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    url = f"lease://{flags.namespace}/{flags.group}"
     try:
-        serve_lease(f"lease://{flags.namespace}/{flags.group}", flags, stop)
+        serve_lease(url, flags, stop)
     except (UserError, Retryable) as error:
+        # An error while the pod ends is none: nothing waits for this container's result.
         sys.exit(0 if stop.is_set() else report_error(error))
     sys.exit(0)
 
 
 def serve_lease(url: str, flags: argparse.Namespace, stop: threading.Event) -> None:
-    """Hold a device lease of the group at `url` until `stop`. A refusal is written to the file or, where that exists
-    (the stage has begun, and reads it) or `stop` is set, raised as UserError. Raises Retryable as `Turns.acquire`."""
+    """Hold a device lease of the group at `url` until `stop`.
+
+    A refusal is written to the file.
+
+    Raises:
+        UserError: the group refuses the run, and the file exists (the stage has begun, and reads
+            it) or `stop` is set.
+        Retryable: as `LeaseGroup.acquire`.
+    """
     file = Path(flags.file)
     try:
-        hold_lease(
-            open_turns(url, who=flags.run, policy=flags.policy, patience=flags.patience), file, stop
+        group = open_lease_group(
+            url,
+            who=flags.run,
+            policy=flags.policy,
+            patience=flags.patience,
         )
+        hold_lease(group, file, stop)
     except UserError as error:
         if stop.is_set() or file.exists():
             raise
         refusal = fencing.Grant(
-            group=flags.group, number=0, ticket="", renewed=0, until=-1, refused=str(error)
+            group=flags.group,
+            number=0,
+            ticket="",
+            renewed=0,
+            until=-1,
+            refused=str(error),
         )
         fencing.write_lease_grant(file, refusal)
-        print_diagnostic(f"turn: {error}", 0)
+        print_diagnostic(f"lease: {error}", 0)
+        # A sidecar that ends is started again: it stays until the pod ends.
         stop.wait()
 
 
-def hold_lease(turns: Turns, file: Path, stop: threading.Event) -> None:
-    """Hold a device lease, and keep its grant in `file`, until `stop`. Raises as `Turns.acquire`."""
+def hold_lease(group: LeaseGroup, file: Path, stop: threading.Event) -> None:
+    """Hold a device lease, and keep its grant in `file`, until `stop`.
+
+    Raises:
+        Retryable, UserError: as `LeaseGroup.acquire`.
+    """
     if not file.exists():
-        with turns.acquire(stop=stop, file=file) as held:
-            print_diagnostic(f"turn: turn {held.number} of group {turns.group}", 0)
+        with group.acquire(stop=stop, file=file) as lease:
+            print_diagnostic(f"lease: lease {lease.number} of group {group.group}", 0)
             stop.wait()
         return
-    standing = fencing.Grant.model_validate_json(file.read_bytes())
+    grant = fencing.Grant.model_validate_json(file.read_bytes())
     try:
-        held = turns.resume(standing, stop)
+        lease = group.resume(grant, stop)
     except Retryable as error:
-        fencing.write_lease_grant(file, standing.model_copy(update={"until": -1.0}))
-        print_diagnostic(f"turn: {error}", 0)
+        # The stage ends when it reads this; another lease would let it commit what is late.
+        expired = grant.model_copy(update={"until": -1.0})
+        fencing.write_lease_grant(file, expired)
+        print_diagnostic(f"lease: {error}", 0)
         stop.wait()
     else:
-        with held.renewing(file):
-            print_diagnostic(f"turn: goes on with turn {held.number} of group {turns.group}", 0)
+        with lease.renewing(file):
+            message = f"lease: goes on with lease {lease.number} of group {group.group}"
+            print_diagnostic(message, 0)
             stop.wait()
-    turns.quit(standing.ticket)  # now the stage has ended: what it held may be another's
+    # Only now has the stage ended: another run may use what it held.
+    group.release(grant.ticket)
 
 
 if __name__ == "__main__":

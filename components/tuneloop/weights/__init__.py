@@ -1,3 +1,6 @@
-"""Weight versions: published once, full or as a delta; pulled by any number of replicas; proved before they serve.
+"""Publish weight versions, in full or as deltas, and assemble them byte for byte.
 
-The trainer calls `publish_version`, a replica `materialize_version`; `docs/weights.md` is the protocol between them."""
+A version is published once, pulled by any number of replicas, and proved before they serve it. The
+trainer calls `publish_version`, a replica `materialize_version`; `docs/weights.md` is the protocol
+between them.
+"""

@@ -1,7 +1,9 @@
-"""Two model directories become one delta file; a delta file changes a directory in place. One thread a tensor.
+"""Write the delta of two model directories as one file, and apply such files in place.
 
-Both sides are memory-mapped and read once, in blocks that stay in a core's cache: reading, comparing, hashing and
-compressing are one pass, and neither model is ever held in memory."""
+Each thread works on one tensor. Both sides are memory-mapped and read once, in blocks that stay in
+a core's cache: reading, comparing, hashing and compressing are one pass, and neither model is ever
+held in memory.
+"""
 
 import os
 import threading
@@ -19,15 +21,18 @@ from tuneloop.weights import codec
 from tuneloop.weights.layout import Blame, Bytes, Checkpoint, encode_header, read_header
 
 MEND = "restore it from a copy, or publish the next version in full"
+"""The remedy for a damaged file of a published version."""
 
 
 @dataclass
 class Written:
-    """The result of `write_delta`: a file of `size` bytes (0: nothing changed) with the changed tensors `names`.
+    """The result of `write_delta`: a file of `size` bytes with the changed tensors `names`.
 
     Attributes:
-        old, new: xxh3-128 of every tensor before and after.
-        changed, elements: how many elements differ, of how many.
+        names: the changed tensors; without any there is no file, and `size` is 0.
+        old, new: tensor name → xxh3-128 of its bytes before and after.
+        changed, elements: how many elements differ, and how many there are.
+        size: bytes of the file.
         fits: False if the file would have reached the limit; it was not written then.
     """
 
@@ -41,57 +46,111 @@ class Written:
 
 
 def write_delta(
-    old: Checkpoint, new: Checkpoint, path: Path, encoding: codec.Encoding, limit: int
+    old: Checkpoint,
+    new: Checkpoint,
+    path: Path,
+    encoding: codec.Encoding,
+    limit: int,
 ) -> Written:
-    """Write the delta between two checkpoints of the same layout to `path`: a safetensors file of U8 payloads by name.
+    """Write the delta between two checkpoints of the same layout to `path`.
 
-    Tensors that did not change are absent; ``__metadata__`` holds the xxh3-128 of the others' new states. No file of
-    `limit` bytes or more is kept: a full version is the better choice then."""
+    The file is in the safetensors format: a U8 vector, the payload, for each changed tensor, and
+    in ``__metadata__`` the xxh3-128 of these tensors' new states.
+
+    Args:
+        old, new: checkpoints with equal headers.
+        path: the file to write.
+        encoding: of the payloads.
+        limit: a file of this many bytes or more is not kept: a full version is better then.
+
+    Raises:
+        UserError: the encoding cannot express the size of a tensor.
+    """
 
     def encode(name: str) -> codec.Delta:
-        return codec.encode_delta(old.view(name), new.view(name), new.tensors[name].width, encoding)
+        return codec.encode_delta(
+            old.view(name),
+            new.view(name),
+            new.tensors[name].width,
+            encoding,
+        )
 
-    widest = {
-        n: {"dtype": "U8", "shape": [2 * new.size], "data_offsets": [2 * new.size] * 2}
-        for n in new.tensors
-    }
-    # offsets are not known yet
-    room = len(encode_header({"__metadata__": dict.fromkeys(new.tensors, "0" * 32), **widest}))
-    done = Written([], {}, {}, 0, 0, 0, True)
-    header: dict[str, Any] = {"__metadata__": {}}
-    at = 0
+    written = Written(
+        names=[],
+        old={},
+        new={},
+        changed=0,
+        elements=0,
+        size=0,
+        fits=True,
+    )
+    metadata: dict[str, str] = {}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    # Payloads are written as they come, and the header, which comes first in the file, at the end.
+    header_size = _reserve_header(new)
+    payload_size = 0
+    deltas = map_ahead(encode, new.tensors, count_threads())
     with path.open("wb") as file:
-        file.seek(room)
-        for name, delta in zip(
-            new.tensors, map_ahead(encode, new.tensors, count_threads()), strict=True
-        ):
-            tensor = new.tensors[name]
-            done.old[name], done.new[name] = delta.old, delta.new
-            done.elements += (tensor.end - tensor.start) // (
-                1 if encoding == "overwrite" else tensor.width
-            )
-            done.changed += delta.changed
+        file.seek(header_size)
+        for (name, tensor), delta in zip(new.tensors.items(), deltas, strict=True):
+            written.old[name] = delta.old
+            written.new[name] = delta.new
+            # `overwrite` counts bytes, the others count elements.
+            width = 1 if encoding == "overwrite" else tensor.width
+            written.elements += (tensor.end - tensor.start) // width
+            written.changed += delta.changed
+            # Tensors that did not change are left out of the file.
             if delta.payload is None:
                 continue
+            written.names.append(name)
+            metadata[name] = delta.new
             size = len(delta.payload)
-            done.names.append(name)
-            header["__metadata__"][name] = delta.new
-            header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
-            at += size
-            done.fits = done.fits and room + at < limit
-            if done.fits:
+            header[name] = _describe_payload(size, payload_size, payload_size + size)
+            payload_size += size
+            # Checksums of the other tensors are needed even if the file is not.
+            written.fits = written.fits and header_size + payload_size < limit
+            if written.fits:
                 file.write(delta.payload)
         file.seek(0)
-        file.write(encode_header(header, room))
-    done.size = room + at if done.names else 0
-    if not done.names or not done.fits:
+        file.write(encode_header(header, header_size))
+    if written.names:
+        written.size = header_size + payload_size
+    if not written.names or not written.fits:
         path.unlink()
-    return done
+    return written
+
+
+def _describe_payload(size: int, start: int, end: int) -> dict[str, Any]:
+    """Return the entry of a safetensors header for a payload of `size` bytes."""
+    return {
+        "dtype": "U8",
+        "shape": [size],
+        "data_offsets": [start, end],
+    }
+
+
+def _reserve_header(checkpoint: Checkpoint) -> int:
+    """Return the most bytes that the header of a delta to `checkpoint` can take.
+
+    Sizes and offsets are known only after encoding, and payloads are written before that. No
+    payload is as long as twice the model.
+    """
+    limit = 2 * checkpoint.size
+    header: dict[str, Any] = {"__metadata__": dict.fromkeys(checkpoint.tensors, "0" * 32)}
+    for name in checkpoint.tensors:
+        header[name] = _describe_payload(limit, limit, limit)
+    return len(encode_header(header))
 
 
 class DeltaFile:
-    """A delta, opened: the payload of each changed tensor. `expected`: tensor name → checksum in the version's index;
-    `blame` makes errors. Raises Corrupt if the file and the index do not agree."""
+    """A delta file, memory-mapped.
+
+    Attributes:
+        encoding: of the payloads.
+        payloads: changed tensor → its payload, flat uint8.
+        checksums: changed tensor → xxh3-128 of its new bytes, as the file states it.
+        blame: makes the errors of this file.
+    """
 
     def __init__(
         self,
@@ -101,17 +160,23 @@ class DeltaFile:
         expected: Mapping[str, str],
         blame: Blame,
     ) -> None:
-        self.encoding, self.blame = encoding, blame
+        """Open a file whose index lists the tensors `names` with the checksums `expected`.
+
+        Raises:
+            Corrupt: the file and the index do not agree.
+        """
+        self.encoding = encoding
+        self.blame = blame
         header = read_header(path, blame=blame)
-        self.stated = stated = header.metadata
-        if not set(names) == set(header.tensors) == set(stated) or any(
-            expected.get(n) != stated[n] for n in stated
-        ):
+        self.checksums = header.metadata
+        # What the index says of it, the file has to say as well.
+        listed = {name: expected.get(name) for name in names}
+        if self.checksums != listed or set(header.tensors) != set(listed):
             raise blame("holds other tensors than its index says")
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        self.payloads: dict[str, Bytes] = {
-            name: content[t.start : t.end] for name, t in header.tensors.items()
-        }
+        self.payloads: dict[str, Bytes] = {}
+        for name, tensor in header.tensors.items():
+            self.payloads[name] = content[tensor.start : tensor.end]
 
 
 def patch_checkpoint(
@@ -122,66 +187,111 @@ def patch_checkpoint(
 ) -> None:
     """Apply `deltas` in order to the files of `target`, and check the new state of every tensor.
 
-    All deltas of a tensor are applied in a buffer of the thread; the tensor is written only if the result is right.
-    `start`: the checksums of `target` before, so that no delta is blamed for its input. Raises Corrupt, naming the file
-    at fault, if a payload is damaged or a new state is not as published; `target` may be written in part then."""
+    All deltas of a tensor are applied in a buffer of the thread. The tensor is written only if the
+    result is right.
+
+    Args:
+        target: the checkpoint to change.
+        deltas: from its state onward, each to the next version.
+        expected: tensor name → checksum of the last state.
+        start: tensor name → checksum of the state now, so that no delta is blamed for its input.
+
+    Raises:
+        Corrupt: a payload is damaged, or a new state is not as published. It names the file at
+            fault; `target` may be written in part.
+    """
 
     def update(name: str) -> None:
-        data, blame = target.view(name), target.blame(target.tensors[name].file)
-        if not (touching := [delta for delta in deltas if name in delta.payloads]):
-            check_checksums([(name, xxhash.xxh3_128_hexdigest(data.data))], expected, blame)
+        data = target.view(name)
+        blame = target.blame(target.tensors[name].file)
+        touching = [delta for delta in deltas if name in delta.payloads]
+        if not touching:
+            # Unchanged, but proved as well: the directory may have been damaged.
+            digest = xxhash.xxh3_128_hexdigest(data.data)
+            check_checksums([(name, digest)], expected, blame)
             return
-        made = _buffer(
-            len(data)
-        )  # written as a whole: each page stored through the map would cost a page fault
+        # Written as a whole: each page stored through the map would cost a page fault.
+        patched = _borrow_buffer(len(data))
         for delta in touching:
-            try:
-                digest = codec.apply_delta(
-                    data, made, delta.payloads[name], target.tensors[name].width, delta.encoding
-                )
-                wrong = f"gives xxh3-128 {digest}, but {delta.stated[name]} was published"
-            except Corrupt as error:
-                digest, wrong = "", error.remedy
-            if digest != delta.stated[name]:
+            digest, damage = _apply_payload(
+                delta,
+                name,
+                data,
+                patched,
+                target.tensors[name].width,
+            )
+            if damage:
+                # The tensor on the disk, which is not written yet, may be at fault.
                 if start is not None:
-                    check_checksums(
-                        [(name, xxhash.xxh3_128_hexdigest(target.view(name).data))], start, blame
-                    )
-                raise delta.blame(f"its {name} {wrong}")
-            data = made
+                    original = xxhash.xxh3_128_hexdigest(target.view(name).data)
+                    check_checksums([(name, original)], start, blame)
+                raise delta.blame(f"its {name} {damage}")
+            # The next delta applies to the buffer, in place.
+            data = patched
         check_checksums([(name, digest)], expected, touching[-1].blame)
-        target.write(name, made)
+        target.write(name, patched)
 
     for _ in map_ahead(update, target.tensors, count_threads()):
         pass
 
 
+def _apply_payload(
+    delta: DeltaFile,
+    name: str,
+    old: Bytes,
+    new: Bytes,
+    width: int,
+) -> tuple[str, str]:
+    """Apply the payload of one tensor; return the xxh3-128 of `new`, and what is wrong ("": nothing)."""
+    try:
+        digest = codec.apply_delta(
+            old,
+            new,
+            delta.payloads[name],
+            width,
+            delta.encoding,
+        )
+    except Corrupt as error:
+        return "", error.remedy
+    expected = delta.checksums[name]
+    if digest != expected:
+        return digest, f"gives xxh3-128 {digest}, but {expected} was published"
+    return digest, ""
+
+
 _local = threading.local()
 
 
-def _buffer(size: int) -> Bytes:
-    """Return memory that the thread reuses for its next tensor: new pages take four times as long to fill."""
+def _borrow_buffer(size: int) -> Bytes:
+    """Return memory that the thread reuses for its next tensor.
+
+    New pages take four times as long to fill.
+    """
     if not hasattr(_local, "buffer") or len(_local.buffer) < size:
         _local.buffer = np.empty(size, np.uint8)
     return _local.buffer[:size]
 
 
 def check_checksums(
-    found: Iterable[tuple[str, str]], expected: Mapping[str, str], blame: Blame
+    checksums: Iterable[tuple[str, str]],
+    expected: Mapping[str, str],
+    blame: Blame,
 ) -> None:
-    """Check tensor checksums. Raises Corrupt at the first that differs."""
-    for name, digest in found:
-        if digest != expected.get(name):
-            raise blame(f"its {name} has xxh3-128 {digest}, but {expected.get(name)} was published")
+    """Check pairs of tensor name and checksum. Raises Corrupt at the first that differs."""
+    for name, checksum in checksums:
+        published = expected.get(name)
+        if checksum != published:
+            raise blame(f"its {name} has xxh3-128 {checksum}, but {published} was published")
 
 
 def compute_checksums(checkpoint: Checkpoint) -> dict[str, str]:
-    """Compute the xxh3-128 of every tensor's bytes."""
+    """Return tensor name → xxh3-128 of its bytes."""
+
+    def compute(name: str) -> str:
+        return xxhash.xxh3_128_hexdigest(checkpoint.view(name).data)
+
     names = checkpoint.tensors
-    found = map_ahead(
-        lambda name: xxhash.xxh3_128_hexdigest(checkpoint.view(name).data), names, count_threads()
-    )
-    return dict(zip(names, found))
+    return dict(zip(names, map_ahead(compute, names, count_threads())))
 
 
 def count_threads() -> int:

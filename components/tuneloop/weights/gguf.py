@@ -1,98 +1,200 @@
-"""A model directory as one GGUF file, as llama.cpp's own conversion, which no package has, would write it."""
+"""Write a model directory as one GGUF file, as llama.cpp's own conversion would write it.
+
+No package has that conversion. What it does is taken from ``convert_hf_to_gguf.py`` of llama.cpp
+(https://github.com/ggml-org/llama.cpp) for the architectures of ``gguf.toml``.
+"""
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tuneloop.core.errors import UserError
 from tuneloop.weights.layout import Checkpoint
 
-KNOWN = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text())
+_RULES = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text())
+
+# Values of gguf.TokenType.
+_NORMAL_TOKEN = 1
+_CONTROL_TOKEN = 3
+_USER_DEFINED_TOKEN = 4
+_UNUSED_TOKEN = 5
 
 
 def write_gguf(model: Path, target: Path, description: str) -> None:
-    """Write `model` as `target`. Raises UserError: gguf is not installed, or llama.cpp may compute something else."""
+    """Write the model directory `model` as the file `target`, with `description` in its metadata.
+
+    Raises:
+        UserError: gguf is not installed, or llama.cpp may compute something else of this model.
+    """
     try:
         import gguf
     except ImportError as error:
+        remedy = "is not installed; pip install 'tuneloop[gguf]'"
         raise UserError(
-            "gguf", error.name, "is not installed; pip install 'tuneloop[gguf]'"
+            "gguf",
+            error.name,
+            remedy,
         ) from None
-    held, config = Checkpoint(model), json.loads((model / "config.json").read_text())
-    config = {
-        "head_dim": config["hidden_size"] // config["num_attention_heads"],
-        **config,
-        **config["rope_parameters"],
-    }
-    arch, size, file = config["model_type"], config["head_dim"], model / "tokenizer.json"
-    text = json.loads(
-        file.read_text() if file.is_file() else '{"model": {"type": "no tokenizer.json"}}'
-    )
-    bpe, split, added = text["model"], text.get("pre_tokenizer") or {}, text.get("added_tokens", [])
-    said = {
-        "ignore_merges": bpe.get("ignore_merges"),
-        "normalizer": (text.get("normalizer") or {"type": ""})["type"],
-    }
-    said["split"] = [
-        {k: v for k, v in p.items() if k != "trim_offsets"}
-        for p in split.get("pretokenizers", [split])
-    ]
-    config["tokenizer"] = next(
-        (name for name, same in KNOWN["tokenizers"].items() if same == said), said
-    )
-    config["strips"] = any(
-        token[flag] for token in added for flag in ("lstrip", "rstrip", "single_word")
-    )
-    config["dtype"] = " ".join(sorted({place.dtype for place in held.tensors.values()}))
-    config |= {
-        "rope": f"{arch} {config['rope_type']}",
-        "vocabulary": bpe["type"],
-        "description": description,
-    }
-    for key, good in KNOWN["supported"].items():
-        if config.get(key, good[0]) not in good:
+
+    checkpoint = Checkpoint(model)
+    tokenizer_file = model / "tokenizer.json"
+    tokenizer = json.loads(tokenizer_file.read_text()) if tokenizer_file.is_file() else None
+    settings = _read_settings(model)
+    settings["description"] = description
+    dtypes = {tensor.dtype for tensor in checkpoint.tensors.values()}
+    settings["dtype"] = " ".join(sorted(dtypes))
+    settings |= _describe_tokenizer(tokenizer)
+    for name, supported in _RULES["supported"].items():
+        # A setting that config.json leaves out has its default, which comes first.
+        value = settings.get(name, supported[0])
+        if value not in supported:
+            choices = ", ".join(map(str, supported))
+            remedy = f"is not supported; {choices} is"
             raise UserError(
-                f"gguf: {key}", config[key], f"is not supported; {', '.join(map(str, good))} is"
+                f"gguf: {name}",
+                value,
+                remedy,
             )
-    tokens = {i: (word, 1) for word, i in bpe["vocab"].items()}  # by gguf.TokenType: normal
-    tokens |= {
-        each["id"]: (each["content"], 3 if each["special"] else 4) for each in added
-    }  # control, user-defined
-    words, kinds = zip(
-        *(tokens.get(i, (f"[PAD{i}]", 5)) for i in range(config["vocab_size"]))
-    )  # unused
-    config |= {"tokenizer_model": "gpt2", "tokens": words, "token_types": kinds}
-    writer, special = gguf.GGUFWriter(target, arch), gguf.SpecialVocab(model, load_merges=True)
-    for name, setting in KNOWN["fields"].items():
-        getattr(writer, f"add_{name}")(config[setting])
-    special.add_special_token.setdefault(
-        "bos", False
-    )  # else llama.cpp adds one with some pre-tokenizers
-    special.add_to_gguf(writer, quiet=True)
-    if config["rope_type"] == "llama3":
-        turns = config["original_max_position_embeddings"] / config["rope_theta"] ** (
-            np.arange(0, size, 2) / size
-        )
-        bounds = 2 * np.pi * np.array([config["low_freq_factor"], config["high_freq_factor"]])
-        writer.add_tensor(
-            "rope_freqs.weight", np.float32(1 / np.interp(turns, bounds, [1 / config["factor"], 1]))
-        )
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
-    for key, place in held.tensors.items():
-        name, kind = (
-            names.get_name(key, (".weight", ".bias")),
-            gguf.GGMLQuantizationType[place.dtype],
-        )
-        data = held.view(key).view(f"u{place.width}").reshape(place.shape)
-        if arch == "llama" and name.endswith(
-            ("attn_q.weight", "attn_k.weight")
-        ):  # a head's two halves, in turn
-            data = data.reshape(-1, 2, size // 2, place.shape[1]).swapaxes(1, 2)
-        elif data.ndim == 1:  # which llama.cpp wants in float32
-            data, kind = gguf.dequantize(held.view(key), kind), gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, data, raw_shape=place.shape, raw_dtype=kind)
-    for part in ("header", "kv_data", "tensors"):
-        getattr(writer, f"write_{part}_to_file")()
+    settings |= _list_tokens(tokenizer, settings["vocab_size"])
+
+    writer = gguf.GGUFWriter(target, settings["model_type"])
+    for field, setting in _RULES["fields"].items():
+        add_field = getattr(writer, f"add_{field}")
+        add_field(settings[setting])
+    special_tokens = gguf.SpecialVocab(model, load_merges=True)
+    # Without this field llama.cpp adds a BOS token with some pre-tokenizers.
+    special_tokens.add_special_token.setdefault("bos", False)
+    special_tokens.add_to_gguf(writer, quiet=True)
+    if settings["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _compute_rope_factors(settings))
+    _add_tensors(writer, checkpoint, settings)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
+
+
+def _read_settings(model: Path) -> dict[str, Any]:
+    """Read ``config.json``, with the parameters of RoPE beside the other settings."""
+    settings = json.loads((model / "config.json").read_text())
+    head_dim = settings["hidden_size"] // settings["num_attention_heads"]
+    settings.setdefault("head_dim", head_dim)
+    settings |= settings["rope_parameters"]
+    settings["rope"] = f"{settings['model_type']} {settings['rope_type']}"
+    return dict(settings)
+
+
+def _describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return the settings of ``tokenizer.json`` (None: there is none) that llama.cpp has to share.
+
+    ``tokenizer`` is llama.cpp's name of the pre-tokenizer. Where llama.cpp has none that does the
+    same, it is the description of the tokenizer, which is refused and printed.
+    """
+    if tokenizer is None:
+        return {"vocabulary": "no tokenizer.json"}
+    pre_tokenizer = tokenizer.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    for step in steps:
+        # Offsets into the text do not change the tokens.
+        step.pop("trim_offsets", None)
+    normalizer = tokenizer.get("normalizer") or {"type": ""}
+    behavior = {
+        "ignore_merges": tokenizer["model"].get("ignore_merges"),
+        "normalizer": normalizer["type"],
+        "split": steps,
+    }
+    names = [name for name, rule in _RULES["tokenizers"].items() if rule == behavior]
+    return {
+        "vocabulary": tokenizer["model"]["type"],
+        "tokenizer_model": "gpt2",
+        "tokenizer": names[0] if names else behavior,
+        "strips": any(
+            token[flag]
+            for token in tokenizer.get("added_tokens", [])
+            for flag in ("lstrip", "rstrip", "single_word")
+        ),
+    }
+
+
+def _list_tokens(tokenizer: Any, size: int) -> dict[str, Any]:
+    """Return ``tokens``, the text of each of `size` tokens, and ``token_types``, their TokenType."""
+    vocabulary = tokenizer["model"]["vocab"]
+    tokens = {token_id: (text, _NORMAL_TOKEN) for text, token_id in vocabulary.items()}
+    for token in tokenizer.get("added_tokens", []):
+        token_type = _CONTROL_TOKEN if token["special"] else _USER_DEFINED_TOKEN
+        text = token["content"]
+        tokens[token["id"]] = (text, token_type)
+    # The embedding may have more rows than the tokenizer has tokens.
+    rows = [tokens.get(row, (f"[PAD{row}]", _UNUSED_TOKEN)) for row in range(size)]
+    return {
+        "tokens": [text for text, _ in rows],
+        "token_types": [token_type for _, token_type in rows],
+    }
+
+
+def _compute_rope_factors(settings: Mapping[str, Any]) -> Any:
+    """Compute the factors by which llama3's RoPE divides frequencies: float32 of ``head_dim`` / 2.
+
+    Dimensions that turn often within the original context keep their frequency (1), and those that
+    turn rarely are slowed down by ``factor``. Between the bounds, 1 / factor is interpolated.
+    """
+    size = settings["head_dim"]
+    exponents = np.arange(0, size, 2) / size
+    context = settings["original_max_position_embeddings"]
+    radians = context / settings["rope_theta"] ** exponents
+    bounds = np.array(
+        [
+            settings["low_freq_factor"],
+            settings["high_freq_factor"],
+        ]
+    )
+    frequencies = np.interp(
+        radians,
+        2 * np.pi * bounds,
+        [1 / settings["factor"], 1],
+    )
+    return np.float32(1 / frequencies)
+
+
+def _add_tensors(
+    writer: Any,
+    checkpoint: Checkpoint,
+    settings: Mapping[str, Any],
+) -> None:
+    """Add all tensors of the checkpoint to the `writer`, a GGUFWriter, under llama.cpp's names.
+
+    Raises:
+        KeyError: gguf does not know the architecture, or the type of a tensor.
+    """
+    import gguf
+
+    architecture = settings["model_type"]
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH[architecture.upper()],
+        settings["num_hidden_layers"],
+    )
+    for key, tensor in checkpoint.tensors.items():
+        name = names.get_name(key, (".weight", ".bias"))
+        dtype = gguf.GGMLQuantizationType[tensor.dtype]
+        # numpy has no bfloat16: integers of the same width carry the bytes.
+        integers = checkpoint.view(key).view(f"u{tensor.width}")
+        data = integers.reshape(tensor.shape)
+        if architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+            # llama.cpp rotates neighbouring rows of a head, transformers its two halves.
+            half = settings["head_dim"] // 2
+            halves = data.reshape(-1, 2, half, tensor.shape[1])
+            data = halves.swapaxes(1, 2)
+        elif data.ndim == 1:
+            # llama.cpp wants norms and biases in float32.
+            data = gguf.dequantize(checkpoint.view(key), dtype)
+            dtype = gguf.GGMLQuantizationType.F32
+        writer.add_tensor(
+            name,
+            data,
+            raw_shape=tensor.shape,
+            raw_dtype=dtype,
+        )

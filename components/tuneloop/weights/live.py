@@ -1,11 +1,15 @@
-"""The versions that replicas serve: each replica announces its own, and `delete_unused_versions` keeps it::
+"""Record which version each replica serves; `delete_unused_versions` keeps these versions.
+
+The files below a weights root are::
 
     <root>/live/<replica>.json             {"version": 7}
     <root>/served/NNNNNN/<replica>.json    what the pull of that version took
 
-A replica writes the first with each version and every minute, and deletes it when it ends normally. A file older than
-`EXPIRY_S` belongs to a dead replica, and does not count; pin the version of a replica without write access by hand.
-The second is written once and kept, for people and reports."""
+A replica writes the first file with each version and every minute, and deletes it when it ends
+normally. A file older than `EXPIRY_S` belongs to a dead replica and does not count. The version of
+a replica without write access has to be pinned by hand. The second file is written once and kept,
+for people and reports.
+"""
 
 import time
 from collections.abc import Mapping
@@ -14,54 +18,97 @@ from typing import Any
 from tuneloop.core.artifacts import dump_checked_json, load_checked_json
 from tuneloop.core.store import Store
 
-PLACE, MEND = "live", "delete it"
-RECORDS = "served"
-PULL: dict[str, Any] = {"version": int, "full": int | None, "tensors": int, "identical": int}
-PULL |= dict.fromkeys(("served_at", "fetch_s", "apply_s", "pause_s"), float)
+# The folders of both kinds of files.
+_ANNOUNCEMENTS = "live"
+_PULL_RECORDS = "served"
+_REMEDY = "delete it"
+
+PULL: dict[str, Any] = {
+    "version": int,
+    "full": int | None,
+    "tensors": int,
+    "identical": int,
+    "served_at": float,
+    "fetch_s": float,
+    "apply_s": float,
+    "pause_s": float,
+}
+"""Field → type of the record of a pull; it may have more fields."""
+
 RENEW_S = 60.0
 EXPIRY_S = 600.0
 """The time of ten missed announcements: a store's clock and ours may differ by minutes."""
 
 
+def _get_announcement_key(replica: str) -> str:
+    """Return the key of a replica's announcement."""
+    return f"{_ANNOUNCEMENTS}/{replica}.json"
+
+
 def announce_version(root: Store, replica: str, version: int) -> None:
-    """Announce for `EXPIRY_S` that `replica` serves `version`. Raises UserError, Retryable: it is not writable."""
-    root.put(key := f"{PLACE}/{replica}.json", dump_checked_json({"version": version}, key))
+    """Announce for `EXPIRY_S` seconds that `replica` serves `version`.
+
+    Raises:
+        UserError, Retryable: the store cannot be written.
+    """
+    key = _get_announcement_key(replica)
+    root.put(key, dump_checked_json({"version": version}, key))
 
 
 def withdraw_replica(root: Store, replica: str) -> None:
     """Withdraw the announcement of a replica that has ended."""
-    root.delete(f"{PLACE}/{replica}.json")
+    root.delete(_get_announcement_key(replica))
 
 
 def list_served_versions(root: Store) -> dict[str, int]:
     """Return replica → version for the replicas that are alive."""
-    since = time.time() - EXPIRY_S
-    found = {
-        key: root.get(key)
-        for key, (_, at) in root.stat().items()
-        if key.startswith(f"{PLACE}/") and at > since
-    }
-    told = {
-        key: load_checked_json(data, key, root.url, MEND, {"version": int})
-        for key, data in found.items()
-        if data
-    }
-    return {
-        key.removeprefix(f"{PLACE}/").removesuffix(".json"): about["version"]
-        for key, about in told.items()
-    }
+    folder = f"{_ANNOUNCEMENTS}/"
+    oldest = time.time() - EXPIRY_S
+    versions: dict[str, int] = {}
+    for key, (_, written_at) in root.stat().items():
+        if not key.startswith(folder):
+            continue
+        # A replica that is alive has written again since: the file's writer is dead.
+        if written_at <= oldest:
+            continue
+        data = root.get(key)
+        # A replica that ended since the listing has withdrawn its file.
+        if not data:
+            continue
+        announcement = load_checked_json(
+            data,
+            key,
+            root.url,
+            _REMEDY,
+            shape={"version": int},
+        )
+        replica = key.removeprefix(folder).removesuffix(".json")
+        versions[replica] = announcement["version"]
+    return versions
 
 
-def record_pull(root: Store, replica: str, about: Mapping[str, Any]) -> None:
-    """Record the timings `about` of a pull of ``about["version"]`` by `replica`. Raises as `announce_version`."""
-    root.put(
-        key := f"{RECORDS}/{about['version']:06d}/{replica}.json", dump_checked_json(about, key)
-    )
+def record_pull(root: Store, replica: str, pull: Mapping[str, Any]) -> None:
+    """Record how `replica` pulled the version ``pull["version"]``; `pull` has the fields of `PULL`.
+
+    Raises:
+        UserError, Retryable: the store cannot be written.
+    """
+    key = f"{_PULL_RECORDS}/{pull['version']:06d}/{replica}.json"
+    root.put(key, dump_checked_json(pull, key))
 
 
 def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
     """Read the records of all replicas that pulled `version`."""
-    found = {key: root.get(key) for key in root.keys(f"{RECORDS}/{version:06d}")}
-    return [
-        load_checked_json(data, key, root.url, MEND, PULL) for key, data in found.items() if data
-    ]
+    pulls: list[dict[str, Any]] = []
+    for key in root.keys(f"{_PULL_RECORDS}/{version:06d}"):
+        data = root.get(key)
+        if data:
+            pull = load_checked_json(
+                data,
+                key,
+                root.url,
+                _REMEDY,
+                shape=PULL,
+            )
+            pulls.append(pull)
+    return pulls

@@ -1,15 +1,18 @@
-"""The role of each tensor of a model, so that a reader that needs a part reads only that part (`read_tensors`).
+"""The role of each tensor of a model, so that a reader that needs a part reads only that part.
 
-``embedding`` and ``head`` have one row for each token. For ``attention``, ``mlp`` and ``expert``, the ranks of tensor
-parallelism split the rows of a ``…_column`` and the columns of a ``…_row``. Each rank needs the whole of a ``norm``, a
-``router``, a ``scale`` (of a quantized matrix), and of ``replicated`` tensors, for which no split is known."""
+``embedding`` and ``head`` have one row for each token. For ``attention``, ``mlp`` and ``expert``,
+the ranks of tensor parallelism split the rows of a ``…_column`` and the columns of a ``…_row``.
+Each rank needs the whole of a ``norm``, a ``router`` and a ``scale`` (of a quantized matrix). It
+also needs the whole of ``replicated`` tensors, for which no split is known. `read_tensors` reads
+chosen tensors of a version.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-_PATTERNS = [
+_ROLE_PATTERNS = [
     (r"scale(_inv)?$", "scale"),
     (r"(o_proj|out_proj|down_proj|fc2|w2|dense)\.bias$", "replicated"),
     (r"\bexperts\b.*\.(down_proj|w2)\b", "expert_row"),
@@ -28,25 +31,38 @@ _PATTERNS = [
 
 
 def classify_tensors(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Give each tensor of a model directory its role: by the tensor-parallel plan of transformers, or where that lacks
-    the tensor (experts are one module, but many tensors in files), by its name."""
-    config, plan = directory / "config.json", dict[str, str]()
+    """Return tensor name → role for the tensors `names` of the model in `directory`.
+
+    The tensor-parallel plan of transformers decides. Where it lacks the tensor, the name decides:
+    experts, for example, are one module of the plan, but many tensors in files.
+    """
+    config = directory / "config.json"
+    plan: dict[str, str] = {}
     if config.is_file() and '"model_type"' in config.read_text():
         from transformers import AutoConfig
 
-        with suppress(
-            ValueError
-        ):  # transformers does not know the model, or only by code that comes with it
-            about = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            plan = about.get_text_config().base_model_tp_plan or {}
+        # transformers may not know the model, or only by code that comes with it and is not run.
+        with suppress(ValueError):
+            model_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            plan = model_config.get_text_config().base_model_tp_plan or {}
     return {name: _find_role(name, plan) for name in names}
 
 
 def _find_role(name: str, plan: Mapping[str, str]) -> str:
+    """Return the role of one tensor, by `plan` (module pattern → style of its split) or by name."""
+    role_by_name = next(role for pattern, role in _ROLE_PATTERNS if re.search(pattern, name))
+    # The plan's "colwise" of an output layer means its vocabulary: the name says more.
+    if role_by_name in ("embedding", "head"):
+        return role_by_name
+    # The plan writes the number of a layer or an expert as an asterisk.
     module = re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight"))
-    way = next((str(how) for pattern, how in plan.items() if module.endswith(f".{pattern}")), "")
-    guess = next(role for pattern, role in _PATTERNS if re.search(pattern, name))
-    if guess not in ("embedding", "head") and (cut := re.search("col|row", way)):
-        block = "attention" if "att" in module else "expert" if ".experts." in module else "mlp"
-        return f"{block}_{'column' if cut[0] == 'col' else 'row'}"
-    return guess
+    styles = (str(style) for pattern, style in plan.items() if module.endswith(f".{pattern}"))
+    split = re.search("col|row", next(styles, ""))
+    if split is None:
+        return role_by_name
+    direction = "column" if split[0] == "col" else "row"
+    if "att" in module:
+        return f"attention_{direction}"
+    if ".experts." in module:
+        return f"expert_{direction}"
+    return f"mlp_{direction}"

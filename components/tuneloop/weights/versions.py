@@ -1,11 +1,13 @@
-"""The layout below a weights URL: versions, how each is stored, and how they follow from one another::
+"""The layout below a weights URL: versions, how each is stored, and how they follow one another::
 
     <root>/latest                                           the pointer (`pointer.py`), moved last
-    <root>/weight_v000016/model.safetensors.index.json      created last: its existence means the version is whole
+    <root>/weight_v000016/model.safetensors.index.json      created last: with it the version exists
     <root>/weight_v000016/model-00000-of-00001.<x>.safetensors …
-    <root>/weight_v000017/delta.<x>/model.safetensors.index.json   beside a full version: the same step as a delta
+    <root>/weight_v000017/delta.<x>/model.safetensors.index.json   beside a full version: the same
+                                                                   step as a delta
 
-`docs/weights.md` is the protocol."""
+`docs/weights.md` is the protocol.
+"""
 
 import contextlib
 import functools
@@ -22,21 +24,30 @@ from tuneloop.weights import pointer
 from tuneloop.weights.codec import Encoding
 
 INDEX = "model.safetensors.index.json"
-_DIRECTORY = re.compile(rf"(weight_v(\d{{6,}}))/{re.escape(INDEX)}")
-_GONE = "publish it, or ask for one that `tuneloop weights ls` shows"
+_INDEX_KEY = re.compile(rf"(weight_v(\d{{6,}}))/{re.escape(INDEX)}")
+_REMEDY = "publish it, or ask for one that `tuneloop weights ls` shows"
 
 Hex = str
 
 
 class File(BaseModel, frozen=True, extra="forbid"):
-    """A file of the assembled directory. Safetensors have a `header`, others the `digest` of all their bytes."""
+    """A file of the assembled directory.
+
+    Safetensors have a `header`, others the `digest` of all their bytes.
+    """
 
     size: int = Field(ge=0)
     header: Hex | None = None
     digest: Hex | None = None
     stored: str | None = Field(
-        None, description="its name in this version's directory; None: as in the base version"
+        None,
+        description="its name in this version's directory; None: as in the base version",
     )
+
+    @property
+    def content(self) -> tuple[int, Hex | None, Hex | None]:
+        """What the file is, however it is stored."""
+        return self.size, self.header, self.digest
 
 
 class Metadata(BaseModel, frozen=True, extra="forbid"):
@@ -44,7 +55,10 @@ class Metadata(BaseModel, frozen=True, extra="forbid"):
 
     version: str = Field(pattern=r"^\d+$")
     base_version: str | None = Field(None, pattern=r"^\d+$")
-    delta_encoding: Encoding | None = Field(None, description="absent: a full version")
+    delta_encoding: Encoding | None = Field(
+        None,
+        description="absent: a full version",
+    )
     compression_format: Literal["zstd"] | None = None
     checksum_format: Literal["xxh3-128"] = "xxh3-128"
     total_size: int
@@ -55,28 +69,45 @@ class Extra(BaseModel, frozen=True, extra="forbid"):
 
     format: Literal[1] = 1
     files: dict[str, File]
-    checksums: dict[str, Hex] = Field(description="of every tensor's bytes in this version's state")
-    base_index: Hex | None = Field(None, description="xxh3-128 of the base version's index")
-    delta_index: Hex | None = Field(
-        None, description="xxh3-128 of the index in delta.<x>/ of a full version"
+    checksums: dict[str, Hex] = Field(
+        description="of every tensor's bytes in this version's state",
     )
-    stored_bytes: int = Field(description="of the files in this directory")
+    base_index: Hex | None = Field(
+        None,
+        description="xxh3-128 of the base version's index",
+    )
+    delta_index: Hex | None = Field(
+        None,
+        description="xxh3-128 of the index in delta.<x>/ of a full version",
+    )
+    stored_bytes: int = Field(
+        description="of the files in this directory",
+    )
     elements: int = 0
-    changed: int | None = Field(None, description="elements that differ from the base version")
+    changed: int | None = Field(
+        None,
+        description="elements that differ from the base version",
+    )
     restore_cost: float = Field(
-        0.0, description="of the deltas since the last full version; see publish.RESTORE_BOUND"
+        0.0,
+        description="of the deltas since the last full version; see publish.RESTORE_BOUND",
     )
     source: str | None = Field(
-        None, description="digest of the checkpoint that it was published from"
+        None,
+        description="digest of the checkpoint that it was published from",
     )
     deltas: Encoding | None = Field(
-        None, description="of a version without base: how those that follow are encoded"
+        None,
+        description="of a version without base: how those that follow are encoded",
     )
     roles: dict[str, str] | None = Field(
-        None, description="of a version without base, and its deltas: see roles.py"
+        None,
+        description="of a version without base, and its deltas: see roles.py",
     )
-    held: Hex | None = Field(
-        None, description="of a version whose weights readers hold: what digest_weights says"
+    readers_digest: Hex | None = Field(
+        None,
+        alias="held",
+        description="of a version whose weights readers hold: `digest_weights` of these",
     )
 
 
@@ -93,7 +124,9 @@ class Index(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def base(self) -> int | None:
-        return None if self.metadata.base_version is None else int(self.metadata.base_version)
+        """The version that the delta applies to; None for a full version."""
+        base_version = self.metadata.base_version
+        return None if base_version is None else int(base_version)
 
     @property
     def encoding(self) -> Encoding | None:
@@ -101,164 +134,277 @@ class Index(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def density(self) -> float | None:
-        """Share of elements that differ from the base version."""
-        return (
-            None
-            if self.tuneloop.changed is None
-            else self.tuneloop.changed / max(self.tuneloop.elements, 1)
+        """The share of elements that differ from the base version; None without a base."""
+        changed = self.tuneloop.changed
+        return None if changed is None else changed / max(self.tuneloop.elements, 1)
+
+    @property
+    def stored_files(self) -> dict[str, str]:
+        """Name in the assembled directory → name in this version's directory."""
+        files = self.tuneloop.files.items()
+        return {name: file.stored for name, file in files if file.stored}
+
+    @property
+    def stored_names(self) -> set[str]:
+        """All files in this version's directory, without the index."""
+        names = set(self.stored_files.values())
+        names.update(self.weight_map.values())
+        return names
+
+    @property
+    def headers(self) -> dict[str, Hex]:
+        """Safetensors file → digest of its header."""
+        files = self.tuneloop.files.items()
+        return {name: file.header for name, file in files if file.header}
+
+    def encode_json(self) -> bytes:
+        """Return the bytes of the index in the store; its digest is that of these."""
+        text = self.model_dump_json(
+            exclude_none=True,
+            by_alias=True,
         )
+        return text.encode()
 
-    def encoded(self) -> bytes:
-        return self.model_dump_json(exclude_none=True).encode()
-
-    def same_state(self, other: "Index") -> bool:
+    def has_state_of(self, other: "Index") -> bool:
         """Return whether both assemble to the same files."""
-
-        def bare(index: Index) -> dict[str, tuple[int, str | None, str | None]]:
-            return {name: (f.size, f.header, f.digest) for name, f in index.tuneloop.files.items()}
-
-        return self.tuneloop.checksums == other.tuneloop.checksums and bare(self) == bare(other)
+        if self.tuneloop.checksums != other.tuneloop.checksums:
+            return False
+        # How a file is stored makes no difference.
+        files = self.tuneloop.files
+        other_files = other.tuneloop.files
+        if files.keys() != other_files.keys():
+            return False
+        return all(file.content == other_files[name].content for name, file in files.items())
 
 
 class Entry:
-    """An index in the store, with its digest and place."""
+    """An index in the store, with its digest.
 
-    def __init__(self, store: Store, place: str) -> None:
-        if (data := store.get(f"{place}/{INDEX}")) is None:
-            raise UserError("weights", f"{store.url}/{place}", f"is not published; {_GONE}")
-        self.place, self.digest = place, xxhash.xxh3_128_hexdigest(data)
+    Attributes:
+        folder: the key of the version's directory, or of the delta beside a full version.
+        digest: xxh3-128 of the bytes of the index.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        """Read the index in `folder`.
+
+        Raises:
+            UserError: there is none.
+            Corrupt: it is damaged, or not that of a version in this directory.
+        """
+        url = f"{store.url}/{folder}"
+        data = store.get(f"{folder}/{INDEX}")
+        if data is None:
+            raise UserError(
+                "weights",
+                url,
+                f"is not published; {_REMEDY}",
+            )
+        # Of the bytes as they are stored: another writer's JSON may differ from ours.
+        self.folder = folder
+        self.digest = xxhash.xxh3_128_hexdigest(data)
         try:
             self.index = Index.model_validate_json(data)
             self.version = self.index.version
         except ValueError as error:
-            wrong = f"is not an index of a version ({error!r})"
-            raise Corrupt("weights", f"{store.url}/{place}/{INDEX}", wrong) from error
-        files = self.index.tuneloop.files
-        for name in (
-            *files,
-            *(f.stored for f in files.values() if f.stored),
-            *self.index.weight_map.values(),
-        ):
-            if not is_contained_path(name) or any(part.startswith(".") for part in name.split("/")):
-                wrong = "is not a name for a file of a model directory; publish the version again"
-                raise Corrupt("weights", name, wrong)
-        if get_version_directory(self.version) != place.partition("/")[0]:
             raise Corrupt(
-                "weights", f"{store.url}/{place}", f"says that it is version {self.version}"
+                "weights",
+                f"{url}/{INDEX}",
+                f"is not an index of a version ({error!r})",
+            ) from error
+        self._check_names()
+        if get_version_directory(self.version) != folder.partition("/")[0]:
+            raise Corrupt(
+                "weights",
+                url,
+                f"says that it is version {self.version}",
             )
-        if (self.index.encoding is None) != (self.index.base is None) or (
-            self.index.base or -1
-        ) >= self.version:
+        base = self.index.base
+        has_base = base is not None
+        is_delta = self.index.encoding is not None
+        # A base that is not older would make a walk along the chain endless.
+        if has_base != is_delta or (base or -1) >= self.version:
             raise Corrupt(
-                "weights", f"{store.url}/{place}", f"cannot be a delta on version {self.index.base}"
+                "weights",
+                url,
+                f"cannot be a delta on version {base}",
             )
 
-    def keys(self) -> set[str]:
-        """Return all keys that the version consists of at this place."""
-        stored = {f.stored for f in self.index.tuneloop.files.values() if f.stored}
-        return {
-            f"{self.place}/{name}" for name in (INDEX, *stored, *self.index.weight_map.values())
-        }
+    def _check_names(self) -> None:
+        """Raise Corrupt if a file has a name that would lie outside its directory, or be hidden."""
+        # The index comes from a store that others may write to.
+        names = set(self.index.tuneloop.files)
+        names.update(self.index.stored_names)
+        for name in sorted(names):
+            parts = name.split("/")
+            is_hidden = any(part.startswith(".") for part in parts)
+            if is_hidden or not is_contained_path(name):
+                raise Corrupt(
+                    "weights",
+                    name,
+                    "is not a name for a file of a model directory; publish the version again",
+                )
+
+    def list_keys(self) -> set[str]:
+        """Return all keys that the version consists of in this folder."""
+        names = self.index.stored_names | {INDEX}
+        return {f"{self.folder}/{name}" for name in names}
 
 
 def get_version_directory(version: int) -> str:
+    """Return the key of the directory of `version`, relative to the root."""
     return f"weight_v{version:06d}"
 
 
 class Chain:
-    """The versions below a root as they are now; indexes are read when asked for."""
+    """The versions below a root when this object was made; indexes are read when asked for.
+
+    Attributes:
+        pointed: the pointer; None before the first publication.
+        keys: all keys below the root.
+        versions: the versions that exist, ascending.
+    """
 
     def __init__(self, root: str | Store) -> None:
         self.store = root if isinstance(root, Store) else Store(root)
-        self.pointed = pointer.read_pointer(self.store)  # before the listing, which must include it
+        # Read before the listing, which then includes the version that it names.
+        self.pointed = pointer.read_pointer(self.store)
         self.keys = self.store.keys()
-        found = (match for key in self.keys if (match := _DIRECTORY.fullmatch(key)))
-        self.versions = sorted(
-            int(match[2]) for match in found if match[1] == get_version_directory(int(match[2]))
-        )
-        self._entries = dict[int, Entry]()
-        self._named: dict[int | None, str] = {
-            at.version: at.ref.rpartition(":")[2] for at in [self.pointed] if at
-        }
+        versions: list[int] = []
+        for key in self.keys:
+            match = _INDEX_KEY.fullmatch(key)
+            if match is None:
+                continue
+            version = int(match[2])
+            # weight_v0000001 is no directory of a version: that has six digits, if they suffice.
+            if match[1] == get_version_directory(version):
+                versions.append(version)
+        self.versions = sorted(versions)
+        self._entries: dict[int, Entry] = {}
+        # The digest of an index, as the pointer or a later index states it.
+        self._expected_digests: dict[int | None, str] = {}
+        if self.pointed:
+            _, _, digest = self.pointed.ref.rpartition(":")
+            self._expected_digests[self.pointed.version] = digest
 
     def entry(self, version: int) -> Entry:
-        """Read the index of a version, verified by the later indexes, up to the one that the pointer names."""
-        latest = -1 if self.pointed is None or version in self._entries else self.pointed.version
-        for later in [v for v in reversed(self.versions) if version < v <= latest]:
-            with contextlib.suppress(UserError):  # a damaged index verifies nothing
-                self._read_entry(later)
+        """Read the index of a version, verified by the later ones up to the one of the pointer.
+
+        Raises:
+            UserError: the version is not published.
+            Corrupt: its index is damaged, or not the one that later versions build on.
+        """
+        if version not in self._entries and self.pointed is not None:
+            # From the pointer down, as each index states the digest of the one before it.
+            later_versions = [v for v in self.versions if version < v <= self.pointed.version]
+            for later in reversed(later_versions):
+                # A damaged index verifies nothing.
+                with contextlib.suppress(UserError):
+                    self._read_entry(later)
         return self._read_entry(version)
 
     def _read_entry(self, version: int) -> Entry:
-        if version not in self._entries:
-            entry = Entry(self.store, get_version_directory(version))
-            if (named := self._named.get(version, entry.digest)) != entry.digest:
-                wrong = f"has xxh3-128 {entry.digest}, but {named} is what `latest` or the next version builds on"
-                raise Corrupt("weights", f"{self.store.url}/{entry.place}/{INDEX}", wrong)
-            self._entries[version] = entry
-            with contextlib.suppress(
-                UserError
-            ):  # a full version can be read without the delta beside it
-                if (step := self.delta(entry)) and (before := step.index.tuneloop.base_index):
-                    self._named[step.index.base] = before
-        return self._entries[version]
+        """Read the index of a version, and note the digest of its base's index."""
+        if version in self._entries:
+            return self._entries[version]
+        entry = Entry(self.store, get_version_directory(version))
+        expected = self._expected_digests.get(version, entry.digest)
+        if expected != entry.digest:
+            raise Corrupt(
+                "weights",
+                f"{self.store.url}/{entry.folder}/{INDEX}",
+                f"has xxh3-128 {entry.digest}, but {expected} is what `latest` or the next"
+                " version builds on",
+            )
+        self._entries[version] = entry
+        # A full version can be read without the delta beside it.
+        with contextlib.suppress(UserError):
+            delta = self.find_delta(entry)
+            base_digest = delta.index.tuneloop.base_index if delta else None
+            if delta and base_digest:
+                self._expected_digests[delta.index.base] = base_digest
+        return entry
 
     @functools.cached_property
     def latest(self) -> int | None:
         """The version that the pointer names, checked to be the one it was moved to."""
-        return None if self.pointed is None else self.entry(self.pointed.version).version
+        if self.pointed is None:
+            return None
+        entry = self.entry(self.pointed.version)
+        return entry.version
 
-    def target(self, version: int | None) -> int:
-        """Return `version`, or the latest. Raises UserError where it is not published."""
-        wanted = self.latest if version is None else version
-        if wanted is None or wanted not in self.versions:
-            asked = "latest" if version is None else version
-            raise UserError("weights version", asked, f"is not in {self.store.url}; {_GONE}")
-        return wanted
+    def resolve_version(self, version: int | None) -> int:
+        """Return `version`, or the latest if it is None. Raises UserError: it is not published."""
+        resolved = self.latest if version is None else version
+        if resolved is None or resolved not in self.versions:
+            value = "latest" if version is None else version
+            raise UserError(
+                "weights version",
+                value,
+                f"is not in {self.store.url}; {_REMEDY}",
+            )
+        return resolved
 
-    def steps(self, version: int) -> Iterator[tuple[Entry | None, Entry]]:
-        """Walk back from `version`, until no delta is stored (None) or the base is gone: yield deltas, own entries."""
+    def walk_back(self, version: int) -> Iterator[tuple[Entry | None, Entry]]:
+        """Yield pairs (delta, entry) from `version` back to its base, the base's base and so on.
+
+        The walk ends with a version without a stored delta (None), or whose base is gone.
+
+        Raises:
+            UserError, Corrupt: as `entry`.
+        """
         while True:
             entry = self.entry(version)
-            delta = self.delta(entry)
+            delta = self.find_delta(entry)
             yield delta, entry
             if delta is None or delta.index.base not in self.versions:
                 return
             version = delta.index.base
 
-    def delta(self, entry: Entry) -> Entry | None:
-        """Return the entry that holds the step from the base version, if one is stored."""
+    def find_delta(self, entry: Entry) -> Entry | None:
+        """Return the entry that holds the step from the base version, if one is stored.
+
+        Raises:
+            UserError: the delta beside a full version is gone.
+            Corrupt: it is another one.
+        """
         if entry.index.encoding is not None:
             return entry
-        if entry.index.tuneloop.delta_index is None:
+        # A full version without a delta beside it begins a chain.
+        expected = entry.index.tuneloop.delta_index
+        if expected is None:
             return None
-        delta = Entry(self.store, delta_place(entry.place, entry.index))
-        if delta.digest != entry.index.tuneloop.delta_index or not delta.index.same_state(
-            entry.index
-        ):
+        delta = Entry(self.store, get_delta_folder(entry.folder, expected))
+        if delta.digest != expected or not delta.index.has_state_of(entry.index):
             raise Corrupt(
                 "weights",
-                f"{self.store.url}/{delta.place}",
+                f"{self.store.url}/{delta.folder}",
                 "is not the delta of the version it lies in",
             )
         return delta
 
 
 def digest_weights(headers: Mapping[str, Hex], checksums: Mapping[str, Hex]) -> Hex:
-    """Hash lines ``name digest`` by xxh3-128: of the safetensors files' headers, then of tensors, each by name."""
-    lines = [
-        f"{name} {digest}\n"
-        for each in (headers, checksums)
-        for name, digest in sorted(each.items())
-    ]
+    """Compute the digest that stands for all weights of a model: xxh3-128, in hexadecimal.
+
+    It is that of lines ``name digest``: first of the safetensors files with the digests of their
+    headers, then of the tensors with their checksums, both sorted by name.
+    """
+    lines: list[str] = []
+    for digest_by_name in (headers, checksums):
+        for name, digest in sorted(digest_by_name.items()):
+            lines.append(f"{name} {digest}\n")
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
-def delta_place(place: str, full: Index) -> str:
-    """Return where a full version keeps the step from its base version; named by content, as weights are."""
-    return f"{place}/delta.{(full.tuneloop.delta_index or '')[:12]}"
+def get_delta_folder(folder: str, delta_index: Hex) -> str:
+    """Return where a full version keeps the step from its base version.
+
+    It is named by the digest of its index, so that two publishers never write to the same key.
+    """
+    return f"{folder}/delta.{delta_index[:12]}"
 
 
 def get_version_reference(entry: Entry) -> str:
-    """Return the pointer's reference to a version: relative, so that a root can be moved as a whole."""
-    return f"{entry.place}@xxh3-128:{entry.digest}"
+    """Return the pointer's reference to a version: relative, so that a root can be moved."""
+    return f"{entry.folder}@xxh3-128:{entry.digest}"

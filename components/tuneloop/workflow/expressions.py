@@ -10,14 +10,15 @@ Python's: ``!`` by ``~`` and ``matches`` by ``is``, which bind as tightly."""
 import ast
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow import expression_values as values
 from tuneloop.workflow.expression_values import ExpressionError
 
 TAG = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
-Scope = Mapping[str, Any]
+Scope = JsonMapping
 
 
 def substitute_tags(value: Any, scope: Scope) -> Any:
@@ -84,9 +85,9 @@ def _resolve(tag: str, scope: Scope) -> str:
     return value
 
 
-def _nest(scope: Scope) -> dict[str, Any]:
+def _nest(scope: Scope) -> JsonObject:
     """Turn ``{"a.b": 1}`` into ``{"a": {"b": 1}}``; where a name is both a value and a prefix, the members win."""
-    root: dict[str, Any] = {}
+    root: JsonObject = {}
     for name in sorted(scope):
         *path, last = name.split(".")
         branch = root
@@ -175,7 +176,7 @@ def _read_words(source: str) -> Iterator[str]:
             raise ExpressionError(f"unexpected {word!r}")
 
 
-def _evaluate(node: ast.expr, env: Mapping[str, Any] | None) -> Any:
+def _evaluate(node: ast.expr, env: JsonMapping | None) -> Any:
     """Evaluate a parsed expression; without an environment it is govaluate's, in which names are strings."""
 
     def value(inner: ast.expr) -> Any:

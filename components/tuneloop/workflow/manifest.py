@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.settings import SANDBOX, TOKEN_SECRET
 
 KINDS = ("container", "dag")
@@ -22,9 +23,9 @@ FIELD_PATHS = (
 """What ``env.valueFrom.fieldRef`` may name."""
 
 
-def check_workflow(spec: Mapping[str, Any]) -> None:
+def check_workflow(spec: JsonMapping) -> None:
     """Raise UserError at the first field that the local executor does not support, or the first fault of a graph."""
-    templates: Sequence[Mapping[str, Any]] = spec.get("templates", [])
+    templates: Sequence[JsonMapping] = spec.get("templates", [])
     for template in templates:
         if "resource" in template:
             told = "needs a cluster: submit it to one, or set nodes=1, and processes to their total"
@@ -64,14 +65,14 @@ def check_workflow(spec: Mapping[str, Any]) -> None:
             )
 
 
-def list_calls(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def list_calls(template: JsonMapping) -> list[JsonMapping]:
     """List the tasks of a DAG, or the steps of every group, in the order they are written; none of a leaf."""
     return template.get("dag", {}).get("tasks") or [
         step for group in template.get("steps", ()) for step in group
     ]
 
 
-def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
+def effective_spec(workflow: JsonMapping) -> JsonObject:
     """Return what the controller runs: the workflow's own spec over that of the WorkflowTemplate it was made from."""
     return {
         **(workflow.get("status", {}).get("storedWorkflowTemplateSpec") or {}),
@@ -80,8 +81,8 @@ def effective_spec(workflow: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def begin_at_template(
-    workflow: Mapping[str, Any], entrypoint: str, arguments: Mapping[str, str]
-) -> dict[str, Any]:
+    workflow: JsonMapping, entrypoint: str, arguments: Mapping[str, str]
+) -> JsonObject:
     """Return `workflow` with another template as its entrypoint, which gets `arguments`."""
     spec = workflow["spec"]
     given = {p["name"]: p for p in spec.get("arguments", {}).get("parameters", ())}
@@ -90,17 +91,17 @@ def begin_at_template(
     return {**workflow, "spec": {**spec, "entrypoint": entrypoint, "arguments": arguments_of}}
 
 
-def parse_applied_object(template: Mapping[str, Any]) -> dict[str, Any]:
+def parse_applied_object(template: JsonMapping) -> JsonObject:
     """Parse the object that a resource template applies; empty for any other template."""
     return yaml.safe_load(template["resource"]["manifest"]) if "resource" in template else {}
 
 
-def labels_of(found: Mapping[str, Any]) -> Mapping[str, str]:
+def labels_of(found: JsonMapping) -> Mapping[str, str]:
     """Return the labels of any object, or of a template's pod."""
     return (found.get("metadata") or {}).get("labels") or {}
 
 
-def _check_pod(template: Mapping[str, Any]) -> None:
+def _check_pod(template: JsonMapping) -> None:
     if (container := template.get("container")) is None:
         return
     at = f"templates.{template['name']}"
@@ -130,7 +131,7 @@ def _check_pod(template: Mapping[str, Any]) -> None:
         )
 
 
-def mounts_token(spec: Mapping[str, Any]) -> bool:
+def mounts_token(spec: JsonMapping) -> bool:
     """Say whether pods of a workflow mount the token of its servers; pods of a WorkflowTemplate elsewhere may."""
     return TOKEN_SECRET in json.dumps(spec) or "workflowTemplateRef" in spec
 
@@ -191,9 +192,7 @@ _DEPENDENCY = re.compile(
 )
 
 
-def parse_depends(
-    task: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[str], str]:
+def parse_depends(task: JsonMapping, tasks: Mapping[str, JsonMapping]) -> tuple[list[str], str]:
     """Return the tasks that `task` waits for, and the condition on their results: an expression over ``<task, hyphens
     as underscores>.<result>``, empty without dependencies. A task without a result means ``Succeeded || Skipped ||
     Daemoned``. Raises UserError at a name that is not a task of the same DAG, or not a result."""

@@ -1,10 +1,11 @@
 """Iterations of a loop as one pod runs them, stage after stage: what `tuneloop.local.iterations` is given."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
+
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 PROGRAM = "tuneloop.local.iterations"
 PerPod = int | Literal["auto"]
@@ -41,7 +42,7 @@ class PodLoop(BaseModel, frozen=True, extra="forbid"):
     evaluate_every: int = 0
 
 
-def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
+def find_pod(workflow: JsonMapping) -> JsonObject | None:
     """Return the template whose pod runs the stages of several iterations; None where each stage has a pod."""
     started = (
         (t, t.get("container", {}).get("command", ()))
@@ -50,7 +51,7 @@ def find_pod(workflow: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((template for template, command in started if PROGRAM in command), None)
 
 
-def expand_pod(workflow: Mapping[str, Any]) -> tuple[dict[str, Any], PerPod]:
+def expand_pod(workflow: JsonMapping) -> tuple[JsonObject, PerPod]:
     """Return the workflow with a graph of the stages in place of the pod that runs them, and how many iterations that
     pod runs; 0: each stage has a pod of its own, and the workflow is unchanged."""
     if (pod := find_pod(workflow)) is None:

@@ -2,12 +2,12 @@
 
 import itertools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tuneloop.core.artifacts import Role
 from tuneloop.core.component import Component, find_component
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.workflow.manifest import list_calls, parse_applied_object
 
 SERVER = "tuneloop.inference.server"
@@ -46,7 +46,7 @@ class Stage:
         return self.module == SERVER
 
     @property
-    def engine_args(self) -> dict[str, Any]:
+    def engine_args(self) -> JsonObject:
         """What is passed on to the engine; empty where the stage has none."""
         try:
             return dict(json.loads(self.flags.get("engine_args", "{}")))
@@ -68,7 +68,7 @@ class Stage:
             return None
 
 
-def read_stage(template: Mapping[str, Any]) -> Stage:
+def read_stage(template: JsonMapping) -> Stage:
     """Read what a leaf template says of its stage."""
     job = parse_applied_object(template)
     body, group = container_of(template, job), group_of(job)
@@ -101,7 +101,7 @@ def read_stage(template: Mapping[str, Any]) -> Stage:
     )
 
 
-def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
+def read_loop(workflow: JsonMapping) -> dict[str, Role]:
     """Find the stages that a loop (a template that calls itself) runs: template → role, in the order of the graph."""
     templates = {template["name"]: template for template in workflow["spec"].get("templates") or ()}
     called = {
@@ -120,14 +120,14 @@ def read_loop(workflow: Mapping[str, Any]) -> dict[str, Role]:
     return found
 
 
-def container_of(template: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
+def container_of(template: JsonMapping, job: JsonMapping) -> JsonObject:
     """Return the stage's container: the template's, or that of the JobSet `job` it applies; empty without one."""
     if job.get("kind") == "JobSet":
         return group_of(job)["template"]["spec"]["containers"][0]
     return template.get("container") or template.get("script") or {}
 
 
-def group_of(job: Mapping[str, Any]) -> dict[str, Any]:
+def group_of(job: JsonMapping) -> JsonObject:
     """Return the spec of the one Job of our JobSets; empty for any other object."""
     if job.get("kind") != "JobSet":
         return {}

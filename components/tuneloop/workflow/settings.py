@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
+from tuneloop.core.errors import UserError
+
 RUN_LABEL = "tuneloop.dev/run"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -44,7 +46,8 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         description="name of the runs that share: at most 40 lower-case letters, digits and dashes",
     )
     device_class: str = Field(
-        "", description="DRA DeviceClass of the devices; empty: no claim, runs only take turns"
+        "",
+        description="DRA DeviceClass of the devices; empty: no claim, runs only lease them in turn",
     )
     count: int = Field(
         1, ge=1, description="devices of a claim; every run that uses the claim sees all of them"
@@ -54,14 +57,14 @@ class Share(BaseModel, frozen=True, extra="forbid"):
         2,
         ge=1,
         description="runs that share a claim, which no queue accounts for; a further run gets another claim; 1: each "
-        "pod has its own claim, without turns, and Kueue accounts for it where it maps the device class",
+        "pod has its own claim, without leases, and Kueue accounts for it where it maps the device class",
     )
     policy: Literal["fifo", "lrs"] = Field(
         "fifo",
-        description="whose turn is next: fifo: the first to ask; lrs: the least recently served",
+        description="which run gets the lease next: fifo: the first to ask; lrs: the least recently served",
     )
     patience: float = Field(
-        30.0, ge=1, description="seconds after which a silent holder has lost its turn"
+        30.0, ge=1, description="seconds after which a silent holder has lost its lease"
     )
     roles: Literal["together", "apart", "strict"] = Field(
         "together",
@@ -247,6 +250,13 @@ class Cluster(BaseModel, frozen=True, extra="forbid"):
 
     def resources(self, role: ResourceRole) -> Resources:
         return getattr(self, role)
+
+    def check_one_memory_limit(self, role: ResourceRole, runner: str) -> None:
+        """Raise UserError where attempts after the first are to have more memory, but `runner` gives all the same."""
+        limit = self.resources(role).memory_on_retry
+        if limit:
+            remedy = f"{runner} gives all attempts one limit: leave it out, and raise cluster.{role}.memory"
+            raise UserError(f"cluster.{role}.memory_on_retry", limit, remedy)
 
     def count_gpus(self, role: ResourceRole) -> int:
         """Return the GPUs of a pod of a role."""

@@ -100,6 +100,19 @@ def test_one_machine_refuses_them_by_name() -> None:
         manifest.check_workflow(made)
 
 
+def test_more_memory_on_a_retry_is_refused_where_all_attempts_have_one_limit() -> None:
+    """By a JobSet, and by Kubeflow Pipelines; a pod of Argo's has it."""
+    sft = find_pipeline("sft")
+    memory = ["cluster.trainer.memory=2Gi", "cluster.trainer.memory_on_retry=4Gi"]
+    assert "asInt(retries) > 0" in json.dumps(sft.build(sft.configure(None, memory)))
+    told = r"cluster\.trainer\.memory_on_retry: '4Gi': a job of several pods gives all attempts one limit"
+    with pytest.raises(UserError, match=told):
+        sft.build(sft.configure(None, ["nodes=2", *memory]))
+    told = r"cluster\.trainer\.memory_on_retry: '4Gi': Kubeflow Pipelines gives all attempts"
+    with pytest.raises(UserError, match=told):
+        sft.module.build_kfp(sft.configure(None, memory))
+
+
 def test_a_priority_given_at_submission_reaches_the_jobs() -> None:
     made = prepare_workflow(
         rendered("nodes=2"), run="demo", store="s3://b", priority="tuneloop-high"

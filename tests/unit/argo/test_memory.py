@@ -9,7 +9,8 @@ import yaml
 from kubernetes.utils import parse_quantity
 
 from tests.unit.planning.test_plan import PUBLISHED
-from tuneloop.argo.colocation import Colocation, compute_trainer_memory, parse_resource_quantity
+from tuneloop.argo.colocation import Colocation, parse_resource_quantity
+from tuneloop.argo.training_memory import compute_trainer_memory
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.errors import UserError
 

@@ -19,14 +19,14 @@ from tuneloop.argo.template import define_workflow, stage_template
 from tuneloop.core.errors import UserError
 from tuneloop.local.executor import execute_workflow
 from tuneloop.local.journal import Node
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.stages.rollout import rollout
 from tuneloop.workflow.settings import Cluster, Share
 
 SHARED = Cluster(share=Share(group="g", patience=10))
 
 
-SCRIPT = 'cp "$TUNELOOP_TURN" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
+SCRIPT = 'cp "$TUNELOOP_LEASE" $0.turn; date +%s.%N > $0.begin; sleep 0.1; date +%s.%N > $0.end'
 RELEASES = """
 import json, os, sys
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_stages_of_a_run_take_turns_here(tmp_path: Path) -> None:
         3,
         4,
     ]
-    assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
+    assert open_lease_group(f"{tmp_path}/.leases/g", who="a").read().is_idle
 
 
 def test_of_two_runs_the_second_computes_while_the_first_still_writes(tmp_path: Path) -> None:
@@ -94,17 +94,17 @@ def test_of_two_runs_the_second_computes_while_the_first_still_writes(tmp_path: 
         assert [each.result(LIMIT_S).phase for each in (first, second)] == ["Succeeded"] * 2
     at = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*-[12]")}
     assert at["computed-1"] < at["computed-2"] <= at["written-1"] and len(at) == 4
-    assert open_turns(f"{tmp_path}/.turns/g", who="a").read().idle
+    assert open_lease_group(f"{tmp_path}/.leases/g", who="a").read().is_idle
 
 
 def stop_where_it_waits(node: Node) -> None:
     """Stop the run, as `tuneloop stop` does, once a stage of it waits for another run."""
-    if node.message.startswith("waits for its turn"):
+    if node.message.startswith("waits for the lease"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None:
-    with open_turns(f"{tmp_path}/.turns/g", who="other", patience=60).acquire() as held:
+    with open_lease_group(f"{tmp_path}/.leases/g", who="other", patience=60).acquire() as held:
         arguments = {"run": "a", "store": str(tmp_path)}
         outcome = execute_workflow(
             build(1), workdir=tmp_path / "work", arguments=arguments, on_node=stop_where_it_waits
@@ -112,9 +112,9 @@ def test_a_stage_waits_for_another_run_and_stops_waiting(tmp_path: Path) -> None
         assert (outcome.phase, outcome.exit_code) == ("Failed", 75)
         assert not (tmp_path / "0.begin").exists()
         told = (tmp_path / "work" / "nodes.jsonl").read_text()
-        assert "waits for its turn in group g" in told
-        assert held.beat() and held.turns.read().waiting == ()
-        held.turns.change(lambda document: document.model_copy(update={"patience": 19}))
+        assert "waits for the lease of group g" in told
+        assert held.renew() and held.group.read().waiting == ()
+        held.group.update(lambda document: document.model_copy(update={"patience": 19}))
         outcome = execute_workflow(build(1), workdir=tmp_path / "work", arguments=arguments)
         assert outcome.exit_code == 2 and "the runs of group g say 19.0" in outcome.message
 
@@ -127,14 +127,14 @@ def test_the_sidecar_alone_has_a_token() -> None:
     [turn] = template["initContainers"]
     mounts = {
         name: {m["name"] for m in c["volumeMounts"]}
-        for name, c in (("turn", turn), ("main", template["container"]))
+        for name, c in (("lease", turn), ("main", template["container"]))
     }
-    assert turn["restartPolicy"] == "Always" and mounts["turn"] == {"turn", "turn-token"}
+    assert turn["restartPolicy"] == "Always" and mounts["lease"] == {"lease", "lease-token"}
     assert (
-        mounts["main"] == {"scratch", "shm", "turn"}
-        and template["serviceAccountName"] == "tuneloop-turn"
+        mounts["main"] == {"scratch", "shm", "lease"}
+        and template["serviceAccountName"] == "tuneloop-lease"
     )
-    assert {v["name"] for v in template["volumes"]} == {"scratch", "shm", "turn", "turn-token"}
+    assert {v["name"] for v in template["volumes"]} == {"scratch", "shm", "lease", "lease-token"}
     assert not built.to_dict()["spec"]["automountServiceAccountToken"]
 
 
@@ -142,6 +142,6 @@ def test_other_init_containers_are_refused_here(tmp_path: Path) -> None:
     made = build(1)
     made["spec"]["templates"][0]["initContainers"][0]["command"] = ["sh"]
     with pytest.raises(
-        UserError, match="initContainers: 'turn': is not supported by the local executor"
+        UserError, match="initContainers: 'lease': is not supported by the local executor"
     ):
         execute_workflow(made, workdir=tmp_path, arguments={"run": "a", "store": str(tmp_path)})

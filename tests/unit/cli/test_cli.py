@@ -28,7 +28,7 @@ from tuneloop.local import journal
 from tuneloop.local.journal import Journal, Node, Workflow
 from tuneloop.runs import records, run_record
 from tuneloop.runs.records import Record
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 
 ROOT = Path(__file__).parents[3]
 TOY = str(ROOT / "tests" / "unit" / "toy_pipeline.py")
@@ -308,7 +308,7 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
         ),
         (["fleet", "autoscale", "http://a:8000", "--max", "2"], "must be service://name.namespace"),
         (
-            ["render", "grpo", "--to", "kfp", "--set", "loop.asynchronous=true"],
+            ["kfp", "render", "grpo", "--set", "loop.asynchronous=true"],
             "is built for Argo and for one machine",
         ),
         (
@@ -326,8 +326,6 @@ def test_help_is_for_who_names_no_command(call: Call, words: list[str]) -> None:
             ["submit", "grpo", "--run", "x", "--store", "s3://b", "--server", "h:1"],
             "server: 'h:1': must be an absolute URL",
         ),
-        (["run", "sft", "--to", "kfp"], "--to: 'kfp': can be kfp, for render, "),
-        (["submit", "sft", "--to"], "--to: '': can be kfp"),
         (
             ["cluster", "status", "demo", "--context", "nowhere"],
             "cluster: 'nowhere': no usable cluster",
@@ -853,20 +851,23 @@ def test_status_of_a_failed_run_says_why(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_group_in_which_nobody_has_the_turn_is_no_failure(call: Call) -> None:
-    told = call("turns", "g", "--store", "runs")
+    told = call("leases", "g", "--store", "runs")
     assert (told.code, told.out) == (0, "no run holds or waits for a lease in group g\n")
-    open_turns("runs/.turns/g", who="r").change(
-        lambda document: document.ask("r.1", "r").take("r.1")
+    open_lease_group("runs/.leases/g", who="r").update(
+        lambda document: document.add_waiter("r.1", "r").grant("r.1")
     )
-    assert "  holds  r  since " in call("turns", "g", "--store", "runs").out
+    assert "  holds  r  since " in call("leases", "g", "--store", "runs").out
 
 
 def test_stop_gives_back_the_turns_of_a_run_that_was_killed(call: Call, tmp_path: Path) -> None:
     left(tmp_path, pod("sft", "Running"))
-    turns = open_turns(f"{tmp_path}/runs/.turns/g", who="r")
-    turns.change(
+    turns = open_lease_group(f"{tmp_path}/runs/.leases/g", who="r")
+    turns.update(
         lambda document: (
-            document.ask("r.1", "r").take("r.1").ask("r.2", "r").ask("other.1", "other")
+            document.add_waiter("r.1", "r")
+            .grant("r.1")
+            .add_waiter("r.2", "r")
+            .add_waiter("other.1", "other")
         )
     )
     assert "is not running (interrupted)" in call("stop", "r").out

@@ -41,7 +41,7 @@ def test_argo(pipeline: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kfp(pipeline: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(["render", pipeline, "--to", "kfp", *SERVED]) == 0
+    assert run_cli(["kfp", "render", pipeline, *SERVED]) == 0
     (found,) = (
         each for each in yaml.safe_load_all(capsys.readouterr().out) if "deploymentSpec" in each
     )

@@ -7,8 +7,6 @@ import pytest
 from tests.unit import toy
 from tuneloop.core.attempts import (
     ATTEMPT,
-    AWAY_BUDGET,
-    BUDGET,
     LAST_END,
     MORE_MEMORY,
     RECORD,
@@ -16,6 +14,7 @@ from tuneloop.core.attempts import (
     admit_attempt,
     record_progress,
 )
+from tuneloop.core.ends import AWAY_BUDGET, BUDGET
 from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 

@@ -339,18 +339,18 @@ def test_an_address_that_somebody_else_has_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_group_is_a_name_of_the_namespace(gateway: SimpleNamespace) -> None:
     for wrong in ("lease://team-b/a100", "s3://elsewhere/group", "../a100"):
-        refused = make(gateway, "g", turns=wrong)
+        refused = make(gateway, "g", lease_group=wrong)
         assert refused.status_code == 422 and refused.json()["error"].startswith(
-            f"turns: {wrong!r}"
+            f"lease_group: {wrong!r}"
         )
-    wanted = Wanted(namespace="a", turns="a100", patience=9)
+    wanted = Wanted(namespace="a", lease_group="a100", patience=9)
     command = Jobs(client.ApiClient(), None)._job(
         "session-1", wanted, "me", "s3://b/sessions/a/session-1"
     )["spec"]
     flags = command["template"]["spec"]["containers"][0]["command"]
     assert flags[-6:] == [
-        "--turns",
-        "s3://b/sessions/a/.turns/a100",
+        "--lease",
+        "s3://b/sessions/a/.leases/a100",
         "--policy",
         "fifo",
         "--patience",

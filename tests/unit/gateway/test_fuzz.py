@@ -139,7 +139,9 @@ def test_the_gateway_answers_every_session_that_is_asked_for(tmp_path: Path) -> 
         "Authorization": f"Bearer {(tmp_path / 'token').read_text().strip()}",
         "Idempotency-Key": "a",
     }
-    wanted = Wanted(namespace="local", accelerators=1, display_name="x", turns="a").model_dump()
+    wanted = Wanted(
+        namespace="local", accelerators=1, display_name="x", lease_group="a"
+    ).model_dump()
     tinker = {
         "project_id": "local",
         "display_name": "x",

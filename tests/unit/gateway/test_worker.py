@@ -21,7 +21,7 @@ from tuneloop.gateway import worker as module
 from tuneloop.gateway.messages import CreateModel, OptimStep, SaveWeights
 from tuneloop.gateway.session import Session
 from tuneloop.gateway.worker import Worker
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 from tuneloop.training.fsdp.ranks import Ranks
 
 MODEL = "local.session-0123456789:train:0"
@@ -37,9 +37,9 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
 ) -> None:
     monkeypatch.setattr(module, "LINGER", 0.05)
     base = checkpoint_artifact(tmp_path / "base")
-    place, other = str(tmp_path / "group"), open_turns(str(tmp_path / "group"), who="another")
-    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "turn.json"))
-    worker = Worker(session, "key", open_turns(place, who=session.id))
+    place, other = str(tmp_path / "group"), open_lease_group(str(tmp_path / "group"), who="another")
+    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "lease.json"))
+    worker = Worker(session, "key", open_lease_group(place, who=session.id))
     worker.thread.start()
     try:
         with other.acquire() as held:
@@ -55,7 +55,7 @@ def test_a_worker_computes_in_its_turn_and_sleeps_between(
         assert session._asleep == [session.models[MODEL]]
         request = session.save_weights(SaveWeights(model_id=MODEL, path="x"))
         saved = Artifact(session._url(session.ledger.future(request).result(LIMIT_S)["path"]))
-        assert saved.manifest.provenance["turn"]["number"] == 3
+        assert saved.manifest.provenance["lease"]["number"] == 3
     finally:
         worker.stopping.set()
         worker.thread.join()
@@ -67,9 +67,9 @@ def test_a_worker_that_lost_its_turn_ends(tmp_path: Path) -> None:
 import time
 from tuneloop.gateway import worker
 from tuneloop.gateway.session import Session
-from tuneloop.sharing.places import open_turns
-turns = open_turns({f"{tmp_path}/group"!r}, who="a", patience=5)
-with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn():
+from tuneloop.sharing.lease_storage import open_lease_group
+turns = open_lease_group({f"{tmp_path}/group"!r}, who="a", patience=5)
+with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._hold_lease():
     print("has it", flush=True)
     time.sleep(600)
 """
@@ -78,10 +78,10 @@ with worker.Worker(Session("a.session-1", "nowhere", dict), "key", turns)._turn(
     )
     assert process.stdout.readline() == "has it\n"
     process.send_signal(signal.SIGSTOP)
-    with open_turns(f"{tmp_path}/group", who="b", patience=5).acquire(LIMIT_S) as held:
+    with open_lease_group(f"{tmp_path}/group", who="b", patience=5).acquire(LIMIT_S) as held:
         process.send_signal(signal.SIGCONT)
         said = process.communicate(timeout=LIMIT_S)[1]
-        assert process.returncode == 75 and "unavailable: turn 1 of group group was lost" in said
+        assert process.returncode == 75 and "unavailable: lease 1 of group group was lost" in said
         held.check()
 
 
@@ -111,8 +111,8 @@ def test_a_busy_worker_lets_others_have_their_turn(
     base, place = checkpoint_artifact(tmp_path / "base"), str(tmp_path / "group")
     session.create_model(CreateModel(base_model=base.ref))
     requests = [session.optim_step(OptimStep(model_id=MODEL)) for _ in range(5)]
-    other = open_turns(place, who="another")
-    worker = Worker(session, "key", open_turns(place, who=session.id))
+    other = open_lease_group(place, who="another")
+    worker = Worker(session, "key", open_lease_group(place, who=session.id))
     found: list[bool] = []
 
     def ask() -> None:
@@ -120,7 +120,7 @@ def test_a_busy_worker_lets_others_have_their_turn(
             found.extend(session.ledger.future(request).done() for request in requests)
 
     asking = threading.Thread(target=ask)
-    with open_turns(place, who="first").acquire():
+    with open_lease_group(place, who="first").acquire():
         worker.thread.start()
         until(lambda: len(other.read().waiting) == 1)
         asking.start()
@@ -135,7 +135,7 @@ def test_a_busy_worker_lets_others_have_their_turn(
 
 def test_a_worker_that_can_not_wake_up_ends(session: Session, tmp_path: Path) -> None:
     base = checkpoint_artifact(tmp_path / "base")
-    worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
+    worker = Worker(session, "key", open_lease_group(str(tmp_path / "group"), who=session.id))
     session.create_model(CreateModel(base_model=base.ref))
     session.do(session.ledger.take(0))
     session.sleep()
@@ -207,8 +207,8 @@ def test_a_refused_request_takes_its_number(session: Session, tmp_path: Path) ->
 def test_turns_of_another_kind_fail_the_request_and_not_the_worker(
     session: Session, tmp_path: Path
 ) -> None:
-    with open_turns(str(tmp_path / "group"), who="another", policy="lrs").acquire():
-        worker = Worker(session, "key", open_turns(str(tmp_path / "group"), who=session.id))
+    with open_lease_group(str(tmp_path / "group"), who="another", policy="lrs").acquire():
+        worker = Worker(session, "key", open_lease_group(str(tmp_path / "group"), who=session.id))
         worker.thread.start()
         request = session.create_model(CreateModel(base_model="nowhere"))
         with pytest.raises(UserError, match="policy"):

@@ -20,7 +20,8 @@ from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.inference.engines import Remote, Sampling
 from tuneloop.inference.engines import _client as module
-from tuneloop.inference.engines._client import LOSSES, Client, Lost
+from tuneloop.inference.engines._client import LOSSES, Client
+from tuneloop.inference.engines._connection import Lost
 from tuneloop.inference.http_api import BATCH_BYTES, ORDER_BYTES
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
 from tuneloop.stages.rollout import rollout

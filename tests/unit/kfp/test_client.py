@@ -79,10 +79,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFixture[str]) -> None:
     line = [
+        "kfp",
         "submit",
         "sft",
-        "--to",
-        "kfp",
         "--run",
         "demo",
         "--store",
@@ -107,12 +106,12 @@ def test_a_run_from_submission_to_its_end(backend: Api, capsys: pytest.CaptureFi
 
     assert run_cli(line) == 2
     assert "is under way as r1" in capsys.readouterr().err
-    assert run_cli(["status", "demo", "--to=kfp"]) == 0
+    assert run_cli(["kfp", "status", "demo"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^ *sft +SUCCEEDED +5$", shown, re.M)
     assert re.search(r"^ *evaluate-after +RUNNING", shown, re.M), "as the pipeline calls it"
     assert not any(word in shown for word in ("driver", "executor", "onExit", "sft-x7"))
-    assert run_cli(["status", "demo", "--to=kfp", "--json"]) == 0
+    assert run_cli(["kfp", "status", "demo", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["run"], told["id"]) == ("demo", "r1")
     assert {"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""} in told["tasks"]
@@ -139,7 +138,7 @@ def test_a_run_is_seen_as_it_goes(
     backend: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On its page and by `watch`: what was committed, and the states of KFP's tasks."""
-    assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
+    assert run_cli(["kfp", "submit", "sft", "--run", "demo", "--store", "s3://b/runs"]) == 0
     toy.make(f"{tmp_path}/demo", 1, whole=False)
     toy.make(f"{tmp_path}/other", 1, whole=False)
     ask = partial(progress.describe_progress, client.connect_to_kfp(backend.url))
@@ -221,7 +220,7 @@ def test_where_every_template_is_retried_tasks_have_a_row_and_logs(
     backend: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """KFP 2.17's own manifests: a node of all attempts above each node."""
-    assert run_cli(["submit", "sft", "--to", "kfp", "--run", "demo", "--store", "s3://b/runs"]) == 0
+    assert run_cli(["kfp", "submit", "sft", "--run", "demo", "--store", "s3://b/runs"]) == 0
     names = (
         "wf",
         "entrypoint",
@@ -245,7 +244,7 @@ def test_where_every_template_is_retried_tasks_have_a_row_and_logs(
         for attempt, each in (("", done), ("(0)", first), ("(1)", done))
     ]
     backend.runs[0]["run_details"]["task_details"] = rows
-    assert run_cli(["status", "demo", "--to=kfp", "--json"]) == 0
+    assert run_cli(["kfp", "status", "demo", "--json"]) == 0
     text = capsys.readouterr().out
     shown = json.loads(text[text.index("{") :])["tasks"]
     assert shown == [{"task": "sft", "phase": "SUCCEEDED", "seconds": 5.0, "message": ""}]
@@ -273,7 +272,7 @@ def test_a_schedule_looks_for_new_data_and_starts_its_run(
     backend: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--name", "nightly", "--store", "s3://b/runs", "--cron", "30 2 * * 1-5"]
-    line = ["schedule", "sft", "--to", "kfp", *place, "--set", "data.train=64"]
+    line = ["kfp", "schedule", "sft", *place, "--set", "data.train=64"]
     assert run_cli([*line, "--pipeline-root", "s3://b/kfp"]) == 0
     (made,) = backend.recurring
     assert made["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * 1-5"}}
@@ -349,10 +348,9 @@ def test_the_rule_of_a_tick(backend: Api) -> None:
 
 def test_a_loop_goes_on_once(backend: Api) -> None:
     line = [
+        "kfp",
         "submit",
         "grpo",
-        "--to",
-        "kfp",
         "--run",
         "long",
         "--store",
@@ -393,16 +391,14 @@ def test_what_is_refused(
         (["kfp", "status", "nobody"], "no run of that name"),
         (["kfp", "unschedule", "nobody"], "no recurring run of that name"),
         (
-            ["submit", "sft", "--to", "kfp", "--run", "No Name", "--store", "s3://b/r"],
+            ["kfp", "submit", "sft", "--run", "No Name", "--store", "s3://b/r"],
             "--run: 'No Name'",
         ),
-        (["submit", "sft", "--to", "airflow"], "--to: 'airflow': can be kfp"),
         (
             [
+                "kfp",
                 "schedule",
                 "sft",
-                "--to",
-                "kfp",
                 "--name",
                 "a" * 32,
                 "--store",

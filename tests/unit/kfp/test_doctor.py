@@ -1,4 +1,4 @@
-"""`tuneloop doctor --to kfp`, against what an API server answers."""
+"""`tuneloop kfp doctor`, against what an API server answers."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def test_a_backend_that_has_all(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", kubeconfig(backend.url, tmp_path))
     with serve_api() as api:
-        assert run_cli(["doctor", "sft", "--to", "kfp", "--endpoint", api.url, "--json"]) == 0
+        assert run_cli(["kfp", "doctor", "sft", "--endpoint", api.url, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["target"], told["namespace"]) == ("kfp", "kubeflow")
     found = {each["subject"]: each["found"] for each in told["checks"]}

@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from tuneloop.core.attempts import BUDGET
-from tuneloop.core.ends import AWAY_BUDGET
+from tuneloop.core.ends import AWAY_BUDGET, BUDGET
 from tuneloop.core.errors import (
     EXIT_RETRY,
     FAILED_FOR_NOW,

@@ -9,6 +9,7 @@ from tuneloop.argo import memory_estimate
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.model_facts import Model, shape_of
 from tuneloop.planning import plan
+from tuneloop.planning.checkpoint_size import describe_checkpoint
 from tuneloop.workflow import rendered_stages
 
 # Sizes that the models' publishers state, with the configurations that they publish.
@@ -205,7 +206,7 @@ def test_state_that_is_written_now_and_then_is_counted_so() -> None:
     model = Model("7B", 7 * 10**9, "", 32, 4096, 32, 128, 32000, {"q_proj": (4096, 4096)})
 
     def told(*flags: str) -> str:
-        return plan.describe_checkpoint(
+        return describe_checkpoint(
             rendered_stages.read_stage(leaf("u", "policy_update", *flags)), model, "bfloat16"
         )
 

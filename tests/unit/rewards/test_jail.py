@@ -4,6 +4,7 @@ import ctypes
 import errno
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,32 @@ def test_a_call_is_decided_by_its_name_on_both_architectures() -> None:
         "seccomp",
     )
     assert {decide("aarch64", CALLS[name][1]) for name in forbidden} == {KILL}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_is_the_recorded_one_byte_for_byte(machine: str) -> None:
+    """A line of the file is struct sock_filter in hexadecimal. The bytes were recorded when jumps were counted by hand:
+    a change of the filter shows here."""
+    steps = jail.build_filter(machine, own=4321, stack=8 << 20)
+    recorded = Path(__file__).with_name(f"seccomp_{machine}.txt").read_text().splitlines()
+    assert [struct.pack("=HBBI", *step).hex() for step in steps] == recorded
+
+
+def test_a_jump_leads_to_its_label() -> None:
+    program = jail.Filter()
+    program.jump(jail.EQUAL, 7, then="yes", otherwise="no")
+    program.end_if(jail.HAS_BITS, 1, jail.ALLOW)
+    program.mark("no")
+    program.end(jail.KILL_PROCESS)
+    program.mark("yes")
+    program.end(jail.ALLOW)
+    assert program.assemble() == [
+        (jail.EQUAL, 3, 2, 7),
+        (jail.HAS_BITS, 0, 1, 1),
+        (jail.RETURN, 0, 0, jail.ALLOW),
+        (jail.RETURN, 0, 0, jail.KILL_PROCESS),
+        (jail.RETURN, 0, 0, jail.ALLOW),
+    ]
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

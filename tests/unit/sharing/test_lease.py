@@ -15,9 +15,9 @@ from tests.unit.cluster.test_launch import Answering, connected
 from tuneloop.cluster.preflight import _turns
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.kube.connection import Connection
-from tuneloop.sharing.document import Document
-from tuneloop.sharing.places import Lease
-from tuneloop.sharing.turns import Held, Turns
+from tuneloop.sharing.lease_queue import LeaseQueue
+from tuneloop.sharing.lease_storage import KubernetesLease
+from tuneloop.sharing.leases import HeldLease, LeaseGroup
 
 
 class Server(ThreadingHTTPServer):
@@ -99,24 +99,24 @@ def test_a_namespace_that_is_not_there(cluster: Connection) -> None:
     """One line, not a conflict that is tried again for ever."""
     nowhere = dataclasses.replace(cluster, namespace="nowhere")
     with pytest.raises(UserError, match=r'refused \(404\): namespaces "nowhere" not found'):
-        Lease(nowhere, "g").write(Document().ask("a.1", "a"), None)
+        KubernetesLease(nowhere, "g").write(LeaseQueue().add_waiter("a.1", "a"), None)
 
 
 def test_a_lease_that_went_away_under_a_writer_is_made_anew(
     cluster: Connection, server: Server
 ) -> None:
-    turns = Turns(Lease(cluster, "g"), "g", who="a", patience=30)
-    turns.change(lambda document: document.ask("a.1", "a"))
+    turns = LeaseGroup(KubernetesLease(cluster, "g"), "g", who="a", patience=30)
+    turns.update(lambda document: document.add_waiter("a.1", "a"))
     seen: list[int] = []
 
-    def ask(document: Document) -> Document:
+    def ask(document: LeaseQueue) -> LeaseQueue:
         seen.append(len(document.waiting))
         server.leases.clear()
-        return document.ask("a.2", "a")
+        return document.add_waiter("a.2", "a")
 
-    turns.change(ask)
+    turns.update(ask)
     assert seen == [1, 0] and [seat.ticket for seat in turns.read().waiting] == ["a.2"]
-    turns.leave()
+    turns.release_all()
     assert not server.leases
 
 
@@ -125,7 +125,9 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: 
     assert SHARED.share
     made, theirs = build(1), SHARED.share.patience + 10
     assert list(_turns(cluster, made)) == []
-    with Turns(Lease(cluster, "g"), "g", who="a", patience=theirs).acquire(timeout=60):
+    with LeaseGroup(KubernetesLease(cluster, "g"), "g", who="a", patience=theirs).acquire(
+        timeout=60
+    ):
         (problem,) = _turns(cluster, made)
         assert (
             problem.field == "cluster.share.patience"
@@ -137,11 +139,11 @@ def test_what_the_group_will_refuse_is_said_before(cluster: Connection, server: 
 def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None:
     """Not after the Lease went with its last seat, nor after it was deleted; not even under a ticket that is good."""
 
-    def turns(who: str) -> Turns:
-        return Turns(Lease(cluster, "g"), "g", who=who, patience=3600)
+    def turns(who: str) -> LeaseGroup:
+        return LeaseGroup(KubernetesLease(cluster, "g"), "g", who=who, patience=3600)
 
-    late = turns("a").wait("a.1", 60, threading.Event())  # and is frozen
-    turns("a").leave()
+    late = turns("a").wait_for_grant("a.1", 60, threading.Event())  # and is frozen
+    turns("a").release_all()
     assert not server.leases
     numbers = [late.number]
     for _ in range(3):
@@ -153,13 +155,13 @@ def test_a_number_is_nobody_s_again(cluster: Connection, server: Server) -> None
             server.leases.clear()
     assert numbers == sorted(set(numbers))
     with turns("b").acquire(timeout=60) as held:
-        assert server.leases["tuneloop-turns-g"]["spec"]["leaseTransitions"] == 1
-        for stale in (late, Held(held.turns, held.ticket, late.number, held.renewed)):
+        assert server.leases["tuneloop-lease-g"]["spec"]["leaseTransitions"] == 1
+        for stale in (late, HeldLease(held.group, held.ticket, late.number, held.renewed)):
             with pytest.raises(
-                Retryable, match=f"turn {late.number} is over: now is {held.number}"
+                Retryable, match=f"lease {late.number} is over: the newest is {held.number}"
             ):
-                stale.beat()
-        assert held.beat().turns.read().holder
+                stale.renew()
+        assert held.renew().group.read().holder
 
 
 def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
@@ -171,8 +173,12 @@ def test_what_the_turns_of_any_claim_of_the_group_will_refuse_is_said_before(
     server.claims = [
         {"metadata": {"name": f"demo-{i}", "creationTimestamp": str(i)}} for i in range(3)
     ]
-    agrees = Turns(Lease(cluster, "demo-1"), "demo-1", who="a", policy="lrs", patience=30)
-    other = Turns(Lease(cluster, "demo-2"), "demo-2", who="b", policy="fifo", patience=30)
+    agrees = LeaseGroup(
+        KubernetesLease(cluster, "demo-1"), "demo-1", who="a", policy="lrs", patience=30
+    )
+    other = LeaseGroup(
+        KubernetesLease(cluster, "demo-2"), "demo-2", who="b", policy="fifo", patience=30
+    )
     with agrees.acquire(timeout=60):
         assert list(_turns(cluster, made)) == []
         with other.acquire(timeout=60):

@@ -1,19 +1,16 @@
 import pytest
 
-from tests.unit.sharing.test_simulate import loop
-from tuneloop.core.errors import UserError
-from tuneloop.sharing.plans import (
+from tests.unit.sharing.lease_plans import (
     ALONE,
     GROUP,
     OVERLAPPED,
     PLANS,
     SERIAL,
     SHARED,
-    check_plan,
     compare_plans,
-    recommend_plan,
 )
-from tuneloop.sharing.simulate import Rules
+from tests.unit.sharing.lease_simulation import Rules
+from tests.unit.sharing.test_simulate import loop
 
 BOTH = {"trainer": 2, "sampler": 1}
 
@@ -34,7 +31,6 @@ def test_what_each_plan_comes_to() -> None:
     assert plans[SERIAL].idle("sampler") == 0.5
     assert plans[SHARED[0]].idle("sampler") == pytest.approx(1 - 24 / 33)
     assert plans[SHARED[0]].throughput == 8 / 33 / 3
-    assert recommend_plan(plans) == SHARED[0], "fifo, where lrs is no better"
 
 
 def test_devices_that_serve_both_roles_count_once() -> None:
@@ -54,22 +50,3 @@ def test_a_sampler_without_devices_is_counted_as_none() -> None:
     )
     assert {plan.accelerators for plan in plans.values()} == {2}
     assert plans[ALONE].throughput == 4 / 24 / 2 and plans[ALONE].idle("sampler") == 0.5
-
-
-def test_a_plan_that_loses_time_is_refused_and_why() -> None:
-    """What a published swap of an 8B trainer costs, against phases of 4 s."""
-    rules = Rules(GROUP, swap=10.83)
-    plans = compare_plans({name: loop(4, 2, 4, 5) for name in "ab"}, BOTH, True, rules)
-    for name in SHARED:
-        with pytest.raises(UserError) as refused:
-            check_plan(plans, name, rules)
-        assert str(refused.value).startswith(f"--plan: '{name}': loses time: ")
-        assert "100.0 s one after another" in str(refused.value) and "10.83 s to swap" in str(
-            refused.value
-        )
-    for name in (ALONE, OVERLAPPED, SERIAL):
-        check_plan(plans, name, rules)
-    assert recommend_plan(plans) == ALONE
-    long = compare_plans({name: loop(400, 200, 400, 5) for name in "ab"}, BOTH, True, rules)
-    check_plan(long, SHARED[0], rules)
-    assert recommend_plan(long) == SHARED[0], "the same swap is bearable where phases are long"

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.sharing.lease_plans import GROUP, in_turn, overlap_tasks
+from tests.unit.sharing.lease_simulation import (
+    Rules,
+    Schedule,
+    Task,
+    compute_percentile,
+    simulate_runs,
+)
 from tuneloop.core.artifacts import Role
-from tuneloop.sharing.plans import GROUP, in_turn, overlap_tasks
-from tuneloop.sharing.simulate import Rules, Schedule, Task, compute_percentile, simulate_runs
 
 
 def loop(

@@ -21,10 +21,10 @@ from tuneloop.core import fencing
 from tuneloop.core.artifacts import Draft, find_manifest
 from tuneloop.core.errors import EXIT_RETRY, EXIT_USER, Retryable, UserError
 from tuneloop.core.store import Conflict
-from tuneloop.sharing.document import Document, Refused
-from tuneloop.sharing.places import File, open_turns
+from tuneloop.sharing.lease_queue import LeaseQueue, LeaseRefused
+from tuneloop.sharing.lease_storage import StoredLease, open_lease_group
+from tuneloop.sharing.leases import SAFE, LeaseGroup, SilenceDetector
 from tuneloop.sharing.sidecar import hold_lease, parse_arguments, serve_lease
-from tuneloop.sharing.turns import SAFE, Silence, Turns
 from tuneloop.weights import pointer
 
 PATIENCE = 6.0
@@ -35,10 +35,10 @@ class Group(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(["fifo", "lrs"]))
     def begin(self, policy: str) -> None:
-        self.document = Document(policy=policy, patience=PATIENCE)
+        self.document = LeaseQueue(policy=policy, patience=PATIENCE)
         self.now = 0.0
         self.skew: dict[str, float] = {}
-        self.silence: dict[str, Silence] = {}
+        self.silence: dict[str, SilenceDetector] = {}
         self.accepted: dict[
             str, float
         ] = {}  # holder's ticket → when it sent the last beat that was accepted
@@ -47,14 +47,16 @@ class Group(RuleBasedStateMachine):
         self.count = 0
 
     def look(self, ticket: str) -> set[str]:
-        return self.silence[ticket].look(self.document, self.now + self.skew[ticket]) - {ticket}
+        return self.silence[ticket].find_silent(self.document, self.now + self.skew[ticket]) - {
+            ticket
+        }
 
     @rule(who=st.sampled_from("abcd"), skew=st.floats(-1e6, 1e6))
     def ask(self, who: str, skew: float) -> None:
         self.count += 1
         ticket = f"{who}.{self.count}"
-        self.skew[ticket], self.silence[ticket], self.passed[ticket] = skew, Silence(), []
-        self.document = self.document.ask(ticket, who)
+        self.skew[ticket], self.silence[ticket], self.passed[ticket] = skew, SilenceDetector(), []
+        self.document = self.document.add_waiter(ticket, who)
         self.look(ticket)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 7.0]))
@@ -65,11 +67,11 @@ class Group(RuleBasedStateMachine):
     @rule(data=st.data())
     def beat(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.skew)))
-        if self.document.seat(ticket) is None:
-            with pytest.raises(Refused):
-                self.document.beat(ticket)  # a late holder, an attempt that was given up
+        if self.document.find_request(ticket) is None:
+            with pytest.raises(LeaseRefused):
+                self.document.renew(ticket)  # a late holder, an attempt that was given up
             return
-        self.document = self.document.beat(ticket)
+        self.document = self.document.renew(ticket)
         self.accepted[ticket] = self.now
 
     @precondition(lambda self: self.skew)
@@ -78,14 +80,14 @@ class Group(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(sorted(self.skew)))
         before, silent = self.document, self.look(ticket)
         try:
-            after = before.take(ticket, silent)
-        except Refused:
+            after = before.grant(ticket, silent)
+        except LeaseRefused:
             return
         assert after.number == before.number + 1 and after.number not in self.numbers
         self.numbers[after.number] = ticket
         if before.holder:  # no longer safe by the clock of who had it
             assert self.now >= self.accepted[before.holder.ticket] + SAFE * PATIENCE
-        order = [seat.ticket for seat in before.order() if seat.ticket not in silent]
+        order = [seat.ticket for seat in before.list_waiters() if seat.ticket not in silent]
         assert order[0] == ticket
         for seat in after.waiting:
             self.passed[seat.ticket].append(after.holder.who)  # type: ignore[union-attr]
@@ -97,13 +99,13 @@ class Group(RuleBasedStateMachine):
     def quit(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.skew)))
         held = self.document.holder
-        self.document = self.document.quit(ticket)
+        self.document = self.document.release(ticket)
         if held and held.ticket != ticket:
             assert self.document.holder == held  # nobody ends another's turn
 
     @invariant()
     def nobody_starves(self) -> None:
-        for seat in getattr(self, "document", Document()).waiting:
+        for seat in getattr(self, "document", LeaseQueue()).waiting:
             passed = self.passed[seat.ticket]
             if (
                 self.document.policy == "lrs"
@@ -117,17 +119,17 @@ TestGroup.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 def test_who_is_next() -> None:
     """A ran before B did; both wait, A asked first. A third run is new."""
-    document = Document()
+    document = LeaseQueue()
     for who in "AB":
-        document = document.ask(f"{who}1", who).take(f"{who}1").quit(f"{who}1")
-    document = document.ask("B2", "B").ask("A2", "A").ask("C1", "C")
-    assert [seat.ticket for seat in document.order()] == ["B2", "A2", "C1"]
+        document = document.add_waiter(f"{who}1", who).grant(f"{who}1").release(f"{who}1")
+    document = document.add_waiter("B2", "B").add_waiter("A2", "A").add_waiter("C1", "C")
+    assert [seat.ticket for seat in document.list_waiters()] == ["B2", "A2", "C1"]
     least = document.model_copy(update={"policy": "lrs"})
-    assert [seat.ticket for seat in least.order()] == ["A2", "B2", "C1"]
-    with pytest.raises(Refused, match="A is to be served before"):
-        least.take("B2")
-    assert least.take("B2", silent={"A2"}).number == 3
-    assert document.leave("A").leave("B").leave("C").idle
+    assert [seat.ticket for seat in least.list_waiters()] == ["A2", "B2", "C1"]
+    with pytest.raises(LeaseRefused, match="A is to be served before"):
+        least.grant("B2")
+    assert least.grant("B2", silent={"A2"}).number == 3
+    assert document.release_run("A").release_run("B").release_run("C").is_idle
 
 
 def test_threads_take_turns(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     def run(who: str) -> None:
         for attempt in range(2):
             try:
-                with open_turns(str(tmp_path), who=who, patience=10).acquire(
+                with open_lease_group(str(tmp_path), who=who, patience=10).acquire(
                     timeout=LIMIT_S
                 ) as held:
                     with lock:
@@ -158,8 +160,8 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(numbers) == [(number, 1) for number in range(1, 7)]
-    document = open_turns(str(tmp_path), who="a").read()
-    assert document.idle and document.number == 6
+    document = open_lease_group(str(tmp_path), who="a").read()
+    assert document.is_idle and document.number == 6
 
 
 FREEZES = """
@@ -167,7 +169,7 @@ import os, sys
 from pathlib import Path
 from tuneloop.core import fencing
 from tuneloop.core.component import component
-from tuneloop.sharing.places import open_turns
+from tuneloop.sharing.lease_storage import open_lease_group
 
 @component("metrics")
 def stage(stage):
@@ -176,8 +178,8 @@ def stage(stage):
     (stage.out / "late").write_text("late")
 
 store, watched = Path(sys.argv[1]), sys.argv[2]
-file = store / "turn.json"
-turns = open_turns(str(store / "group"), who="first", patience=5)
+file = store / "lease.json"
+turns = open_lease_group(str(store / "group"), who="first", patience=5)
 with turns.acquire(file=file):
     os.environ[fencing.VARIABLE] = str(file)
     if not watched:  # only what is asked before a commit
@@ -197,15 +199,15 @@ def test_a_frozen_stage_commits_nothing(tmp_path: Path, watched: str) -> None:
     assert first.stdout and first.stdout.readline() == "began\n"
     os.kill(first.pid, signal.SIGSTOP)
     frozen = time.monotonic()
-    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(
+    with open_lease_group(str(tmp_path / "group"), who="second", patience=5).acquire(
         timeout=LIMIT_S
     ) as held:
         assert time.monotonic() - frozen > 4.9 and held.number == 2
         os.kill(first.pid, signal.SIGCONT)
         _, said = first.communicate("go on\n", timeout=LIMIT_S)
-        assert first.returncode == EXIT_RETRY and "turn 1 of group group was lost" in said
+        assert first.returncode == EXIT_RETRY and "lease 1 of group group was lost" in said
         assert find_manifest(str(tmp_path / "out")) is None
-        document = held.turns.read()
+        document = held.group.read()
         assert (
             document.number == 2 and document.holder and document.holder.who == "second"
         )  # undisturbed
@@ -223,45 +225,49 @@ def test_a_stage_that_released_its_lease_commits_in_anothers_turn(tmp_path: Path
         [sys.executable, "-c", RELEASES, str(tmp_path), "watched"], text=True, **pipes
     )
     assert first.stdout and first.stdout.readline() == "began\n"
-    with open_turns(str(tmp_path / "group"), who="second", patience=5).acquire(
+    with open_lease_group(str(tmp_path / "group"), who="second", patience=5).acquire(
         timeout=LIMIT_S
     ) as held:
         assert held.number == 2 and find_manifest(str(tmp_path / "out")) is None
-        grant = fencing.Grant.model_validate_json((tmp_path / "turn.json").read_bytes())
+        grant = fencing.Grant.model_validate_json((tmp_path / "lease.json").read_bytes())
         until(lambda: fencing.read_clock() > grant.until + 1, child=first)
         said = first.communicate("go on\n", timeout=LIMIT_S)
         made = find_manifest(str(tmp_path / "out"))
-        assert first.returncode == 0 and made and made.provenance["turn"]["number"] == 1, said
-        assert held.beat().number == 2  # undisturbed
+        assert first.returncode == 0 and made and made.provenance["lease"]["number"] == 1, said
+        assert held.renew().number == 2  # undisturbed
 
 
 def test_what_needs_the_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an artifact nor the pointer to the newest weights is written by who is late; with a turn, it is named."""
     now = fencing.read_clock()
     grant = fencing.Grant(group="g", number=7, ticket="a.1", renewed=now - 9, until=now - 1)
-    fencing.write_lease_grant(tmp_path / "turn.json", grant)
-    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "turn.json"))
-    with pytest.raises(Retryable, match=r"turn 7 of group g was lost \d+\.\d s ago"):
+    fencing.write_lease_grant(tmp_path / "lease.json", grant)
+    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "lease.json"))
+    with pytest.raises(Retryable, match=r"lease 7 of group g was lost \d+\.\d s ago"):
         toy.sft(out=f"{tmp_path}/sft")
-    with pytest.raises(Retryable, match="turn 7"):  # asked last of all, right before it would stand
+    with pytest.raises(
+        Retryable, match="lease 7"
+    ):  # asked last of all, right before it would stand
         Draft(f"{tmp_path}/sft").commit(stage="sft")
-    with pytest.raises(Retryable, match="turn 7"):
+    with pytest.raises(Retryable, match="lease 7"):
         pointer.advance_pointer(f"{tmp_path}/weights", pointer.Latest(version=1, ref="x"))
     assert (
         find_manifest(f"{tmp_path}/sft") is None
         and pointer.read_pointer(f"{tmp_path}/weights") is None
     )
-    fencing.write_lease_grant(tmp_path / "turn.json", grant.model_copy(update={"until": now + 600}))
-    assert toy.sft(out=f"{tmp_path}/sft").provenance["turn"] == {
+    fencing.write_lease_grant(
+        tmp_path / "lease.json", grant.model_copy(update={"until": now + 600})
+    )
+    assert toy.sft(out=f"{tmp_path}/sft").provenance["lease"] == {
         "group": "g",
         "number": 7,
         "ticket": "a.1",
     }
-    fencing.write_lease_grant(tmp_path / "turn.json", grant)
-    with pytest.raises(Retryable, match="turn 7"):
+    fencing.write_lease_grant(tmp_path / "lease.json", grant)
+    with pytest.raises(Retryable, match="lease 7"):
         fencing.release_lease()  # too late: what was computed since may have been in another's turn
     assert not fencing.is_lease_released()
-    (tmp_path / "turn.json").unlink()
+    (tmp_path / "lease.json").unlink()
     with pytest.raises(Retryable, match="who holds it has ended"):
         toy.evaluate(out=f"{tmp_path}/check", policy=f"{tmp_path}/sft")
 
@@ -270,31 +276,31 @@ def test_stopped_while_waiting(tmp_path: Path) -> None:
     """A wait ends by `stop` or in time, and leaves no seat behind."""
     stop = threading.Event()
     stop.set()
-    with open_turns(str(tmp_path), who="a", patience=30).acquire() as held:
+    with open_lease_group(str(tmp_path), who="a", patience=30).acquire() as held:
         for about in ({"stop": stop}, {"timeout": 0}):
-            with pytest.raises(Retryable, match="turns: "):
-                open_turns(str(tmp_path), who="b", patience=30).acquire(**about).__enter__()
+            with pytest.raises(Retryable, match="lease: "):
+                open_lease_group(str(tmp_path), who="b", patience=30).acquire(**about).__enter__()
         with pytest.raises(
             UserError, match=r"cluster\.share\.patience: 5: the runs of group .* say 30\.0"
         ):
-            open_turns(str(tmp_path), who="b", patience=5).acquire().__enter__()
-        assert held.turns.read().waiting == ()
+            open_lease_group(str(tmp_path), who="b", patience=5).acquire().__enter__()
+        assert held.group.read().waiting == ()
 
 
-class Failing(File):
+class Failing(StoredLease):
     """A place in trouble: `reads` fail, and a write that gives the turn away stands, but is answered by `answer`."""
 
     def __init__(self, url: str, reads: int = 0, answer: Exception | None = None) -> None:
         super().__init__(url)
         self.reads, self.answer = reads, answer
 
-    def read(self) -> tuple[Document, bytes | None]:
+    def read(self) -> tuple[LeaseQueue, bytes | None]:
         if self.reads:
             self.reads -= 1
             raise Retryable("503")
         return super().read()
 
-    def write(self, document: Document, seen: bytes | None) -> None:
+    def write(self, document: LeaseQueue, seen: bytes | None) -> None:
         super().write(document, seen)
         if self.answer and document.holder:
             answer, self.answer = self.answer, None
@@ -305,9 +311,9 @@ class Failing(File):
 def test_a_turn_whose_answer_was_lost_is_had(tmp_path: Path, fault: Exception) -> None:
     """The write stood; without an answer it would be a turn that nobody knows to have, renewed for ever."""
     place = Failing(str(tmp_path), answer=fault)
-    with Turns(place, "g", who="a", patience=30).acquire(timeout=LIMIT_S) as held:
-        assert place.answer is None and held.number == 1 and held.beat()
-    assert place.read()[0].idle
+    with LeaseGroup(place, "g", who="a", patience=30).acquire(timeout=LIMIT_S) as held:
+        assert place.answer is None and held.number == 1 and held.renew()
+    assert place.read()[0].is_idle
 
 
 @pytest.mark.parametrize(
@@ -322,9 +328,9 @@ def test_a_sidecar_that_is_started_again_goes_on(
 
     Where it is longer, the file says so, no other turn is asked for, and the seat is given back at the end.
     """
-    place, file, stop = Failing(str(tmp_path)), tmp_path / "turn.json", threading.Event()
-    turns = Turns(place, "g", who="a", patience=patience)
-    held = turns.wait(
+    place, file, stop = Failing(str(tmp_path)), tmp_path / "lease.json", threading.Event()
+    turns = LeaseGroup(place, "g", who="a", patience=patience)
+    held = turns.wait_for_grant(
         "a.1", LIMIT_S, threading.Event()
     )  # the sidecar before, killed: nobody has given its seat back
     fencing.write_lease_grant(file, held.grant)
@@ -341,7 +347,7 @@ def test_a_sidecar_that_is_started_again_goes_on(
     assert turns.read().holder
     stop.set()
     sidecar.join()
-    assert turns.read().idle and turns.read().number == 1
+    assert turns.read().is_idle and turns.read().number == 1
 
 
 def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
@@ -349,8 +355,8 @@ def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
 ) -> None:
     """Neither when it is started again: it waits for the stage's end, as it would be started once more."""
     turns, file, stop = (
-        open_turns(f"{tmp_path}/g", who="a", patience=30),
-        tmp_path / "turn.json",
+        open_lease_group(f"{tmp_path}/g", who="a", patience=30),
+        tmp_path / "lease.json",
         threading.Event(),
     )
     monkeypatch.setenv(fencing.VARIABLE, str(file))
@@ -359,7 +365,7 @@ def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
         sidecar.start()
         until(file.exists)
         fencing.release_lease()
-        until(lambda: turns.read().idle)
+        until(lambda: turns.read().is_idle)
         assert sidecar.is_alive() and turns.read().number == 1
         stop.set()
         sidecar.join()
@@ -369,28 +375,28 @@ def test_a_sidecar_gives_a_released_turn_back_and_asks_for_no_other(
 
 def test_a_sidecar_whose_turn_is_another_s_asks_for_none(tmp_path: Path) -> None:
     turns, file, stop = (
-        open_turns(str(tmp_path), who="a", patience=30),
-        tmp_path / "turn.json",
+        open_lease_group(str(tmp_path), who="a", patience=30),
+        tmp_path / "lease.json",
         threading.Event(),
     )
-    fencing.write_lease_grant(file, turns.wait("a.1", LIMIT_S, threading.Event()).grant)
-    turns.leave()
+    fencing.write_lease_grant(file, turns.wait_for_grant("a.1", LIMIT_S, threading.Event()).grant)
+    turns.release_all()
     stop.set()
-    with open_turns(str(tmp_path), who="b", patience=30).acquire(timeout=LIMIT_S) as held:
+    with open_lease_group(str(tmp_path), who="b", patience=30).acquire(timeout=LIMIT_S) as held:
         hold_lease(turns, file, stop)
         assert fencing.Grant.model_validate_json(file.read_bytes()).until < 0
-        assert held.beat() and held.turns.read().waiting == ()
+        assert held.renew() and held.group.read().waiting == ()
 
 
 def test_a_run_that_its_group_refuses_ends_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The sidecar says why in the file, which lets the stage start, and stays: it would be started again for ever."""
-    file, stop = tmp_path / "turn.json", threading.Event()
+    file, stop = tmp_path / "lease.json", threading.Event()
     flags = parse_arguments(
         ["--group=g", "--run=b", "--namespace=n", f"--file={file}", "--patience=20"]
     )
-    with open_turns(f"{tmp_path}/g", who="a", patience=30).acquire() as held:
+    with open_lease_group(f"{tmp_path}/g", who="a", patience=30).acquire() as held:
         sidecar = threading.Thread(
             target=serve_lease, args=(f"{tmp_path}/g", flags, stop), daemon=True
         )
@@ -398,8 +404,8 @@ def test_a_run_that_its_group_refuses_ends_with_2(
         until(file.exists)
         monkeypatch.setenv(fencing.VARIABLE, str(file))
         assert toy.sft.run(["--checkpoint", f"{tmp_path}/sft"]) == EXIT_USER
-        line = "error: turn: 'g': cluster.share.patience: 20.0: the runs of group g say 30.0: say the same, or"
+        line = "error: lease: 'g': cluster.share.patience: 20.0: the runs of group g say 30.0: say the same, or"
         assert line in capfd.readouterr().err and find_manifest(f"{tmp_path}/sft") is None
-        assert sidecar.is_alive() and held.turns.read().waiting == ()
+        assert sidecar.is_alive() and held.group.read().waiting == ()
         stop.set()
         sidecar.join()

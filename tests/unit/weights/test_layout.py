@@ -151,7 +151,7 @@ def test_slimes_own_reader_reads_them(
     state = {
         name: tensor for name, tensor in model(rng).items() if tensor[2]
     }  # NumPy has no bytes of an empty one
-    before, about = base, dict[str, Any](encoding=encoding, held=held)
+    before, about = base, dict[str, Any](encoding=encoding, held_by_readers=held)
     for version in range(6):
         export = save(tmp_path / f"export{version}", state, shards=2)
         publish_version(str(root), version, export, restore_bound=0.45, **about)

@@ -32,9 +32,10 @@ from tuneloop.weights.inspect import (
     list_versions,
     verify_version,
 )
-from tuneloop.weights.materialize import materialize_version, read_tensors
+from tuneloop.weights.materialize import materialize_version
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publish import publish_version
+from tuneloop.weights.tensors import read_tensors
 from tuneloop.weights.versions import Chain
 
 Case = tuple[str, int, int]
@@ -229,7 +230,7 @@ def test_a_chain_starts_on_a_model_that_its_readers_hold(
     states += [update(rng, states[0], 0.02)]
     states += [update(rng, states[1], 0.02)]
     exports = [save(tmp_path / f"export{i}", state, shards=2) for i, state in enumerate(states)]
-    first = publish_version(root, 0, exports[0], held=True)
+    first = publish_version(root, 0, exports[0], held_by_readers=True)
     assert (
         not list((tmp_path / "weights").rglob("*.safetensors"))
         and first.sent_bytes < 0.5 * first.full_bytes
@@ -247,7 +248,7 @@ def test_a_chain_starts_on_a_model_that_its_readers_hold(
     )
     assert publish_version(root, 2, exports[2]).sent_bytes == 0, "what stands needs no base"
 
-    digest = Chain(root).entry(0).index.tuneloop.held
+    digest = Chain(root).entry(0).index.tuneloop.readers_digest
     for flags, found in ((["--base", str(exports[1])], "[0-9a-f]{32}"), ([], "None")):
         assert run_cli(["weights", "materialize", root, str(tmp_path / "refused"), *flags]) == 2
         (said,) = capsys.readouterr().err.splitlines()
@@ -276,7 +277,12 @@ def test_some_tensors_are_read_without_the_others(
         export = save(tmp_path / f"export{version}", states[-1], shards=2)
         before = tmp_path / f"export{version - 1}" if version else None
         publish_version(
-            root, version, export, base=before, encoding=encoding, held=held and not version
+            root,
+            version,
+            export,
+            base=before,
+            encoding=encoding,
+            held_by_readers=held and not version,
         )
         states.append(update(rng, states[-1], 0.05))
     names, base = ["layer.0.weight", "step", "empty"], tmp_path / "export0"

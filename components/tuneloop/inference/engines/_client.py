@@ -9,7 +9,6 @@ policy there (a restarted server boots with its own ``--policy``), verifies it a
 """
 
 import ipaddress
-import json
 import os
 import sys
 import time
@@ -20,11 +19,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.core.errors import Retryable, Unavailable, UserError
-from tuneloop.core.http import POLL_S, Response, Unanswered, is_transient, open_response
-from tuneloop.core.server_token import build_token_headers
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.http import POLL_S, Response, Unanswered
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
+from tuneloop.inference.engines._connection import Lost, open_answer, read_message, read_messages
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
@@ -40,10 +40,6 @@ ELSEWHERE_S = 30.0
 """Seconds that another server may be away: a restarted pod's new address is only known to the stage's next attempt."""
 
 
-class Lost(Unavailable):
-    """The server cannot be reached, closed the connection, or cannot answer now."""
-
-
 class Client:
     """`Remote` over a running server.
 
@@ -53,7 +49,7 @@ class Client:
     Args:
         endpoint: ``http://host:port``.
         timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
-        sleeps: the server shares its device in turns: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
+        sleeps: the server leases its device: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
             which drops the weights, or keeps them in its snapshot. Untested: it needs a GPU.
         deterministic: require a deterministic server, and discard a lost POST whole: its rest would be another batch.
         patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
@@ -88,13 +84,13 @@ class Client:
         )
         self._patience_s, self._met = patience_s, False
         self.context, self.version, self.digest = 0, -1, ""
-        self.pulled: dict[str, Any] = {}
-        self.deterministic, self.determinism = deterministic, dict[str, Any]()
+        self.pulled: JsonObject = {}
+        self.deterministic, self.determinism = deterministic, JsonObject()
         self.fail_fast, self.keep_s = False, 0.0
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
-        self._tensor_proof: dict[str, Any] | None = None
+        self._tensor_proof: JsonObject | None = None
         self._renewing = False
         self._given_up = False
 
@@ -140,18 +136,16 @@ class Client:
                 } | more
                 body["digest"] = self.digest or None  # nothing was loaded: any weights will do
                 with self._open("POST", "/generate", body) as response:
-                    for line in response.lines():
-                        if line.strip():  # an empty one only says that the server is alive
-                            answer = self._parse(line)
-                            made[left[answer["index"]]] = [
-                                Completion(**c) for c in answer["completions"]
-                            ]
+                    for answer in read_messages(response):
+                        made[left[answer["index"]]] = [
+                            Completion(**c) for c in answer["completions"]
+                        ]
                         done(before + len(made))
                         if before + len(made) == finished:
                             break
                     else:
                         raise Lost(
-                            f"{self.endpoint}: broke off after {before + len(made)} of {len(requests)} requests"
+                            f"broke off after {before + len(made)} of {len(requests)} requests"
                         )
                 results.update(made)
 
@@ -175,7 +169,7 @@ class Client:
             raise UserError("--endpoint", self.endpoint, remedy) from error
 
     def close(self) -> None:
-        """Release the device if it is shared in turns; connections live only as long as a call."""
+        """Release the device if it is leased; connections live only as long as a call."""
         if self.sleeps and not self._given_up:
             self._persist(lambda: self._json("POST", "/sleep", {"level": 2}))
 
@@ -274,60 +268,42 @@ class Client:
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         with self._open(method, path, body) as response:
-            return self._parse(response.read())
-
-    def _parse(self, text: bytes) -> Any:
-        try:
-            answer = json.loads(text)
-        except ValueError as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
-        if "error" in answer:
-            raise Lost(f"{self.endpoint}: {answer['error']}")
-        return answer
-
-    def _lost(self, reason: object) -> Lost:
-        return Lost(
-            f"{self.endpoint}: {reason}; is `python -m tuneloop.inference.server` running there?"
-        )
+            return read_message(response.read())
 
     @contextmanager
     def _open(self, method: str, path: str, body: Any = None) -> Iterator[Response]:
         """Yield an answer with status 200; ask again while the server is loading (409)."""
-        url, deadline = self.endpoint + path, time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                given: Any = {"timeout_s": self.timeout_s, "body": body, "check": self.check}
-                with open_response(method, url, headers=build_token_headers(), **given) as response:
+                with open_answer(
+                    method,
+                    self.endpoint + path,
+                    server=self.endpoint,
+                    timeout_s=self.timeout_s,
+                    body=body,
+                    check=self.check,
+                ) as response:
                     self._met = True
-                    if response.status == 200:
-                        yield response
-                        return
-                    reason = response.read()
-            except Unanswered as error:
-                raise self._lost(error) from error
-            self._refused(response.status, reason, path, time.monotonic() > deadline)
+                    yield response
+                    return
+            except Lost as lost:
+                self._met = self._met or lost.status is not None
+                # If the server had the policy, 409 means that it is another process now, or that another policy was
+                # loaded.
+                has_changed = self._policy is not None and path != "/load"
+                if lost.status != 409 or has_changed:
+                    raise self._locate(lost) from lost
+                if time.monotonic() > deadline:
+                    raise Retryable(f"{self.endpoint}: {lost}") from lost
             self.check()
             time.sleep(POLL_S)
 
-    def _refused(self, status: int, content: bytes, path: str, late: bool) -> None:
-        """Raise the error that fits a refusal; return if the request may succeed later."""
-        text = content.decode(errors="replace")
-        try:
-            text = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
-            text = text[:300]
-        if (
-            status == 401 and build_token_headers()
-        ):  # the token is being rotated, and not everybody has the new one
-            raise Lost(f"{self.endpoint}: answers {status}: {text}")
-        if status != 409 and not is_transient(status):
-            raise UserError("--endpoint", self.endpoint, f"answers {status}: {text}")
-        # If the server had the policy, 409 means that it is another process now, or that another policy was loaded.
-        changed = self._policy is not None and path != "/load"
-        if status != 409 or changed:
-            raise Lost(f"{self.endpoint}: answers {status}: {text}")
-        if late:
-            raise Retryable(f"{self.endpoint}: answers {status}: {text}")
+    def _locate(self, lost: Lost) -> Lost:
+        """Return a loss whose message names the server."""
+        is_unanswered = isinstance(lost.__cause__, Unanswered | ValueError)
+        hint = "; is `python -m tuneloop.inference.server` running there?" if is_unanswered else ""
+        return Lost(f"{self.endpoint}: {lost}{hint}", lost.status)
 
 
 def _say(line: str) -> None:

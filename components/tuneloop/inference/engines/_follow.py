@@ -14,9 +14,9 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.inference.engines._loop import EngineLoop, Mode
 from tuneloop.inference.engines._readback import read_back
@@ -48,7 +48,7 @@ class Follower(threading.Thread):
         self.loop, self.store, self.directory, self.base = loop, Store(root), directory, base
         self.poll_s, self.mode = poll_s, mode
         self.trouble = ""
-        self.pulled, self.changing = dict[str, Any](), -1
+        self.pulled, self.changing = JsonObject(), -1
         self._wake = threading.Event()
         self._one = threading.RLock()
         self._seen, self._stopping = "", False
@@ -190,7 +190,7 @@ def prove_tensors(engine: Vllm, model: Path) -> Readback:
     return comparison
 
 
-def _about(done: Materialized, took: dict[str, float], comparison: Readback) -> dict[str, Any]:
+def _about(done: Materialized, took: dict[str, float], comparison: Readback) -> JsonObject:
     return {
         "version": done.version,
         "deltas": done.deltas,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Interrupted, Retryable
 from tuneloop.core.http import POLL_S
+from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
 from tuneloop.inference.engines._client import Client, Finished
@@ -28,10 +28,10 @@ class Replicas:
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients, self.live = clients, list(clients)
         self.context, self.version, self.digest = 0, -1, ""
-        self.replicas: dict[str, dict[str, Any]] = {
+        self.replicas: dict[str, JsonObject] = {
             client.endpoint: {"requests": 0} for client in clients
         }
-        self.pulled: dict[str, Any] = {}
+        self.pulled: JsonObject = {}
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._places: dict[str, int] = {}

@@ -10,11 +10,11 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
@@ -23,18 +23,17 @@ from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import convert_validation_error
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.http import Response, Unanswered, open_response
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.server_token import build_token_headers
 from tuneloop.formats.rollouts import Completion, Ids, Request
 from tuneloop.inference.engines import Done, Engine, Sampling
+from tuneloop.inference.engines._connection import Lost, open_answer, read_messages
 from tuneloop.inference.fleet import Fleet, open_fleet
 from tuneloop.inference.fleet.refit import Refitted, make_target, refit_fleet
 
 Result = TypeVar("Result")
 Form = TypeVar("Form")
-LATER = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses after which a retry may succeed."""
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -63,7 +62,7 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     )
 
 
-def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
     """Open the engine behind `endpoint`, an absolute URL to which ``/generate`` is appended, or several separated by
     commas; None: the fleet's URL, or those of its workers. `args` are `Options`. `timeout_s`: seconds without a byte
     after which a replica counts as lost. Raises UserError for a missing or malformed URL, or an unknown option."""
@@ -75,7 +74,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
     return Endpoint(check_urls(where) if where else (), options, timeout_s, fleet)
 
 
-def check_engine_args(args: Mapping[str, Any], prefix: str = "engine_args.") -> Options:
+def check_engine_args(args: JsonMapping, prefix: str = "engine_args.") -> Options:
     """Check `args` and return them as options. Raises UserError for a wrong one; `prefix` begins its field."""
     try:
         return Options(**args)
@@ -100,14 +99,6 @@ def check_urls(text: str) -> list[str]:
     return [check_url(url.strip()) for url in text.split(",")]
 
 
-class Lost(RuntimeError):
-    """This attempt failed; another may succeed. `about` is the request that was sent, as the hook returned it."""
-
-    def __init__(self, why: str, about: Mapping[str, Any] | None = None) -> None:
-        super().__init__(why)
-        self.about = about
-
-
 class Piece(BaseModel, strict=True):
     """Tokens of one completion."""
 
@@ -121,7 +112,7 @@ class Whole(BaseModel, strict=True):
     """Completions that have ended."""
 
     index: int = Field(ge=0)
-    completions: list[dict[str, Any]] = Field(min_length=1)
+    completions: list[JsonObject] = Field(min_length=1)
 
 
 @dataclass
@@ -235,7 +226,7 @@ class Endpoint:
             try:
                 return attempt(url)
             except Lost as lost:
-                sent = lost.about or self.options.model_dump()
+                sent = lost.sent or self.options.model_dump()
                 if tries >= sent["max_retries"] or self._stopping.is_set():
                     raise Retryable(f"{url}: {lost}, after {tries} retries") from lost
                 self._stopping.wait(
@@ -245,7 +236,7 @@ class Endpoint:
                 self.retries += 1
 
     def _whole(
-        self, url: str, request: Request, body: Mapping[str, Any], sampling: Sampling
+        self, url: str, request: Request, body: JsonMapping, sampling: Sampling
     ) -> list[Completion]:
         """Read all completions of one prompt from one answer."""
         with self._ask(url, {"requests": [asdict(request)], **body}) as lines:
@@ -268,7 +259,7 @@ class Endpoint:
         self,
         url: str,
         request: Request,
-        body: Mapping[str, Any],
+        body: JsonMapping,
         sampling: Sampling,
         parts: Sequence[Partial],
     ) -> None:
@@ -312,7 +303,7 @@ class Endpoint:
             raise self._wrong(f"answers request {index} of {len(parts)}")
         return parts[index]
 
-    def _finish(self, part: Partial, fields: Mapping[str, Any], sampling: Sampling) -> Completion:
+    def _finish(self, part: Partial, fields: JsonMapping, sampling: Sampling) -> Completion:
         if fields.get("finish_reason") == "abort":
             raise Lost("a completion was aborted")
         told = fields.get("ids")
@@ -325,7 +316,7 @@ class Endpoint:
         whole |= {"start_version": part.versions[0], "end_version": part.versions[-1]}
         return self._read(whole, sampling.max_tokens)
 
-    def _read(self, fields: Mapping[str, Any], max_tokens: int) -> Completion:
+    def _read(self, fields: JsonMapping, max_tokens: int) -> Completion:
         """Read a completion, and check that it is a possible one."""
         completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
@@ -347,7 +338,7 @@ class Endpoint:
             self._check_version(version)
         return completion
 
-    def _parse(self, form: type[Form], fields: Mapping[str, Any]) -> Form:
+    def _parse(self, form: type[Form], fields: JsonMapping) -> Form:
         try:
             return form(**fields)
         except ValidationError as error:
@@ -373,27 +364,29 @@ class Endpoint:
         return UserError("--endpoint", ", ".join(self.urls), remedy)
 
     @contextmanager
-    def _ask(self, url: str, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yield the lines of one answer."""
+    def _ask(self, url: str, payload: JsonObject) -> Iterator[Iterator[JsonObject]]:
+        """Yield the messages of one answer."""
         sent = self._prepare(url, payload)
-        options: Any = {
-            "timeout_s": self.timeout_s,
-            "body": sent["payload"],
-            "headers": sent["headers"],
-        }
         try:
             self._check_stop()
             self.requests += 1
-            with open_response("POST", sent["url"], check=self._check_stop, **options) as response:
-                if response.status != 200:
-                    self._refused(response)
-                yield _lines(response)
-        except (Lost, Unanswered, json.JSONDecodeError) as error:
-            raise Lost(str(error), sent) from error
+            with open_answer(
+                "POST",
+                sent["url"],
+                server=", ".join(self.urls),
+                timeout_s=self.timeout_s,
+                body=sent["payload"],
+                headers=sent["headers"],
+                check=self._check_stop,
+            ) as response:
+                yield read_messages(response)
+        except Lost as lost:
+            lost.sent = sent
+            raise
 
-    def _prepare(self, url: str, payload: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, url: str, payload: JsonObject) -> JsonObject:
         headers = {"Content-Type": "application/json", **build_token_headers()}
-        fields: dict[str, Any] = {
+        fields: JsonObject = {
             **{"url": f"{url}/generate", "payload": payload, "headers": headers},
             **{"max_retries": self.options.max_retries, "retry_sleep": self.options.retry_sleep},
         }
@@ -406,22 +399,6 @@ class Endpoint:
             )
         return {**fields, **changed}
 
-    def _refused(self, response: Response) -> None:
-        text = " ".join(response.read().decode(errors="replace").split())[:300]
-        if response.status in LATER or (
-            response.status == 401 and build_token_headers()
-        ):  # the token is being rotated
-            raise Lost(f"answers {response.status}: {text}")
-        raise UserError("--endpoint", ", ".join(self.urls), f"answers {response.status}: {text}")
-
     def _check_stop(self) -> None:
         if self._stopping.is_set():
             raise Lost("stopped")
-
-
-def _lines(response: Response) -> Iterator[dict[str, Any]]:
-    for line in filter(bytes.strip, response.lines()):
-        message = json.loads(line)
-        if "error" in message:
-            raise Lost(str(message["error"]))
-        yield message

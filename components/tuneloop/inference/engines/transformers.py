@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.architectures import find_model_class, supports_attention
 from tuneloop.formats.rollouts import Completion, Request
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 
-def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
     """Open the engine; `args` are those of `Transformers`. Raises UserError: another argument, or an endpoint."""
     if endpoint:
         raise UserError(
@@ -44,7 +45,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
     return Transformers(**args)
 
 
-def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None:
     """Refuse what `open_engine` does not know. Raises UserError: with `prefix` and the argument's name as the field."""
     plugins.check_variant_args("engine transformers", Transformers, args, first=0, prefix=prefix)
 

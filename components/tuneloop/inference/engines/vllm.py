@@ -13,13 +13,14 @@ import difflib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
@@ -54,7 +55,7 @@ Answer = Completion | Tokens
 """What a step yields for a request: its completion at the end; before that, if it is streamed, its new tokens."""
 
 
-def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float) -> Engine:
+def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
     """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
     vLLM's ``EngineArgs`` by name, and `OWN`: a server has its own and is not sent these, but its `Client` heeds
     ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: ours, or several servers if ``deterministic``."""
@@ -74,7 +75,7 @@ def open_engine(endpoint: str | None, args: Mapping[str, Any], timeout_s: float)
     )
 
 
-def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -> None:
+def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None:
     """Refuse what tuneloop sets itself. Raises UserError: with `prefix` and the argument's name as the field."""
     for name in args.keys() & set(OURS):
         raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
@@ -83,7 +84,7 @@ def check_engine_args(args: Mapping[str, Any], prefix: str = "--engine-args ") -
             raise UserError(f"{prefix}{name}", value, "must be true or false")
 
 
-def check_here(args: Mapping[str, Any], prefix: str) -> None:
+def check_here(args: JsonMapping, prefix: str) -> None:
     """Raise as `check_engine_args` for arguments not in the installed vLLM's source, as importing it takes seconds."""
     spec = importlib.util.find_spec("vllm")
     if not args or spec is None or spec.origin is None:
@@ -112,7 +113,7 @@ class Vllm:
 
     name = "vllm"
 
-    def __init__(self, args: Mapping[str, Any]) -> None:
+    def __init__(self, args: JsonMapping) -> None:
         check_engine_args(args)
         self.args = {name: value for name, value in args.items() if name not in OWN}
         self.deterministic, self.snapshot = (bool(args.get(name)) for name in OWN)
@@ -125,7 +126,7 @@ class Vllm:
             not self.snapshot or bool(args.get("enable_sleep_mode")),
             list[int](),
         )
-        self.determinism: dict[str, Any] = {}
+        self.determinism: JsonObject = {}
         self.engine: Any = None
         self.context, self.version, self.digest = 0, -1, ""
         self.dtype = ""
@@ -145,7 +146,7 @@ class Vllm:
         """Start on, or change in place to, the weights in a model directory. Raises UserError: a model of another
         shape. Running requests go on with the new weights: their cached keys and values are computed again, and their
         completions say which version made which token."""
-        config: dict[str, Any] = json.loads((model / "config.json").read_text())
+        config: JsonObject = json.loads((model / "config.json").read_text())
         shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:
             self.engine = _start(model, self.args, self.deterministic)
@@ -383,7 +384,7 @@ def quiet_vllm() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def _start(model: Path, args: Mapping[str, Any], deterministic: bool) -> Any:
+def _start(model: Path, args: JsonMapping, deterministic: bool) -> Any:
     """Start a vLLM engine on `model`, its core in this process."""
     quiet_vllm()
     try:
@@ -409,7 +410,7 @@ def _start(model: Path, args: Mapping[str, Any], deterministic: bool) -> Any:
         raise lasting from error
 
 
-def _create_engine(model: Path, args: Mapping[str, Any]) -> Any:
+def _create_engine(model: Path, args: JsonMapping) -> Any:
     """Create vLLM's engine on `model`. Raises whatever vLLM and its model classes raise."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -433,7 +434,7 @@ def _create_engine(model: Path, args: Mapping[str, Any]) -> Any:
     return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
 
 
-def _describe_kernels() -> dict[str, Any]:
+def _describe_kernels() -> JsonObject:
     """Describe what decides the bits of a batch, on the thread that computes it."""
     import torch
     from vllm import envs
@@ -459,7 +460,7 @@ def inspect_here(model: Path) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
-def _cpu_defaults(model: Path) -> dict[str, Any]:
+def _cpu_defaults(model: Path) -> JsonObject:
     """Return engine arguments for a CPU. vLLM's default cache would take most of the memory, compiling takes longer
     than a small loop, and bfloat16 without instructions for it was measured at less than half of float32's speed. A
     prompt cut into chunks ends vLLM 0.32 on a CPU if its request has a seed ("CPU Generator does not use offset").

@@ -18,6 +18,7 @@ import yaml
 
 from tuneloop.core.errors import Retryable, Unavailable, UserError
 from tuneloop.core.http import Unanswered, send_request
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
 from tuneloop.kube import connection
 from tuneloop.workflow.settings import RUN_LABEL
@@ -28,7 +29,7 @@ POD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
 DOWN = (502, 503, 504)
 """The statuses by which a proxy says that its server is down; any other status is the server's own."""
 
-Object = Mapping[str, Any]
+Object = JsonMapping
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ def render_graph(
     labels: Mapping[str, str] | None = None,
     image: str | None = None,
     sets: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Take the graph from the documents of a manifest, and change it. `image` is for components that name none. `sets`:
     ``path=value`` below the object, values in YAML; an item of a list is found by its ``name``. Raises UserError: no
     graph or several; a path that leads nowhere."""
     graphs = [each for each in documents if isinstance(each, Mapping) and each.get("kind") == KIND]
     if len(graphs) != 1:
         raise UserError("manifest", f"{len(graphs)} of kind {KIND}", "must be one")
-    graph: dict[str, Any] = copy.deepcopy(dict(graphs[0]))
+    graph: JsonObject = copy.deepcopy(dict(graphs[0]))
     metadata = graph.setdefault("metadata", {})
     metadata.update(
         {key: value for key, value in (("name", name), ("namespace", namespace)) if value}
@@ -90,7 +91,7 @@ def _item(place: Any, name: str, item: str) -> Any:
     raise UserError("--set", item, f"the manifest has nothing named {name} there")
 
 
-def _containers(graph: dict[str, Any]) -> list[dict[str, Any]]:
+def _containers(graph: JsonObject) -> list[JsonObject]:
     """List the main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
     spec, main_containers = graph.setdefault("spec", {}), []
     for service in (spec.get("services") or {}).values():
@@ -134,7 +135,7 @@ def find_api_version(cluster: connection.Connection) -> str:
 
 def find_graph(
     cluster: connection.Connection, name: str, version: str | None = None
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Find the graph as it is now, in the newest or a given version of the API; None where there is none."""
     return cluster.find(GROUP, version or find_api_version(cluster), PLURAL, name)
 
@@ -348,7 +349,7 @@ def own_graph(
             return
 
 
-def list_graphs(cluster: connection.Connection, run: str) -> list[dict[str, Any]]:
+def list_graphs(cluster: connection.Connection, run: str) -> list[JsonObject]:
     """List the graphs that were made for a run; none where Dynamo's definitions are not installed."""
     for version in VERSIONS:
         with connection.ignore_refusals(404):

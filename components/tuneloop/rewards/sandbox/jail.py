@@ -20,6 +20,7 @@ import os
 import resource
 import struct
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 MEMORY, FAILED = 3, 1
@@ -166,81 +167,127 @@ def list_calls(kind: str, machine: str) -> dict[str, int]:
     return {name: both[column] for name, both in CALLS[kind].items() if both[column] is not None}
 
 
+# Actions of a filter (linux/seccomp.h); those with SECCOMP_RET_ERRNO have the error in their low half.
+KILL_PROCESS, ALLOW = 0x80000000, 0x7FFF0000
+NOT_PERMITTED, NO_SUCH_CALL, NO_MEMORY = 0x00050001, 0x00050026, 0x0005000C
+# Operations of classic BPF (linux/bpf_common.h): load a word, compare it with a constant, return.
+LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# Offsets in struct seccomp_data: the call's number, the architecture, the low halves of arguments.
+CALL, ARCHITECTURE = 0, 4
+FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
+HIGH_HALF = 4
+"""From the low half of an argument to its high half."""
+# Besides these, F_SETOWN and F_SETSIG would send any signal to anybody.
+HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
+# Asks for a terminal, and requests on descriptors.
+HARMLESS_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+
+
+class Filter:
+    """Assembles a seccomp filter. Jumps name labels, which may be marked later; a jump without one goes on at the next
+    step. A jump reaches forward by at most 255 steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, str, str, int]] = []
+        self.labels: dict[str, int] = {}
+
+    def load(self, offset: int) -> None:
+        """Load the word at an offset of struct seccomp_data."""
+        self.steps.append((LOAD, "", "", offset))
+
+    def jump(self, operation: int, value: int, then: str = "", otherwise: str = "") -> None:
+        """Compare the loaded word with `value`, and jump."""
+        self.steps.append((operation, then, otherwise, value))
+
+    def end(self, action: int) -> None:
+        """End the filter with an action."""
+        self.steps.append((RETURN, "", "", action))
+
+    def mark(self, label: str) -> None:
+        """Let jumps to `label` lead to the next step."""
+        self.labels[label] = len(self.steps)
+
+    def end_if(self, operation: int, value: int, action: int) -> None:
+        """End the filter with an action if the comparison holds."""
+        after = f"after {len(self.steps)}"
+        self.jump(operation, value, otherwise=after)
+        self.end(action)
+        self.mark(after)
+
+    def assemble(self) -> list[tuple[int, int, int, int]]:
+        """Return the steps as (operation, steps to skip if it holds, if it does not, value)."""
+        return [
+            (operation, self._distance(at, then), self._distance(at, otherwise), value)
+            for at, (operation, then, otherwise, value) in enumerate(self.steps)
+        ]
+
+    def _distance(self, at: int, label: str) -> int:
+        return self.labels[label] - at - 1 if label else 0
+
+
 def build_filter(machine: str, own: int, stack: int) -> list[tuple[int, int, int, int]]:
     """Build the filter (linux/seccomp.h, linux/filter.h): what is allowed, and some calls by what they ask for. Only
     the process `own` gets signals, and a thread's stack (glibc says what it maps one for) has `stack` bytes."""
-    kill, deny, absent, full, allow = 0x80000000, 0x00050001, 0x00050026, 0x0005000C, 0x7FFF0000
-    load, equal, greater, some, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    # offsets in struct seccomp_data; low halves of arguments
-    number, architecture, first, second, third, fourth = 0, 4, 16, 24, 32, 40
     asked = list_calls("asked", machine)
-    program = [
-        (load, 0, 0, architecture),
-        (equal, 1, 0, ARCHITECTURES[machine]),
-        (give, 0, 0, kill),
-    ]
-    program += [
-        (load, 0, 0, number),
-        (greater, 0, 1, NEWER),
-        (give, 0, 0, absent),
-    ]  # the calls of x32 among them
+    program = Filter()
+    program.load(ARCHITECTURE)
+    program.jump(EQUAL, ARCHITECTURES[machine], then="right architecture")
+    program.end(KILL_PROCESS)
+    program.mark("right architecture")
+    program.load(CALL)
+    # The calls of x32 are among them.
+    program.end_if(AT_LEAST, NEWER, NO_SUCH_CALL)
     for call in list_calls("allowed", machine).values():
-        program += [(equal, 0, 1, call), (give, 0, 0, allow)]
+        program.end_if(EQUAL, call, ALLOW)
     for call in list_calls("quiet", machine).values():
-        program += [(equal, 0, 1, call), (give, 0, 0, deny)]
-    program += [
-        (equal, 0, 8, asked["mmap"]),
-        (load, 0, 0, fourth),
-        (some, 0, 4, MAP_STACK),
-        (load, 0, 0, second + 4),
-    ]
-    program += [
-        (equal, 0, 2, 0),
-        (load, 0, 0, second),
-        (greater, 0, 1, stack),
-        (give, 0, 0, allow),
-        (give, 0, 0, full),
-    ]
-    program += [
-        (equal, 0, 4, asked["clone"]),
-        (load, 0, 0, first),
-        (some, 0, 1, CLONE_THREAD),
-        (give, 0, 0, allow),
-    ]
-    program += [(give, 0, 0, kill)]
-    for name, place, values in (
-        ("kill", first, [own]),
-        ("tgkill", first, [own]),
-        (
-            "fcntl",
-            second,
-            [0, 1, 2, 3, 4, 1030],
-        ),  # F_SETOWN and F_SETSIG would send any signal to anybody
-        (
-            "ioctl",
-            second,
-            [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451],
-        ),  # asks for a terminal, and on descriptors
-    ):
-        known = [step for value in values for step in ((equal, 0, 1, value), (give, 0, 0, allow))]
-        program += [
-            (equal, 0, len(known) + 2, asked[name]),
-            (load, 0, 0, place),
-            *known,
-            (give, 0, 0, kill),
-        ]
-    program += [
-        (equal, 0, 6, asked["prlimit64"]),
-        (load, 0, 0, third),
-        (equal, 0, 3, 0),
-        (load, 0, 0, third + 4),
-    ]
-    program += [
-        (equal, 0, 1, 0),
-        (give, 0, 0, allow),
-        (give, 0, 0, deny),
-    ]  # to ask is allowed, to set is not
-    return [*program, (give, 0, 0, kill)]
+        program.end_if(EQUAL, call, NOT_PERMITTED)
+
+    program.jump(EQUAL, asked["mmap"], otherwise="not mmap")
+    program.load(FOURTH)
+    program.jump(HAS_BITS, MAP_STACK, otherwise="mmap is allowed")
+    program.load(SECOND + HIGH_HALF)
+    program.jump(EQUAL, 0, otherwise="mmap is allowed")
+    program.load(SECOND)
+    program.jump(AT_LEAST, stack, otherwise="stack is too small")
+    program.mark("mmap is allowed")
+    program.end(ALLOW)
+    program.mark("stack is too small")
+    program.end(NO_MEMORY)
+    program.mark("not mmap")
+
+    program.jump(EQUAL, asked["clone"], otherwise="not clone")
+    program.load(FIRST)
+    program.end_if(HAS_BITS, CLONE_THREAD, ALLOW)
+    program.end(KILL_PROCESS)
+    program.mark("not clone")
+
+    allow_values(program, asked["kill"], FIRST, [own])
+    allow_values(program, asked["tgkill"], FIRST, [own])
+    allow_values(program, asked["fcntl"], SECOND, HARMLESS_FCNTL)
+    allow_values(program, asked["ioctl"], SECOND, HARMLESS_IOCTL)
+
+    # To ask for a limit is allowed, to set one is not.
+    program.jump(EQUAL, asked["prlimit64"], otherwise="not prlimit64")
+    program.load(THIRD)
+    program.jump(EQUAL, 0, otherwise="limit is set")
+    program.load(THIRD + HIGH_HALF)
+    program.jump(EQUAL, 0, otherwise="limit is set")
+    program.end(ALLOW)
+    program.mark("limit is set")
+    program.end(NOT_PERMITTED)
+    program.mark("not prlimit64")
+    program.end(KILL_PROCESS)
+    return program.assemble()
+
+
+def allow_values(program: Filter, call: int, argument: int, values: Iterable[int]) -> None:
+    """Allow a call with one of some values of an argument, and kill the process at any other."""
+    program.jump(EQUAL, call, otherwise=f"not call {call}")
+    program.load(argument)
+    for value in values:
+        program.end_if(EQUAL, value, ALLOW)
+    program.end(KILL_PROCESS)
+    program.mark(f"not call {call}")
 
 
 def restrict_calls(memory: int) -> None:

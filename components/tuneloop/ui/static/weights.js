@@ -32,7 +32,7 @@ export async function showWeights(name) {
           ["version", "stored as", "stored", "of", "elements changed", "served by"],
           published.toReversed(),
           (each) => [
-            `${each.version}${each.latest ? ", the latest" : ""}${each.held ? ", held back" : ""}`,
+            `${each.version}${each.latest ? ", the latest" : ""}${each.held_by_readers ? ", held by readers" : ""}`,
             each.encoding === null ? "anchor: whole" : `delta to ${each.base_version} (${each.encoding})`,
             bytes(each.stored_bytes),
             bytes(each.full_bytes),

@@ -1,16 +1,14 @@
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_cli import Call, call, refused  # noqa: F401 - `call` is a fixture
+from tests.unit.sharing.recorded_tasks import find_device, read_recorded_tasks
 from tuneloop.config.loading import dump_workflow, find_pipeline
 from tuneloop.core.artifacts import Draft, Role
 from tuneloop.core.component import find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Journal, Node, Workflow
-from tuneloop.planning.phases import find_device, read_recorded_tasks
 from tuneloop.runs import run_record
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
@@ -110,85 +108,3 @@ def test_devices_are_those_of_the_stages() -> None:
     stages = ("rollout", "evaluate", "policy_update", "reward", "argo", "somebody_elses")
     found = [find_device(find_component(f"tuneloop.stages.{stage}")) for stage in stages]
     assert found == ["sampler", "sampler", "trainer", "", "", ""]
-
-
-def test_the_plan_of_sharing(call: Call, tmp_path: Path) -> None:  # noqa: F811
-    made(tmp_path, "one", 5), made(tmp_path, "two", 4, gap=1.5)
-    words = (
-        "plan",
-        "grpo",
-        "--share",
-        "--set",
-        "engine.name=transformers",
-        "--store",
-        str(tmp_path),
-    )
-    done = call(*words, "--measured", "one", "--measured", f"{tmp_path}/two")
-    assert done.code == 0, done.err
-    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
-    assert rows["alone"][1:] == ["1", "1", "7.50", "7.50", "33%", "33%", "37.5", "480.0", "1.00"]
-    assert rows["one-after-another"][1:3] == ["2", "1"] and rows["one-after-another"][7] == "79.5"
-    assert "recommended: shared-fifo" in done.out
-    assert (
-        "a stage's start to its commit" in done.out and "0.5 s until who waited sees it" in done.out
-    )
-    lost = call(*words, "--measured", "one", "--plan", "shared-lrs", "--swap", "10.8")
-    refused(lost, "loses time", "10.8 s to swap", "use one-after-another")
-    assert "shared-lrs" in lost.out, "the figures are shown all the same"
-    chosen = ("--set", "cluster.share.group=a", "--set", "cluster.share.policy=lrs")
-    refused(
-        call(*words, "--measured", "one", "--swap", "10.8", *chosen), "'shared-lrs': loses time"
-    )
-    apart = (
-        "--set",
-        "cluster.share.device_class=gpu.example.com",
-        "--set",
-        "cluster.share.roles=apart",
-    )
-    done = call(*words, "--measured", "one", *chosen, *apart)
-    assert (
-        "trainers and samplers each have a turn" in done.out
-        and "2 runs do 83% more in the same time" in done.out
-    )
-    refused(call(*words, *["--measured", "one"] * 3, *chosen), "3", "runs_per_claim is 2")
-
-
-def test_the_plan_of_sharing_says_what_a_server_costs_to_suspend(
-    call: Call,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    """Weights of 2 bytes and the cache, out and in at 16 GB/s; sleep mode drops both before."""
-    made(tmp_path, "one", 5)
-    words = (
-        "plan",
-        "grpo",
-        "--share",
-        "--store",
-        str(tmp_path),
-        "--measured",
-        "one",
-        "--set=cluster.sampler.gpus=1",
-    )
-    cache = "kv_cache_memory_bytes: 24000000000"
-    done = call(*words, "--set", "engine.snapshot=true", "--set", f"engine.args={{{cache}}}")
-    assert done.code == 0, done.err
-    terms = r"853,376 × 2 weights \+ KV cache pool of [\d,]+ tokens × \d+"
-    line = (
-        rf"engine.snapshot: 2 × \({terms}\) / 16 GB/s \+ 4 s = 7.0 s, .* host memory 2 × 22.4 GiB"
-    )
-    assert re.search(line, done.out), done.out
-    assert "loading the server's weights, as of each new version: 0.75 s, recorded" in done.out
-    asleep = call(*words, "--set", "engine.args={enable_sleep_mode: true}")
-    assert "2 × (0) / 16 GB/s + 4 s = 4.0 s" in asleep.out, asleep.out
-    none = call(*words[:-1], "--set", "engine.name=transformers")
-    assert "engine.snapshot" not in none.out and "the server's weights" not in none.out
-
-
-def test_mistakes_in_planning_are_one_line(call: Call, tmp_path: Path) -> None:  # noqa: F811
-    here = ("--store", str(tmp_path))
-    refused(call("plan", "grpo", "--share", *here), "no run of grpo is recorded")
-    refused(
-        call("plan", "grpo", "--share", "--plan", "both", *here), "use one of alone, asynchronous"
-    )
-    refused(call("plan", "grpo", "--share", "--measured", "nothing", *here), "not found below")
-    refused(call("plan", "grpo", "--swap", "3"), "--share", "--swap")

@@ -8,9 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tuneloop.core.errors import UserError
-from tuneloop.sharing.document import POLICIES
-from tuneloop.sharing.simulate import Rules, Schedule, Task, compute_percentile, simulate_runs
+from tests.unit.sharing.lease_simulation import (
+    Rules,
+    Schedule,
+    Task,
+    compute_percentile,
+    simulate_runs,
+)
+from tuneloop.sharing.lease_queue import POLICIES
 
 ALONE, OVERLAPPED, SERIAL = "alone", "asynchronous", "one-after-another"
 SHARED = tuple(f"shared-{policy}" for policy in POLICIES)
@@ -20,8 +25,6 @@ GROUP = dict.fromkeys(ROLES, "group")
 """Role → turn: all devices are one run's at a time."""
 APART = dict(zip(ROLES, ROLES))
 """Role → turn: one run trains while another samples."""
-NOTABLE = 0.02
-"""The gain for which another plan is recommended: less is what a simulation is wrong by."""
 
 
 @dataclass(frozen=True)
@@ -137,25 +140,3 @@ def compare_plans(
             for name, policy in zip(SHARED, POLICIES)
         },
     }
-
-
-def recommend_plan(plans: Mapping[str, Plan]) -> str:
-    """Return the plan with the most iterations per second and accelerator; of almost equal ones, the simplest."""
-    best = max(plan.throughput for plan in plans.values())
-    return next(name for name in PLANS if plans[name].throughput * (1 + NOTABLE) >= best)
-
-
-def check_plan(plans: Mapping[str, Plan], name: str, rules: Rules) -> None:
-    """Raise UserError if the plan `name` loses time against runs one after another, as only plans by turns can."""
-    asked, other = plans[name], plans[SERIAL]
-    if name not in SHARED or asked.total <= other.total:
-        return
-    spans = [span for schedule in asked.schedules for span in schedule.spans if span.task.device]
-    turns = statistics.median(span.task.seconds for span in spans)
-    raise UserError(
-        "--plan",
-        name,
-        f"loses time: {asked.total:.1f} s, and {other.total:.1f} s one after another. Half of the turns last less than"
-        f" {turns:.1f} s; giving one to another run costs {rules.swap:g} s to swap and {rules.handover:g} s to notice:"
-        f" use {SERIAL}, or longer stages",
-    )

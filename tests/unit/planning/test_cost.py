@@ -1,8 +1,6 @@
-"""What `plan --measured RUN --price P` adds up, and the picture of `plan --svg`."""
+"""What `plan --measured RUN --price P` adds up."""
 
-import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,10 +10,7 @@ from tuneloop.cli import run_cli
 from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import MANIFEST, dump_checked_json, load_checked_json
 from tuneloop.planning.cost import estimate_cost, read_seconds
-from tuneloop.planning.picture import draw_graph
 from tuneloop.runs.run_record import Run
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_price_is_that_of_all_accelerators_for_as_long_as_their_stages_took(
@@ -72,7 +67,7 @@ def test_every_replica_of_a_server_costs_from_the_first_pod_to_the_last(
     )
 
 
-def test_a_price_needs_seconds_and_a_picture_a_place(
+def test_a_price_needs_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,44 +75,3 @@ def test_a_price_needs_seconds_and_a_picture_a_place(
     assert capsys.readouterr().err.startswith(
         "error: --price: 2.0: needs seconds: give --measured RUN or --device NAME"
     )
-    assert run_cli(["plan", "sft", "--svg", "nowhere/a.svg"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --svg: 'nowhere/a.svg': cannot be written (No such file or directory)\n"
-    )
-    assert (
-        run_cli(["plan", "sft", "--svg", "a.svg"]) == 0
-        and ET.parse("a.svg").getroot().tag == f"{SVG}svg"
-    )
-
-
-def read_picture(text: str) -> tuple[dict[str, tuple[float, float]], list[dict[str, Any]]]:
-    """Return stage → where its box is, and the paths."""
-    root = ET.fromstring(text)
-    names = [each.text or "" for each in root.iter(f"{SVG}text") if "class" not in each.attrib]
-    boxes = [(float(each.attrib["x"]), float(each.attrib["y"])) for each in root.iter(f"{SVG}rect")]
-    assert len(names) == len(boxes) == len({*boxes}), "no two boxes at one place"
-    assert all(
-        x < float(root.attrib["width"]) and y < float(root.attrib["height"]) for x, y in boxes
-    )
-    return dict(zip(names, boxes, strict=True)), [each.attrib for each in root.iter(f"{SVG}path")]
-
-
-@pytest.mark.parametrize("sets", [["loop.iterations_per_pod=0"], ["loop.iterations_per_pod=5"]])
-def test_every_stage_is_right_of_those_that_it_comes_after_and_the_loop_leads_back(
-    sets: list[str],
-) -> None:
-    found = find_pipeline("grpo")
-    boxes, paths = read_picture(
-        draw_graph(found.build(found.configure(None, ["engine.name=transformers", *sets])))
-    )
-    line = ["data-prep", "base-model", "rollout", "reward", "policy-update", "evaluate-after"]
-    across = [boxes[name][0] for name in line]
-    assert across == sorted({*across}) and boxes["export"][0] > boxes["policy-update"][0]
-    assert boxes["evaluate-before"][0] > boxes["base-model"][0]
-    assert any(path.get("class") == "back" for path in paths)
-
-
-def test_steps_come_one_group_after_the_other() -> None:
-    boxes, _ = read_picture(draw_graph(WORKFLOW))
-    assert boxes["base"][0] == boxes["sft"][0] < boxes["rollout"][0]

@@ -10,13 +10,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
+from tests.unit.sharing.lease_plans import in_turn, overlap_tasks
+from tests.unit.sharing.lease_simulation import Task
 from tuneloop.argo.claims import role_of
 from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Node
 from tuneloop.runs.run_record import Entry, Run
-from tuneloop.sharing.plans import in_turn, overlap_tasks
-from tuneloop.sharing.simulate import Task
 from tuneloop.workflow.pod_loop import find_pod
 
 
@@ -26,7 +26,7 @@ def find_device(stage: Component | None) -> str:
 
 
 def read_recorded_tasks(run: Run) -> list[Task]:
-    """Read the stages of each whole iteration of `run`, in loop order, as `tuneloop.sharing.plans` takes them. Raises
+    """Read the stages of each whole iteration of `run`, in loop order, as `lease_plans` takes them. Raises
     UserError where it has fewer than two of them, or its times are not those of a run with devices of its own."""
     pods = _pods(run)
     tasks, held = [], {}

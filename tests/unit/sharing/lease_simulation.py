@@ -1,9 +1,9 @@
 """Runs that take turns on devices, event by event: a simulation, pure and deterministic.
 
 A run is a graph of tasks. A task whose predecessors have ended waits `lead` seconds (its pod is being made), asks for
-the turn of its device, if it has one, and holds it for `seconds`. `tuneloop.sharing.document.Document` says whose turn
-it is, as in real runs. What runs took with devices of their own tells what they will take otherwise, as far as a task's
-seconds do not depend on what runs on other devices."""
+the turn of its device, if it has one, and holds it for `seconds`. `tuneloop.sharing.lease_queue.LeaseQueue` says whose
+turn it is, as in real runs. What runs took with devices of their own tells what they will take otherwise, as far as a
+task's seconds do not depend on what runs on other devices."""
 
 import heapq
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tuneloop.core.artifacts import Role
-from tuneloop.sharing.document import Document, Policy
+from tuneloop.sharing.lease_queue import LeaseQueue, Policy
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Simulation:
 
     def __init__(self, names: list[str], tasks: list[list[Task]], rules: Rules) -> None:
         self.names, self.tasks, self.rules = names, tasks, rules
-        self.turns = {turn: Document(policy=rules.policy) for turn in rules.turns.values()}
+        self.turns = {turn: LeaseQueue(policy=rules.policy) for turn in rules.turns.values()}
         self.resident: dict[str, int] = {}
         self.asked: dict[str, tuple[float, int, int]] = {}
         self.left = [[len(task.after) for task in each] for each in tasks]
@@ -123,15 +123,15 @@ class _Simulation:
                 else:
                     ticket = f"{run}.{index}"
                     self.asked[ticket] = now, run, index
-                    self.turns[turn] = self.turns[turn].ask(ticket, self.names[run])
+                    self.turns[turn] = self.turns[turn].add_waiter(ticket, self.names[run])
             yield from self.serve(now)
 
     def serve(self, now: float) -> Iterable[Span]:
         """Give every free turn to the next who waits for it."""
         for turn, document in self.turns.items():
             if document.holder is None and document.waiting:
-                ticket = document.order()[0].ticket
-                self.turns[turn] = document.take(ticket)
+                ticket = document.list_waiters()[0].ticket
+                self.turns[turn] = document.grant(ticket)
                 asked, run, index = self.asked[ticket]
                 moved = self.resident.get(turn, run) != run
                 self.resident[turn] = run
@@ -149,7 +149,7 @@ class _Simulation:
 
     def end(self, now: float, run: int, index: int, turn: str | None) -> None:
         if turn is not None:
-            self.turns[turn] = self.turns[turn].quit(f"{run}.{index}")
+            self.turns[turn] = self.turns[turn].release(f"{run}.{index}")
         for follower, task in enumerate(self.tasks[run]):
             if index in task.after:
                 self.left[run][follower] -= 1

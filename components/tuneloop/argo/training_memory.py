@@ -1,0 +1,14 @@
+"""Bytes a parameter of training in full precision: weights, gradients and Adam's two moments, as in Rajbhandari et al.,
+"ZeRO" (2020), §3.1. What is estimated of pods, of sleeping trainers and of the store comes from these figures."""
+
+WEIGHT_BYTES = 4
+GRADIENT_BYTES = 4
+MOMENTS_BYTES = 8
+STATE_BYTES = WEIGHT_BYTES + MOMENTS_BYTES
+"""Of a trainer that computes nothing: asleep in host memory, or written to the store."""
+TRAINED_BYTES = STATE_BYTES + GRADIENT_BYTES
+
+
+def compute_trainer_memory(parameters: int, width: int = WEIGHT_BYTES) -> tuple[int, int]:
+    """Compute a sleeping trainer's bytes of host memory: weights, and Adam's two moments, `width` bytes a number."""
+    return parameters * width, 2 * parameters * width

@@ -1,0 +1,89 @@
+"""Ask a server of rollouts, this run's or somebody else's, and tell a loss, after which another attempt may succeed,
+from a refusal, which stays one. When to ask again is the caller's to say."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tuneloop.core.errors import Unavailable, UserError
+from tuneloop.core.http import Response, Unanswered, is_transient, open_response
+from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.core.server_token import build_token_headers
+
+LATER = (409, 425)
+"""Statuses after which another attempt may succeed, besides those of `is_transient`."""
+
+
+class Lost(Unavailable):
+    """The server cannot be reached, closed the connection, or cannot answer now: another attempt may succeed.
+
+    Attributes:
+        status: of the answer; None without one.
+        sent: the request, as the caller's hook returned it.
+    """
+
+    def __init__(self, reason: str, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.sent: JsonMapping | None = None
+
+
+@contextmanager
+def open_answer(
+    method: str,
+    url: str,
+    *,
+    server: str,
+    timeout_s: float,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Response]:
+    """Yield an answer with status 200. `server` is its address in messages, and `check` may end the wait by an error.
+    Raises Lost where no answer arrives or it may be another one later, and UserError at any other status."""
+    try:
+        with open_response(
+            method,
+            url,
+            timeout_s=timeout_s,
+            body=body,
+            headers=build_token_headers() if headers is None else headers,
+            check=check,
+        ) as response:
+            if response.status != 200:
+                _refuse(response.status, response.read(), server)
+            yield response
+    except Unanswered as error:
+        raise Lost(str(error)) from error
+
+
+def _refuse(status: int, content: bytes, server: str) -> None:
+    """Raise the error that fits a status other than 200."""
+    text = " ".join(content.decode(errors="replace").split())
+    try:
+        text = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        text = text[:300]
+    # The token is being rotated, and not everybody has the new one.
+    is_rotating = status == 401 and build_token_headers()
+    if is_transient(status) or status in LATER or is_rotating:
+        raise Lost(f"answers {status}: {text}", status)
+    raise UserError("--endpoint", server, f"answers {status}: {text}")
+
+
+def read_message(text: bytes) -> JsonObject:
+    """Read a JSON message. Raises Lost where it is none, or reports an error of the server."""
+    try:
+        message = json.loads(text)
+    except ValueError as error:
+        raise Lost(f"{type(error).__name__}: {error}") from error
+    if "error" in message:
+        raise Lost(str(message["error"]))
+    return dict(message)
+
+
+def read_messages(response: Response) -> Iterator[JsonObject]:
+    """Yield the messages of an answer, a line each. An empty line only says that the server is alive."""
+    for line in filter(bytes.strip, response.lines()):
+        yield read_message(line)
