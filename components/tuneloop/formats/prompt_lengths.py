@@ -7,9 +7,8 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
-from tuneloop.core.errors import UserError
 from tuneloop.formats.rows import list_columns, name_row
-from tuneloop.formats.tokens import encode_prompt
+from tuneloop.formats.tokens import encode_prompt_row
 from tuneloop.formats.too_long import SHOWN, LengthPolicy
 
 REQUIRED = ("id", "prompt", "chat")
@@ -64,11 +63,7 @@ def measure_prompts(
     lengths: list[tuple[str, int]] = []
     for batch in file.iter_batches(1024, columns=columns):
         for row in batch.to_pylist():
-            try:
-                ids = encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
-            except UserError as error:
-                field = f"{name_row(row)}: {error.field}"
-                raise UserError(field, error.value, error.remedy) from error
+            ids = encode_prompt_row(tokenizer, row)
             lengths.append((name_row(row), len(ids)))
         stage.check_stop()
         bar.update(len(lengths))

@@ -21,7 +21,7 @@ from tuneloop.formats.rollouts import (
     request_id,
 )
 from tuneloop.formats.rows import name_row
-from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
+from tuneloop.formats.tokens import encode_prompt_row, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
@@ -194,10 +194,7 @@ def _request(stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index
     if begun:
         ids = begun.prompt_ids
     else:
-        try:
-            ids = encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
-        except UserError as error:
-            raise UserError(f"{place}: {error.field}", error.value, error.remedy) from error
+        ids = encode_prompt_row(tokenizer, row)
     surplus = max(ids)
     if surplus >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(surplus)
