@@ -22,11 +22,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
 HEADING = "## Data layouts under these templates\n"
 PROMPT_SPLITS = ("train",)
 INTRODUCTION = """\
-The five rows of each layout of [data.md](data.md#layouts), prepared with `data.chat=true` and encoded under each of
-the {templates} templates with the tokenizer of SmolLM2: {encoded} of {cells} combinations encode whole, with one BOS and
-at least one target in each demonstration and each side of a pair. In the other {refused} at least one row is refused,
-by one line that names the row. `text` is plain text, which no template changes. `tests/golden/test_layouts_and_templates.py`
-computes this section.
+The five rows of each layout of [data.md](data.md#layouts), prepared with `data.chat=true` and encoded
+under each of the {templates} templates with the tokenizer of SmolLM2: {encoded} of {cells} combinations
+encode whole, with one BOS and at least one target in each demonstration and each side of a pair. In the
+other {refused} at least one row is refused, by one line that names the row. `text` is plain text, which
+no template changes. `tests/golden/test_layouts_and_templates.py` computes this section.
 """
 
 Rows = list[dict[str, Any]]
@@ -124,7 +124,7 @@ def render_section(table: Table) -> str:
         refusals = list_refusals(table, layout, numbers)
         lines.append(f"| `{layout}` | {encoded} of {len(NAMES)} | {refusals} |")
     lines.append("")
-    lines += [f"{number}. {reason.rstrip(chr(46) + chr(33))}." for reason, number in numbers.items()]
+    lines += [f"{number}. {reason.rstrip('.!')}." for reason, number in numbers.items()]
     return "\n".join(lines) + "\n"
 
 
