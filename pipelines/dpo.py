@@ -50,9 +50,10 @@ def choose_sizes(data: Any) -> Any:
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
+    required = ["sft", "preference"] if config.sft else ["preference"]
     mismatched = config.preference.algorithm == "kto"
     return [
-        StageSpec(data_prep, choose_sizes(config.data)),
+        StageSpec(data_prep, choose_sizes(config.data), required=required),
         StageSpec(
             base_model,
             config.model,

@@ -14,6 +14,7 @@ With `loop.asynchronous` the next batch is sampled while the policy is updated o
 but the first batch of a workflow are one version old.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from tuneloop.cli.pipeline_file import make_builders, render_file
@@ -71,8 +72,9 @@ LOOP = Loop(
 )
 
 
-def stages(config: Config) -> list[StageSpec]:
-    """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves."""
+def stages(config: Config, required: Sequence[str] = ("train",)) -> list[StageSpec]:
+    """Return the stages with their parameters; `seed` and `weights` reach those that have them by themselves.
+    `required`: the splits of the data that the pipeline cannot do without."""
     engine = {"engine": config.engine.name, "engine_args": config.engine.options}
     first = {
         "publish_weights": not config.engine.fleet_has_base,
@@ -80,7 +82,7 @@ def stages(config: Config) -> list[StageSpec]:
     }
     ranks = {"processes": config.processes, "nodes": config.nodes}
     return [
-        StageSpec(data_prep, config.data),
+        StageSpec(data_prep, config.data, required=list(required)),
         StageSpec(
             base_model,
             config.model,

@@ -45,7 +45,7 @@ def fine_tune(graph: Graph, model: Any, rows: Any) -> Any:
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages with their parameters."""
     return [
-        StageSpec(data_prep, config.data),
+        StageSpec(data_prep, config.data, required=["sft"]),
         StageSpec(
             base_model,
             config.model,

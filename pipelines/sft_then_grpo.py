@@ -26,7 +26,7 @@ Config: Any = grpo.Config.with_sections(
 
 def stages(config: Config) -> list[StageSpec]:
     """Return the stages of `grpo` and `sft` with their parameters."""
-    return [*grpo.stages(config), *tuning.list_tuning_stages(config)]
+    return [*grpo.stages(config, required=["sft", "train"]), *tuning.list_tuning_stages(config)]
 
 
 def draw(graph: Graph) -> None:

@@ -1,7 +1,6 @@
 """Pipelines and their configuration: found by name or path, filled from a file and ``--set``, checked once. A pipeline
 is a Python file with a docstring, a frozen pydantic model ``Config`` and ``build_argo(config)``."""
 
-import difflib
 import importlib.util
 import os
 import sys
@@ -18,7 +17,7 @@ from tuneloop.config.followed import Followed, merge_followed
 from tuneloop.config.machine import Machine
 from tuneloop.config.rules import follow_model, list_doubts, list_unknowns
 from tuneloop.core.component import convert_validation_error
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import UserError, suggest_name
 from tuneloop.core.json_types import JsonObject
 
 
@@ -98,8 +97,8 @@ class Pipeline:
                 f"is not valid; expected: {field.description}",
             )
         known = list(self._section(section).model_fields)
-        near = find_keys(self.Config, key) or difflib.get_close_matches(key, known, n=1)
-        remedy = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+        keys = find_keys(self.Config, key)
+        remedy = f"did you mean {' or '.join(keys)}?" if keys else suggest_name(key, known)
         return UserError(".".join((*section, key)), first["input"], f"unknown key; {remedy}")
 
     def _section(self, names: list[str]) -> type[BaseModel]:

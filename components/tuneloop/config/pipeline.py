@@ -8,7 +8,7 @@ from tuneloop.core.errors import UserError
 from tuneloop.workflow.settings import Cluster
 
 SET_BY_PIPELINE = {"seed", "iteration", "engine", "endpoint", "engine_args", "model"}
-SET_BY_PIPELINE |= {"completion_tokens", "engine_context"}
+SET_BY_PIPELINE |= {"completion_tokens", "engine_context", "required"}
 """Parameters of stages that a pipeline gives: they are in no section of its configuration."""
 Nodes = Annotated[
     int,

@@ -353,7 +353,7 @@ def convert_validation_error(error: ValidationError, prefix: str = "") -> UserEr
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):  # a validator of ours
         if isinstance(cause, UserError):
             return UserError(
-                ".".join(filter(None, (field, cause.field))), cause.value, cause.remedy
+                ".".join(filter(None, (field.rstrip("."), cause.field))), cause.value, cause.remedy
             )
         return UserError(field, first["input"], str(cause))
     if first["type"] == "model_type":

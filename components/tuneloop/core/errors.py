@@ -2,6 +2,7 @@
 (never retried), 3 a model that its gate refuses, 75 interrupted or temporarily impossible (retried), 70 the budget of
 attempts is used up, anything else a bug."""
 
+import difflib
 import functools
 import os
 import re
@@ -42,6 +43,12 @@ def shorten_text(text: str, most: int = 200) -> str:
         if len(text) <= most
         else f"{text[: most - tail]}… ({len(text)} characters) …{text[-tail:]}"
     )
+
+
+def suggest_name(name: str, names: Collection[str]) -> str:
+    """Return the remedy for a name that is none of `names`: the nearest of them, or all."""
+    nearest = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(names)}"
 
 
 class NotPromoted(UserError):

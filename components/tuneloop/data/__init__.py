@@ -17,9 +17,11 @@ from typing import Any
 NOT_VARIANTS = (
     "budgets",
     "columns",
+    "layout_tables",
     "layouts",
     "messages",
     "readers",
+    "requirements",
     "sizes",
     "sources",
     "splitting",

@@ -1,18 +1,30 @@
 """Rows that are left out, and how many of them may be: ``data.bad_rows``, ``data.wrong_answers``."""
 
+import bisect
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tuneloop.core.errors import UserError, shorten_text
+from tuneloop.formats.rows import split_numbers
 
 Policy = Literal["drop", "refuse"]
 SHOWN = 10
 """Examples that are kept, and that an error lists."""
 
 
+@dataclass(frozen=True, order=True)
+class LeftOut:
+    """A row that is left out, and why. `key`, its name by `split_numbers`, decides the order."""
+
+    key: tuple[tuple[int, str], ...]
+    row: str
+    reason: str
+
+
 @dataclass
 class Budget:
-    """Rows that are left out for one kind of reason: `count` of them, the first ones with a reason.
+    """Rows that are left out for one kind of reason: `count` of them, and the first ones with their
+    reasons, in the order of files and rows.
 
     Attributes:
         setting: what decides about them, such as ``data.bad_rows``.
@@ -28,14 +40,27 @@ class Budget:
     policy: Policy
     share: float
     count: int = 0
-    examples: list[str] = field(default_factory=list)
     advice: str = ""
+    _first: list["LeftOut"] = field(default_factory=list)
+
+    @property
+    def examples(self) -> list[str]:
+        """The first rows, each with its reason."""
+        return [f"{left_out.row}: {left_out.reason}" for left_out in self._first]
 
     def add(self, row: str, reason: str) -> None:
         """Count one row."""
         self.count += 1
-        if len(self.examples) < SHOWN:
-            self.examples.append(f"{row}: {shorten_text(reason, 120)}")
+        # Rows come in any order; those that stand first in their files are kept.
+        bisect.insort(self._first, LeftOut(split_numbers(row), row, shorten_text(reason, 120)))
+        del self._first[SHOWN:]
+
+    def list_by_reason(self, most: int = SHOWN) -> list[str]:
+        """List the first `most` rows by reason: ``ROW, ROW: REASON``."""
+        rows_by_reason: dict[str, list[str]] = {}
+        for left_out in self._first[:most]:
+            rows_by_reason.setdefault(left_out.reason, []).append(left_out.row)
+        return [f"{', '.join(rows)}: {reason}" for reason, rows in rows_by_reason.items()]
 
     def check(self, total: int) -> None:
         """Check that no more than the share of `total` is left out. Raises UserError that lists the
@@ -43,7 +68,7 @@ class Budget:
         allowed = 0 if self.policy == "refuse" else int(self.share * total)
         if self.count <= allowed:
             return
-        listed = "; ".join(self.examples)
+        listed = "; ".join(self.list_by_reason())
         remedy = f"{self.problem}: {listed}; "
         if self.advice:
             remedy += f"{self.advice}, or "
@@ -69,7 +94,8 @@ class Budget:
         if not self.count:
             return ""
         more = "; …" if self.count > 3 else ""
-        return f"left out {self.count} {self.noun} that {self.problem}: {'; '.join(self.examples[:3])}{more}"
+        listed = "; ".join(self.list_by_reason(3))
+        return f"left out {self.count} {self.noun} that {self.problem}: {listed}{more}"
 
     def to_facts(self) -> dict[str, object]:
         """Return the count and the examples, for the manifest."""

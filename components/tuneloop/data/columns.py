@@ -1,13 +1,13 @@
 """Which columns of a table hold what, where the user says so: ``data.columns``."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator, model_validator
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import UserError, suggest_name
 from tuneloop.data import BadValue, Example
 from tuneloop.data.messages import (
     get_text,
@@ -22,7 +22,20 @@ MISSING = object()
 """The value of a column that a row has not."""
 
 
-class Columns(BaseModel, frozen=True, extra="forbid"):
+class Settings(BaseModel, frozen=True, extra="forbid"):
+    """Settings that refuse an unknown key with the nearest one that is known."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in cls.model_fields:
+                remedy = f"unknown key; {suggest_name(str(key), cls.model_fields)}"
+                raise UserError(str(key), values[key], remedy)
+        return values
+
+
+class Columns(Settings, frozen=True, extra="forbid"):
     """Which columns hold what. A name may be a path into a column: ``reward_model.ground_truth``;
     where a column holds JSON text, the path goes on in it.
 
@@ -54,6 +67,17 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
     metadata: tuple[str, ...] | dict[str, str] = ()
     answer_regex: str | None = None
 
+    @field_validator("answer_regex")
+    @classmethod
+    def _check_regex(cls, pattern: str | None) -> str | None:
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"is no regular expression ({error})") from error
+        if not groups:
+            raise ValueError("has no group: put the part that is the answer in parentheses")
+        return pattern
+
     def list_paths(self) -> dict[str, str]:
         """Return role → path of the columns that are set."""
         roles = self.model_dump(exclude={"metadata", "answer_regex"}, exclude_none=True)
@@ -71,14 +95,23 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
         """Whether they say what the prompt is, so that no layout is needed."""
         return bool(self.prompt or self.messages)
 
-    def check(self, rows: list[Mapping[str, Any]], place: str) -> None:
-        """Check that the first rows have these columns. Raises UserError that lists what there is."""
-        known = sorted({name for values in rows for name in values})
-        for role, path in self.list_paths().items():
-            if rows and all(get_path(values, path) is MISSING for values in rows):
-                listed = ", ".join(known)
-                remedy = f"no such column in {place}; it has: {listed}"
-                raise UserError(f"data.columns.{role}", path, remedy)
+    def check(self, rows: Iterable[Mapping[str, Any]], place: str) -> None:
+        """Check that each of these columns is in a row; no more rows are read than that takes.
+        Raises UserError that lists what there is."""
+        missing = self.list_paths()
+        names: dict[str, None] = {}
+        for values in rows:
+            names |= dict.fromkeys(values)
+            missing = {
+                role: path
+                for role, path in missing.items()
+                if get_path_safely(values, path) is MISSING
+            }
+            if not missing:
+                return
+        for role, path in missing.items():
+            remedy = f"no such column in {place}; it has: {', '.join(sorted(names))}"
+            raise UserError(f"data.columns.{role}", path, remedy)
 
     def apply(self, example: Example, values: Mapping[str, Any]) -> Example:
         """Return `example` with what these columns say of a row. Raises BadValue: a value that is
@@ -123,7 +156,7 @@ class Columns(BaseModel, frozen=True, extra="forbid"):
         if self.answer_regex is None:
             return answer
         match = re.search(self.answer_regex, answer)
-        if match is None or not match.groups():
+        if match is None or match.group(1) is None:
             remedy = f"data.columns.answer_regex {self.answer_regex!r} finds no group in it"
             raise BadValue(f"column {self.answer!r}: {remedy}")
         return match.group(1)
@@ -145,6 +178,14 @@ def get_path(values: Any, path: str) -> Any:
     if isinstance(value, str):
         value = parse_json(value)
     return get_path(value, rest)
+
+
+def get_path_safely(values: Any, path: str) -> Any:
+    """Return the value at a path; `MISSING` also where JSON text on the way is damaged."""
+    try:
+        return get_path(values, path)
+    except ValueError:
+        return MISSING
 
 
 def read_prompt(value: Any, column: str) -> str | list[dict[str, Any]]:

@@ -67,6 +67,7 @@ class Counts:
         conflicting: prompts that came again, with another answer.
         held_back: rows whose prompt is in a split that cannot have them.
         unused: rows beyond the numbers that were asked for, or of a form that no split takes.
+        fitting: rows by the splits that they fit by their form, whether these take them or not.
         nulls: rows of which null fields of nested columns were left out.
     """
 
@@ -77,6 +78,7 @@ class Counts:
     held_back: int = 0
     unused: int = 0
     nulls: int = 0
+    fitting: Counter[Split] = field(default_factory=Counter)
 
 
 class Router:
@@ -142,7 +144,9 @@ class Router:
     def _route_example(
         self, example: Example, current: Split, served: list[Split]
     ) -> RoutedRow | None:
-        fitting = [split for split in self._list_fitting(example) if split in served]
+        of_its_form = self._list_fitting(example)
+        self.counts.fitting.update(of_its_form)
+        fitting = [split for split in of_its_form if split in served]
         if not fitting:
             self.counts.unused += 1
             return None

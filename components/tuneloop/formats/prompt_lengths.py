@@ -7,9 +7,8 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
-from tuneloop.core.errors import UserError
-from tuneloop.formats.rows import list_columns, name_row
-from tuneloop.formats.tokens import encode_prompt
+from tuneloop.formats.rows import list_columns, name_row, split_numbers
+from tuneloop.formats.tokens import encode_prompt_row
 from tuneloop.formats.too_long import SHOWN, LengthPolicy
 
 REQUIRED = ("id", "prompt", "chat")
@@ -35,20 +34,23 @@ def check_prompts(
             continue
         lengths = measure_prompts(stage, tokenizer, prompts, split)
         room = context - tokens
-        long = [f"{row} ({length} tokens)" for row, length in lengths if length > room]
+        too_long = [(row, length) for row, length in lengths if length > room]
+        too_long.sort(key=lambda item: split_numbers(item[0]))
+        long = [f"{row} ({length} tokens)" for row, length in too_long]
         rule.check_share(
             len(long),
             len(lengths),
             long,
-            f"with {tokens} of a completion they exceed the context of {context}; lower max_tokens, raise "
-            "engine.args.max_model_len if the model allows it",
+            f"with {tokens} of a completion they exceed the context of {context}; "
+            "lower max_tokens, raise engine.args.max_model_len if the model allows it",
         )
         longest = max((length for _, length in lengths), default=0)
         counts[split] = {"longest": longest, "too_long": len(long), "first": long[:SHOWN]}
         if long:
             shown = "; ".join(long[:3])
             stage.log(
-                f"{len(long)} of {len(lengths)} prompts ({split}) are too long and are skipped: {shown}"
+                f"{len(long)} of {len(lengths)} prompts ({split}) are too long and are skipped: "
+                f"{shown}"
             )
     stage.facts["prompts"] = counts
 
@@ -64,11 +66,7 @@ def measure_prompts(
     lengths: list[tuple[str, int]] = []
     for batch in file.iter_batches(1024, columns=columns):
         for row in batch.to_pylist():
-            try:
-                ids = encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
-            except UserError as error:
-                field = f"{name_row(row)}: {error.field}"
-                raise UserError(field, error.value, error.remedy) from error
+            ids = encode_prompt_row(tokenizer, row)
             lengths.append((name_row(row), len(ids)))
         stage.check_stop()
         bar.update(len(lengths))

@@ -1,6 +1,7 @@
 """Rows of prompts and demonstrations: the columns that only newer data has, and how a row is named
 to people."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,3 +19,9 @@ def list_columns(required: Iterable[str], present: Iterable[str]) -> list[str]:
 def name_row(row: Mapping[str, Any]) -> str:
     """Name a row as the user's file does, if that is known, and else by its id."""
     return str(row.get("row") or row["id"])
+
+
+def split_numbers(name: str) -> tuple[tuple[int, str], ...]:
+    """Split a name at its numbers, so that names sort as people count: row 9 before row 10."""
+    pieces = re.split(r"([0-9]+)", name)
+    return tuple((int(piece), "") if piece.isdigit() else (0, piece) for piece in pieces)

@@ -9,7 +9,7 @@ marks as special), also where it is spelled like one. Those come from the chat t
 this module alone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tuneloop.formats.chat_replies import encode_reply as encode_reply
 from tuneloop.formats.conversations import encode_answer as encode_answer
 from tuneloop.formats.conversations import encode_conversation as encode_conversation
 from tuneloop.formats.conversations import encode_prompt_messages
+from tuneloop.formats.rows import name_row
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -68,6 +69,15 @@ def encode_prompt(tokenizer: Any, prompt: str, chat: bool, tools: str | None = N
     if not ids:
         raise UserError("prompt", prompt, "has no tokens; nothing can follow it")
     return ids
+
+
+def encode_prompt_row(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+    """Encode the prompt of a row of data. Raises UserError that names the row as the user's file
+    does."""
+    try:
+        return encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
+    except UserError as error:
+        raise UserError(f"{name_row(row)}: {error.field}", error.value, error.remedy) from error
 
 
 def encode_completion(tokenizer: Any, text: str) -> list[int]:

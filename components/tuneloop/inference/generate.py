@@ -22,7 +22,7 @@ from tuneloop.formats.rollouts import (
     request_id,
 )
 from tuneloop.formats.rows import name_row
-from tuneloop.formats.tokens import encode_prompt, load_tokenizer, stop_ids
+from tuneloop.formats.tokens import encode_prompt_row, load_tokenizer, stop_ids
 from tuneloop.inference.engines import Engine, Remote, Sampling
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.multi_turn import EpisodeOptions, play_episodes
@@ -108,7 +108,8 @@ def generate_completions(
     """Run `job` on `engine` once it is proved to serve `policy`; leave facts and timings in the stage. Return the
     policy's tokenizer, the requests, and for each its completions. Raises UserError: a prompt cannot be encoded or
     leaves too little room in the context; StaleWeights: the engine serves other weights."""
-    model, options = policy.part("model"), job.options
+    model = policy.part("model")
+    options = job.options
     tokenizer = load_tokenizer(model)
     make_request = functools.partial(_request, stage, tokenizer, job, read_vocabulary_size(model))
     requests = [make_request(index) for index in range(len(job.rows))]
@@ -192,17 +193,14 @@ def _request(stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index
     group = job.groups[index]
     begun = job.rounds and job.rounds.begun.get(group)
     place = f"prompts row {name_row(row)}"
-    if begun:
-        ids = begun.prompt_ids
-    else:
-        try:
-            ids = encode_prompt(tokenizer, row["prompt"], row["chat"], row.get("tools"))
-        except UserError as error:
-            raise UserError(f"{place}: {error.field}", error.value, error.remedy) from error
+    ids = begun.prompt_ids if begun else encode_prompt_row(tokenizer, row)
     surplus = max(ids)
     if surplus >= vocabulary_size:
         token = tokenizer.convert_ids_to_tokens(surplus)
-        remedy = f"the model has embeddings for {vocabulary_size} ids, and this token has {surplus}; drop the row"
+        remedy = (
+            f"the model has embeddings for {vocabulary_size} ids, and this token has {surplus}; "
+            "drop the row"
+        )
         raise UserError(place, token, remedy)
     seeds = [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)]
     return Request(group, ids, seeds)

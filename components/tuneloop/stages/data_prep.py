@@ -1,4 +1,5 @@
-"""Prompts, demonstrations and pairs from any source, held-out parts apart, every gold answer checked."""
+"""Prompts, demonstrations and pairs from any source, held-out parts apart, every gold answer
+checked."""
 
 import functools
 import json
@@ -16,6 +17,7 @@ from tuneloop.core.component import UNTRACKED, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.data import Splits
 from tuneloop.data.budgets import Budget, Policy
+from tuneloop.data.requirements import check_required
 from tuneloop.data.sizes import SPLITS, Size, Split, choose_sizes, count_wanted
 from tuneloop.data.sources import (
     FILES,
@@ -135,8 +137,8 @@ def data_prep(
     history: Annotated[
         History,
         Field(
-            description="turns of a conversation: learned together where the chat template shows them alike, "
-            "or each as a row of its own"
+            description="turns of a conversation: learned together where the chat template shows "
+            "them alike, or each as a row of its own"
         ),
     ] = "as-rendered",
     reasoning: Annotated[
@@ -152,6 +154,14 @@ def data_prep(
     timeout_s: Annotated[
         float, Field(gt=0, description="seconds that one call of a reward may take")
     ] = 5.0,
+    required: Annotated[
+        list[Split],
+        Field(
+            description="splits that later stages cannot do without: data that has no row for "
+            "one is refused",
+            json_schema_extra=UNTRACKED,
+        ),
+    ] = [],  # noqa: B006
     preparation: Annotated[
         Preparation,
         Field(
@@ -206,13 +216,10 @@ def data_prep(
     tally = Tally(wrong)
     writers = write_rows(stage, router, builder, tally)
     bad.check(router.counts.read)
+    check_required(required, splits, router.counts, source)
     _check_sizes(splits, sizes, router.counts, source)
     _check_rewards(splits, sizes, router.counts, builder)
-    proved = tally.examined - tally.unchecked
-    if rewards is None and 2 * wrong.count > proved:
-        # Where most answers fail, the default reward is more likely to be wrong than they are.
-        wrong.advice = 'choose the reward that fits them (such as data.rewards={"numeric": 1.0})'
-    wrong.check(proved)
+    tally.check_answers(is_default_reward=rewards is None)
     for writer in writers.values():
         writer.close()
     counts = {
@@ -222,12 +229,7 @@ def data_prep(
     if preparation == "ray":
         stage.notes["examined"] = dict(tally.hosts)
     stage.facts.update(rows=counts)
-    short = ""
-    if train is not None and counts["train"] < train:
-        short = f" of {train} asked for: {_name_source(source, mixture)} has no more"
-    shown = {split: str(counts[split]) for split in sorted(counts, key=SHOWN_ORDER.index)}
-    shown["train"] += short
-    stage.log(", ".join(f"{split} {number}" for split, number in shown.items()))
+    _log_counts(stage, counts, train, "the mixture" if mixture else source)
     return {split: counts[split] for split in ("train", "eval", "sft")}
 
 
@@ -269,8 +271,12 @@ def open_source(
     return splits, choose_sizes(wanted, splits.rows, splits.own, is_endless)
 
 
-def _name_source(source: str, mixture: list[dict[str, Any]]) -> str:
-    return "the mixture" if mixture else source
+def _log_counts(stage: Stage, counts: Mapping[Split, int], train: int | None, source: str) -> None:
+    """Say how many rows each split has, and where prompts are fewer than `train`, why."""
+    shown = {split: str(counts[split]) for split in sorted(counts, key=SHOWN_ORDER.index)}
+    if train is not None and counts["train"] < train:
+        shown["train"] += f" of {train} asked for: {source} has no more"
+    stage.log(", ".join(f"{split} {number}" for split, number in shown.items()))
 
 
 def _check_sizes(splits: Splits, sizes: Mapping[Split, Size], counts: Counts, source: str) -> None:
@@ -364,6 +370,15 @@ class Tally:
         self.examined = 0
         self.unchecked = 0
         self.hosts: Counter[str] = Counter()
+
+    def check_answers(self, is_default_reward: bool) -> None:
+        """Check that no more gold answers are wrong than may be left out. Raises UserError."""
+        proved = self.examined - self.unchecked
+        if is_default_reward and 2 * self.wrong.count > proved:
+            # Where most answers fail, the default reward is more likely to be wrong than they are.
+            remedy = 'choose the reward that fits them (such as data.rewards={"numeric": 1.0})'
+            self.wrong.advice = remedy
+        self.wrong.check(proved)
 
     def add(self, table: pa.Table) -> pa.Table:
         """Count the rows of a table; return those whose gold answer is right, or is not checked."""

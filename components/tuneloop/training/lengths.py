@@ -1,6 +1,7 @@
 """Rows that are longer than a training step takes: dropped, cut off or refused, and counted, before
 the first step."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import numpy as np
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import Stage
 from tuneloop.core.errors import UserError
+from tuneloop.formats.rows import split_numbers
 from tuneloop.formats.token_files import Corpus
 from tuneloop.formats.too_long import SHOWN, LengthPolicy
 
@@ -52,13 +54,14 @@ def fit_corpus(
     rule.check_share(
         len(dropped),
         count,
-        [describe_long(corpus, index, limit) for index in lost[:SHOWN]],
+        [describe_long(corpus, index, limit) for index in choose_longest(corpus, lost)[:SHOWN]],
         f"over the {over or f'context of {policy.context}'}",
     )
     groups = [group for group in range(count) if group not in dropped]
     indices = [group * together + member for group in groups for member in range(together)]
-    examples = [describe_long(corpus, index, limit) for index in long[:SHOWN]]
-    cut = len(long) - len(lost)
+    rows = choose_longest(corpus, long)
+    examples = [describe_long(corpus, index, limit) for index in rows[:SHOWN]]
+    cut = len({index // together for index in long} - dropped)
     counts = {"dropped": len(dropped), "cut": cut, "of": count, "limit": limit, "first": examples}
     stage.facts.setdefault("too_long", []).append(counts)
     stage.log(
@@ -66,6 +69,17 @@ def fit_corpus(
         f"({'; '.join(examples[:3])})"
     )
     return corpus.select(indices, limit)
+
+
+def choose_longest(corpus: Corpus, indices: Iterable[int]) -> list[int]:
+    """Choose the longest document of each row, in the order of files and rows: a pair has two
+    documents, and a conversation may have several."""
+    longest: dict[str, int] = {}
+    for index in indices:
+        name = corpus.name(index)
+        if name not in longest or corpus.lengths[index] > corpus.lengths[longest[name]]:
+            longest[name] = index
+    return [longest[name] for name in sorted(longest, key=split_numbers)]
 
 
 def check_vocabulary(corpus: Corpus, policy: "Policy") -> None:

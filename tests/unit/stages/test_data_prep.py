@@ -1,6 +1,7 @@
 """Prompts as committed: disjoint, deterministic, and every gold answer worth full marks."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -259,9 +260,8 @@ def test_gold_answers_that_their_reward_rejects_are_named(tmp_path: Path) -> Non
     with pytest.raises(UserError) as caught:
         prepare(tmp_path / "a", **params, rewards={"numeric": 1.0}, eval=2, sft=3)
     assert "2 of 10 gold answers" in str(caught.value)
-    for line in (4, 8):
-        trouble = f"x.jsonl:{line}: answer '4' as 'it is 5' scored 0.0 {{'numeric': 0.0}}"
-        assert trouble in str(caught.value)
+    trouble = r"x.jsonl:4, \S+x.jsonl:8: answer '4' as 'it is 5' scored 0.0 {'numeric': 0.0}"
+    assert re.search(trouble, str(caught.value))
 
 
 def test_gold_answers_are_counted_over_all_tables(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows and prompts that are too long: dropped, cut off or refused, counted, and named as the user's file names them."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,23 @@ def test_a_pair_is_dropped_whole_by_every_stage_that_reads_it(
     (counts,) = trained.facts["too_long"]
     assert (counts["dropped"], counts["of"]) == (1, 9)
     assert counts["first"] == ["completion of my.jsonl:6 (94 tokens)"]
+
+
+def test_a_pair_that_is_too_long_is_listed_once(tmp_path: Path, checkpoint: Artifact) -> None:
+    """Both sides of two pairs are too long; the rows come in another order than the file's."""
+    lengths = {11: (60, 90), 2: (90, 60)}
+    order = [11, *range(10), 10]
+    rows = []
+    for i in order:
+        chosen, rejected = lengths.get(i, (1, 2))
+        pair = {"prompt": f"{i} =", "chosen": "a" * chosen, "rejected": "b" * rejected}
+        rows.append({**pair, "row": f"my.jsonl:{i}"})
+    prompts = commit_rows(tmp_path / "data", {"preference": rows})
+    inputs = {"policy": checkpoint.ref, "prompts": prompts.ref}
+    with pytest.raises(UserError, match=r"2 of 12 rows") as raised:
+        reference_logprobs(out=str(tmp_path / "scored"), **inputs, device="cpu", max_length=24)
+    names = re.findall(r"my\.jsonl:[0-9]+ \([0-9]+ tokens\)", str(raised.value.remedy))
+    assert names == ["my.jsonl:2 (94 tokens)", "my.jsonl:11 (95 tokens)"]
 
 
 def test_a_prompt_that_does_not_fit_is_replaced_the_same_way_at_every_attempt(

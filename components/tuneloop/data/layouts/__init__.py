@@ -13,12 +13,12 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.data import Example
-from tuneloop.data.columns import MISSING, get_path
+from tuneloop.data.columns import MISSING, get_path_safely
 
 Values = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """A layout: what its columns are called, and how a row becomes an example.
 
@@ -54,14 +54,6 @@ class Layout:
             return self.fits is None or self.fits(values)
         except ValueError:
             return False
-
-
-def get_path_safely(values: Values, path: str) -> Any:
-    """Return the value at a path; `MISSING` also where JSON text on the way is damaged."""
-    try:
-        return get_path(values, path)
-    except ValueError:
-        return MISSING
 
 
 @cache

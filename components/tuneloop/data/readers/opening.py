@@ -49,25 +49,23 @@ def is_place(source: str) -> bool:
     )
 
 
-def open_rows(
+def open_files(
     path: str | Sequence[str], split: str, name: str | None = None, revision: str | None = None
-) -> tuple[Rows, list[str]]:
-    """Open the rows at one or several places; return them, and the files that they are in. Raises
-    UserError: there is no such file, or it cannot be read."""
-    parts: list[Rows] = []
-    files: list[str] = []
+) -> dict[str, Rows]:
+    """Open the rows at one or several places, by file; files without rows are left out. Raises
+    UserError: there is no such file, it cannot be read, or none has a row."""
+    rows_by_file: dict[str, Rows] = {}
     for place in [path] if isinstance(path, str) else path:
         if is_on_hub(place) or hub.is_saved(place):
-            parts.append(hub.load_split(place, name, revision, split))
-            files.append(place)
+            rows_by_file[place] = hub.load_split(place, name, revision, split)
             continue
         for file in list_files(place, split):
-            parts.append(read_file(file))
-            files.append(file)
-    if not sum(map(len, parts)):
-        named = ", ".join(files[:3])
+            rows_by_file[file] = read_file(file)
+    filled = {file: rows for file, rows in rows_by_file.items() if len(rows)}
+    if not filled:
+        named = ", ".join(list(rows_by_file)[:3])
         raise UserError("data", named, "is empty; point it at a table with at least one row")
-    return (parts[0] if len(parts) == 1 else join_rows(parts)), files
+    return filled
 
 
 def is_on_hub(place: str) -> bool:
