@@ -84,7 +84,7 @@ def find_evaluations(function: Callable[..., Any], owner: type | None = None) ->
 
 def list_functions(function: Callable[..., Any], owner: type | None = None) -> list[FunctionType]:
     """List a function, and all of its own library that it may call."""
-    first = unwrap(function)
+    first = get_function(function)
     functions = [first] if first else []
     # The list grows while it is read, until no function calls a further one.
     for caller in functions:
@@ -92,14 +92,14 @@ def list_functions(function: Callable[..., Any], owner: type | None = None) -> l
         library = caller.__module__.partition(".")[0]
         for name in {name for code in list_code(caller) for name in code.co_names}:
             for value in (getattr(owner, name, None), caller.__globals__.get(name)):
-                called = unwrap(value)
+                called = get_function(value)
                 is_own = called is not None and called.__module__.partition(".")[0] == library
                 if called and is_own and called not in functions:
                     functions.append(called)
     return functions
 
 
-def unwrap(value: Any) -> FunctionType | None:
+def get_function(value: Any) -> FunctionType | None:
     """Return the function of a method, or a function itself; None for anything else."""
     function = getattr(value, "__func__", value)
     return function if isinstance(function, FunctionType) else None

@@ -39,9 +39,9 @@ def _find_verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], fl
         for evaluation in find_evaluations(part.score_answer, type(part))
     }
 
-    def judge(text: str, entry: dict[str, Any]) -> float:
+    def judge_text(text: str, entry: dict[str, Any]) -> float:
         for evaluation in evaluations:
             text = evaluation.keep_harmless(text)
         return float(dataset.score_answer(text, entry))
 
-    return judge
+    return judge_text
