@@ -102,6 +102,7 @@ def read_model_facts(
         return describe_tiny_model(name, vocab_size, max_position_embeddings)
     directory = find_model_directory(name, revision)
     adapter = read_adapter(directory) if directory else None
+    # What is trained is the model under adapters; only a chat template may be their own.
     base = (adapter_base or adapter.base) if adapter else None
     if adapter and base and base != name:
         facts = read_model_facts(base, None if adapter_base else adapter.revision)

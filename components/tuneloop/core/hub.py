@@ -53,7 +53,7 @@ def explain_refusal(error: BaseException | None) -> str | None:
             reasons.append(STATUSES[status])
         error = error.__cause__ or error.__context__
     # The clients raise an error for what is missing while they handle the one that says why.
-    ordered = [*REFUSALS.values(), *STATUSES.values()]
+    ordered = list(REFUSALS.values()) + list(STATUSES.values())
     return min(reasons, key=ordered.index, default=None)
 
 

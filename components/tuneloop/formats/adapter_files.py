@@ -37,6 +37,7 @@ class AdapterFiles:
         if not self.base:
             remedy = f"is an adapter (peft), and its {CONFIG} names no base model; {REMEDY}"
             raise UserError("base_model", name, remedy)
+        # Of a name that may be on the hub, only the hub knows.
         if is_path(self.base) and not Path(self.base).expanduser().is_dir():
             remedy = (
                 f"is an adapter (peft), and the base model of its {CONFIG}, {self.base}, is not a "
@@ -55,6 +56,7 @@ def read_adapter(directory: Path) -> AdapterFiles | None:
     """Read what a directory of adapters says of them; None where it is none, or has a model, too.
     Raises UserError: the file is not what peft writes."""
     path = directory / CONFIG
+    # transformers writes both where it saves a whole model beside adapters: the model is meant.
     if not path.is_file() or (directory / "config.json").exists():
         return None
     try:

@@ -38,6 +38,7 @@ def check_target_modules(facts: ModelFacts, setting: str, lora: Any) -> Iterator
     if not leaves:
         return
     setting = f"{setting}.target_modules"
+    # A text is an expression over whole names, an entry of a list the end of a name.
     if isinstance(targets, str):
         if may_match(targets, modules, is_renamed=is_multimodal(facts.directory)):
             return
