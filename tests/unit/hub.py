@@ -19,6 +19,7 @@ class Handler(BaseHTTPRequestHandler):
     """
 
     repos: Repos
+    refusals: dict[str, tuple[int, str]]
     blobs: dict[str, bytes]
     protocol_version = "HTTP/1.1"
 
@@ -27,6 +28,12 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.read(int(self.headers["Content-Length"] or 0)),
             self.path.strip("/").split("/"),
         )
+        if parts[1] == "datasets" and parts[4] == "paths-info":
+            files = self.repos["/".join(parts[1:4])][int(parts[5], 16)]
+            asked = json.loads(body)["paths"]
+            return self.answer(
+                [describe_file(name, files[name]) for name in asked if name in files]
+            )
         if (token := self.headers.get("Authorization", "")) != "Bearer hf_secret":
             return self.answer({"error": "Refused."}, int(token.removeprefix("Bearer hf_")))
         told = json.loads(body) if body[:1] == b"{" and b"\n{" not in body else {}
@@ -73,23 +80,32 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = self.path.partition("?")[0].strip("/").split("/")
-        repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        kind = ""
+        if parts[0] == "datasets":
+            parts = parts[1:]
+            kind = "datasets/"
+        elif parts[:2] == ["api", "datasets"]:
+            kind = "datasets/"
+        repo = kind + "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        if repo in self.refusals and parts[0] != "api":
+            status, code = self.refusals[repo]
+            return self.answer({"error": "Refused."}, status, {"X-Error-Code": code})
         revision = (
             parts[5 if parts[0] == "api" else 3]
             if len(parts) > 3 + 2 * (parts[0] == "api")
             else "main"
         )
         commits = self.repos.get(repo, [])
-        number = len(commits) - 1 if revision == "main" else int(revision)
+        number = len(commits) - 1 if revision == "main" else int(revision, 16)
         if not 0 <= number < len(commits):
-            return self.answer({"error": "Repository not found"}, 404)
+            code = "RevisionNotFound" if commits else "RepoNotFound"
+            return self.answer({"error": "Not found"}, 404, {"X-Error-Code": code})
         files = commits[number]
         if parts[0] == "api" and parts[4:5] == ["tree"]:
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                for name, data in files.items()
-            ]
-            return self.answer(tree if "/".join(parts[6:]) == "" else [])
+            entries = list_folder(files, "/".join(parts[6:]), "recursive=true" in self.path.lower())
+            if not entries:
+                return self.answer({"error": "none"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return self.answer(entries)
         if parts[0] == "api":
             about = {
                 "id": repo,
@@ -130,13 +146,37 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def list_folder(
+    files: dict[str, bytes], folder: str, is_recursive: bool
+) -> list[dict[str, str | int]]:
+    """List what is in a folder of a repository, as the hub's `tree` does."""
+    prefix = f"{folder}/" if folder else ""
+    entries: dict[str, dict[str, str | int]] = {}
+    for name, data in files.items():
+        if not name.startswith(prefix):
+            continue
+        first, slash, _ = name.removeprefix(prefix).partition("/")
+        if slash:
+            path = prefix + first
+            entries[path] = {"type": "directory", "path": path, "size": 0, "oid": "1" * 40}
+        if is_recursive or not slash:
+            entries[name] = describe_file(name, data)
+    return list(entries.values())
+
+
+def describe_file(name: str, data: bytes) -> dict[str, str | int]:
+    return {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+
+
 @contextmanager
-def open_hub() -> Iterator[tuple[str, Repos]]:
-    """Serve a hub; yields its address, and what its repositories hold."""
+def open_hub(
+    refusals: dict[str, tuple[int, str]] | None = None,
+) -> Iterator[tuple[str, Repos]]:
+    """Serve a hub; yields its address, and what its repositories hold, data sets under
+    ``datasets/OWNER/NAME``. `refusals`: repository → status and error code of its files."""
     repos: Repos = {}
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), type("Hub", (Handler,), {"repos": repos, "blobs": {}})
-    )
+    attributes = {"repos": repos, "blobs": {}, "refusals": refusals or {}}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (Handler,), attributes))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", repos

@@ -55,9 +55,11 @@ def facts_of(stages: list[Stage]) -> ModelFacts | None:
     if base is None:
         return None
     revision = base.flags.get("revision", "null")
+    adapter_base = base.flags.get("adapter_base", "null")
     return read_model_facts(
         base.flags.get("model", TINY[0]),
         None if revision == "null" else revision,
+        adapter_base=None if adapter_base == "null" else adapter_base,
         vocab_size=int(base.number("vocab_size") or 0) or None,
         max_position_embeddings=int(base.number("max_position_embeddings") or 0) or None,
     )

@@ -32,7 +32,8 @@ def list_settings(config: type[BaseModel], prefix: str = "") -> Iterator[Setting
 
 
 def find_section(info: FieldInfo) -> type[BaseModel] | None:
-    """Return the class of a field that is a section, perhaps one that may be left out; else None."""
+    """Return the class of a field that is a section, perhaps one that may be left out; else
+    None."""
     kinds: tuple[Any, ...] = get_args(info.annotation) or (info.annotation,)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
     scalars = [kind for kind in kinds if kind is not type(None) and kind not in sections]

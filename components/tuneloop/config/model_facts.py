@@ -7,12 +7,13 @@ nothing is known, and nothing is fetched."""
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.json_types import JsonMapping, JsonObject
+from tuneloop.formats.adapter_files import read_adapter
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
 from tuneloop.stages.export import count_parameters
 from tuneloop.training.options import LOGITS
@@ -89,15 +90,25 @@ def read_model_facts(
     name: str,
     revision: str | None = None,
     *,
+    adapter_base: str | None = None,
     vocab_size: int | None = None,
     max_position_embeddings: int | None = None,
 ) -> ModelFacts:
-    """Read what is known of the base model `name`. `vocab_size` and `max_position_embeddings` are
-    those of a tiny model, by default the defaults of the stage `base_model`. Raises UserError for a
-    file that is not JSON."""
+    """Read what is known of the base model `name`. `adapter_base` is the model under adapters, by
+    default the one that they name. `vocab_size` and `max_position_embeddings` are those of a tiny
+    model, by default the defaults of the stage `base_model`. Raises UserError for a file that is not
+    JSON."""
     if name in TINY:
         return describe_tiny_model(name, vocab_size, max_position_embeddings)
     directory = find_model_directory(name, revision)
+    adapter = read_adapter(directory) if directory else None
+    # What is trained is the model under adapters; only a chat template may be their own.
+    base = (adapter_base or adapter.base) if adapter else None
+    if adapter and base and base != name:
+        facts = read_model_facts(base, None if adapter_base else adapter.revision)
+        own_template = find_chat_template(adapter.directory)
+        has_template = facts.has_chat_template if own_template is None else own_template
+        return replace(facts, name=name, has_chat_template=has_template)
     if directory is None or not (directory / "config.json").is_file():
         missing = f"{name}: not estimated, there is no directory here with a config.json"
         return ModelFacts(name=name, directory=directory, shape=missing)

@@ -103,8 +103,17 @@ def read_base_model(config: Any, values: JsonMapping) -> ModelFacts:
     for option in ("vocab_size", "max_position_embeddings"):
         size = options.get(option)
         sizes[option] = size if isinstance(size, int) else None
-    revision = options.get("revision")
-    return read_model_facts(str(name), None if revision is None else str(revision), **sizes)
+    texts: dict[str, str | None] = {}
+    for option in ("revision", "adapter_base"):
+        text = options.get(option)
+        texts[option] = None if text is None else str(text)
+    return read_model_facts(
+        str(name),
+        texts["revision"],
+        adapter_base=texts["adapter_base"],
+        vocab_size=sizes["vocab_size"],
+        max_position_embeddings=sizes["max_position_embeddings"],
+    )
 
 
 def choose_machine(values: JsonMapping) -> Machine:

@@ -24,6 +24,39 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
     return name, own or revision
 
 
+TOKEN = "set HF_TOKEN to a token that may read it"
+REFUSALS = {
+    "GatedRepoError": f"is gated on the hub: ask for access on its page, and {TOKEN}",
+    "RepositoryNotFoundError": f"is not on the hub, or private: check the name, or {TOKEN}",
+    "DatasetNotFoundError": f"is not on the hub, or private: check the name, or {TOKEN}",
+    "RevisionNotFoundError": "has no such revision on the hub: check it",
+    "OfflineModeIsEnabled": "is not in the hub's cache here, and HF_HUB_OFFLINE forbids to ask",
+}
+"""Class of an error of the hub's clients → what it says of a name, and the remedy."""
+STATUSES = {401: f"is refused by the hub: {TOKEN}", 403: f"is refused by the hub: {TOKEN}"}
+"""The same for statuses of HTTP."""
+
+
+def explain_refusal(error: BaseException | None) -> str | None:
+    """Explain why the hub does not give what a name says, with the remedy, from an error or its
+    causes; None where they say nothing of it."""
+    reasons: list[str] = []
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        reasons += [REFUSALS[kind] for kind in kinds if kind in REFUSALS]
+        if "gated dataset" in str(error):
+            reasons.append(REFUSALS["GatedRepoError"])
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in STATUSES:
+            reasons.append(STATUSES[status])
+        error = error.__cause__ or error.__context__
+    # The clients raise an error for what is missing while they handle the one that says why.
+    ordered = list(REFUSALS.values()) + list(STATUSES.values())
+    return min(reasons, key=ordered.index, default=None)
+
+
 def is_unreachable(error: BaseException | None) -> bool:
     """Return whether a failed connection is among the causes."""
     while error and not (

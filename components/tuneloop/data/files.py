@@ -59,7 +59,7 @@ def load_splits(
         split: of a data set on the hub, or of a folder whose files are named after theirs.
         name: the configuration of a data set on the hub, as ``datasets.load_dataset`` calls it.
         revision: branch, tag or commit on the hub.
-        streaming: do not keep the data set of the hub here.
+        streaming: do not keep the data set of the hub here; files here never are kept again.
         eval, sft, preference: other places, of held-out prompts, of demonstrations, of pairs.
         eval_split, sft_split, preference_split: other splits of the same place.
         answers: a file with more columns of the same rows, found by their ``id`` (BFCL).
@@ -71,11 +71,13 @@ def load_splits(
         raise UserError("source_args.path", None, remedy)
     opener = Opener(name, revision, layout, columns, answers)
     order = derive_seed(seed, "train") if shuffle else None
+    # Files here are read in place, row by row, in any case.
+    places = [path] if isinstance(path, str) else path
+    streaming = streaming and any(is_on_hub(place) for place in places)
     if streaming:
-        if not isinstance(path, str) or not is_on_hub(path):
-            raise UserError(
-                "source_args.streaming", True, "is for data sets of the hub; leave it out"
-            )
+        if not isinstance(path, str):
+            remedy = "is for one data set of the hub, not for a list of places; leave it out"
+            raise UserError("source_args.streaming", True, remedy)
         tables = opener.open_stream(path, split, order)
     else:
         tables = opener.open(path, split)

@@ -29,7 +29,9 @@ from tuneloop.data.files import TableSource, list_sources
 from tuneloop.data.readers.hub import is_saved
 from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.data.sources import FILES, is_source_name
+from tuneloop.formats.adapter_files import SETTING, AdapterFiles, is_path, read_adapter
 from tuneloop.formats.template_settings import read_template
+from tuneloop.planning.adapters import check_target_modules
 from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
@@ -109,15 +111,10 @@ def find_limits(settings: BaseModel, workflow: Mapping[str, Any], machine: Machi
     if facts is None:
         return []
     subject = Subject(settings, stages, memory_limits, facts, machine)
-    return [
-        *check_base_model(subject),
-        *check_chat_template(subject),
-        *check_data_files(subject),
-        *check_context(subject),
-        *check_training_length(subject),
-        *check_devices(subject),
-        *check_memory(subject),
-    ]
+    limits: list[Limit] = []
+    for check in CHECKS:
+        limits.extend(check(subject))
+    return limits
 
 
 def read_pods(settings: BaseModel) -> Machine:
@@ -132,6 +129,10 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
     name = subject.facts.name
     if subject.machine.is_cluster or name in TINY:
         return
+    adapter = read_adapter(Path(name)) if Path(name).is_dir() else None
+    if adapter is not None:
+        yield from check_adapter_base(subject, adapter)
+        return
     if Path(name).is_dir():
         for part, patterns in MODEL_FILES.items():
             if not any(any(Path(name).glob(pattern)) for pattern in patterns):
@@ -142,6 +143,29 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
     if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(hub_name):
         remedy = "is not a directory here; name one, or a model of the hub"
         yield Limit(UserError("base_model", name, remedy))
+
+
+def check_adapter_base(subject: Subject, adapter: AdapterFiles) -> Iterator[Limit]:
+    """Find adapters as a base model that name no model, or a directory that is not here."""
+    stage = next(stage for stage in subject.stages if stage.component is base_model)
+    chosen = stage.flags.get("adapter_base", "null")
+    try:
+        base, _ = adapter.choose_base(subject.facts.name, None if chosen == "null" else chosen)
+    except UserError as error:
+        yield Limit(error)
+        return
+    if is_path(base) and not Path(base).is_dir():
+        yield Limit(
+            UserError(SETTING, base, "is not a directory here; name one, or a model of the hub")
+        )
+
+
+def check_adapters(subject: Subject) -> Iterator[Limit]:
+    """Find adapters for modules that the model does not have, where its files are here."""
+    for stage in subject.stages:
+        setting = subject.name_setting(stage, "lora")
+        for error in check_target_modules(subject.facts, setting, stage.read_json("lora")):
+            yield Limit(error)
 
 
 def check_chat_template(subject: Subject) -> Iterator[Limit]:
@@ -359,3 +383,16 @@ def suggest_savings(stage: Stage, parts: list[tuple[str, float]]) -> str:
     if stage.flags.get("lora", "null") == "null":
         savings.append("train adapters (lora)")
     return ", or ".join([*savings, "use more devices, or a smaller model"])
+
+
+CHECKS = (
+    check_base_model,
+    check_adapters,
+    check_chat_template,
+    check_data_files,
+    check_context,
+    check_training_length,
+    check_devices,
+    check_memory,
+)
+"""The checks of `find_limits`, in the order of their lines."""

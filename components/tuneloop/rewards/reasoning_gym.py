@@ -1,5 +1,8 @@
 """The verifier of the reasoning_gym task that a prompt came from. ``metadata["reasoning_gym"]``, which the source of
-the same name writes, has the task, its config, and the entry that the verifier compares with."""
+the same name writes, has the task, its config, and the entry that the verifier compares with.
+
+Some verifiers evaluate the completion as Python or sympy (`tuneloop.rewards.evaluated_text`). They get only text that
+runs no code; any other is to them a text that cannot be read."""
 
 import functools
 import json
@@ -7,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import reasoning_gym
+
+from tuneloop.rewards.evaluated_text import find_evaluations
 
 
 def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | None:
@@ -24,4 +29,19 @@ def score(completion: str, answer: str, metadata: dict[str, Any]) -> float | Non
 
 @functools.lru_cache(maxsize=64)
 def _find_verifier(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
-    return reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config)).score_answer
+    """Find a task's verifier, which judges harmless text only."""
+    dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config))
+    # A composite task hands the text to one of its parts.
+    verifiers = [dataset, *getattr(dataset, "datasets", {}).values()]
+    evaluations = {
+        evaluation
+        for part in verifiers
+        for evaluation in find_evaluations(part.score_answer, type(part))
+    }
+
+    def judge_text(text: str, entry: dict[str, Any]) -> float:
+        for evaluation in evaluations:
+            text = evaluation.keep_harmless(text)
+        return float(dataset.score_answer(text, entry))
+
+    return judge_text

@@ -63,10 +63,18 @@ def base_model(
     model: Annotated[
         str,
         Field(
-            description="tiny-qwen3, tiny-llama, a model directory, or a hub name, as hf://owner/name@revision"
+            description="tiny-qwen3, tiny-llama, a directory of a model or of adapters, or a hub "
+            "name, as hf://owner/name@revision"
         ),
     ] = "tiny-qwen3",
     revision: Annotated[str | None, Field(description="branch, tag or commit on the hub")] = None,
+    adapter_base: Annotated[
+        str | None,
+        Field(
+            description="model under adapters (peft) that `model` names: a directory or a hub "
+            "name; none: as their adapter_config.json says"
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         bool, Field(description="run Python code that the model brings")
     ] = False,
@@ -123,9 +131,10 @@ def base_model(
     the longest, and how many leave too little room (``data.too_long``).
 
     Raises:
-        UserError: a prompt that the chat template cannot render, or more that are too long than may be dropped;
-            a directory without configuration, tokenizer or weights; an unknown hub name; a tiny model
-            without prompts; a chat template that is none, or arguments that it does not have.
+        UserError: a prompt that the chat template cannot render, or more that are too long than may
+            be dropped; a directory without configuration, tokenizer or weights; adapters without
+            their base model; an unknown hub name; a tiny model without prompts; a chat template
+            that is none, or arguments that it does not have.
         Retryable: the hub does not answer.
     """
     import torch
@@ -141,7 +150,8 @@ def base_model(
             torch.manual_seed(stage.seed("init"))
             policy = _tiny(model, tokenizer, max_position_embeddings)
         else:
-            pretrained = load_pretrained(model, revision, trust_remote_code)
+            pretrained = load_pretrained(model, revision, trust_remote_code, adapter_base)
+            note_adapter(stage, pretrained)
             policy = pretrained.model
             tokenizer = pretrained.tokenizer
         set_chat_template(tokenizer, chat_template, template_args)
@@ -186,6 +196,16 @@ def write_model(stage: Stage, policy: Any, tokenizer: Any, pretrained: Pretraine
     if pretrained:
         copy_companions(pretrained.directory, target)
         note_surplus_tokens(stage, pretrained)
+
+
+def note_adapter(stage: Stage, pretrained: Pretrained) -> None:
+    """Record and say which model adapters were merged into."""
+    if pretrained.adapter_base is None:
+        return
+    stage.facts["adapter_base"] = pretrained.adapter_base
+    stage.log(f"an adapter (peft): merged into its base model {pretrained.adapter_base}")
+    if pretrained.is_unchanged:
+        stage.log("the adapter changes nothing: its matrices B are zero, so the policy is its base")
 
 
 def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:

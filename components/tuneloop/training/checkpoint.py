@@ -210,6 +210,7 @@ def write_checkpoint(
                 "base": trainer.base.manifest.digest,
             }
             stage.facts["base"] = trainer.base.ref
+            warn_of_unchanged(stage, trainer)
         if state_as == "facts":
             stage.facts[STATE_FACT] = {**state, "digest": trainer.compute_state_digest()}
             stage.notes[SINCE] = trainer.since
@@ -226,6 +227,21 @@ def write_checkpoint(
         {key: policy.manifest.facts[key] for key in kept if key in policy.manifest.facts}
     )
     return version
+
+
+def warn_of_unchanged(stage: Stage, trainer: Trainer) -> None:
+    """Say and record that the adapters are all zero, so that the model is still its base. Called by
+    all ranks."""
+    # A client of the gateway may write adapters before it trains them.
+    if trainer.step == 0 or not trainer.is_unchanged():
+        return
+    stage.facts["unchanged_adapters"] = True
+    targets = trainer.lora.target_modules if trainer.lora else None
+    stage.log(
+        f"the adapters change nothing after {trainer.step} steps: no gradient reached them. This "
+        f"model is its base; check that lora.target_modules ({targets!r}) names layers that take "
+        "part in what is trained, that rewards differ, and the learning rate"
+    )
 
 
 def note_dropped_settings(stage: Stage, policy: Artifact, dropped: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BASE, ADAPTER = ".base_layer.", ".lora_"
 """Parts of peft's parameter names: of the original layer, and of an adapter."""
+SECOND = ".lora_B."
+"""The matrix of an adapter that begins at zero, so that the adapter changes nothing."""
 
 
 class Lora(BaseModel, frozen=True, extra="forbid"):
@@ -42,25 +44,46 @@ class Lora(BaseModel, frozen=True, extra="forbid"):
             if isinstance(self.target_modules, str)
             else list(self.target_modules)
         )
+        self.check_names(model)
         task = "SEQ_CLS" if model.get_output_embeddings() is None else "CAUSAL_LM"
         config = LoraConfig(**{**self.model_dump(), "target_modules": targets}, task_type=task)
-        known = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, part in model.named_modules()
-                if not list(part.children())
-            }
-        )
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
-            remedy = f"names no layer that LoRA can adapt; this model has {', '.join(known)}"
+            leaves = ", ".join(list_linears(model))
+            remedy = f"names no layer that LoRA can adapt; this model has {leaves}"
+            if isinstance(targets, str):
+                remedy += "; a text is a regular expression over whole names, a list has names"
             raise UserError("lora.target_modules", targets, remedy) from error
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             if isinstance(part, BaseTunerLayer):
                 raise UserError(
                     "lora.target_modules", targets, "leave embeddings and the output layer out"
                 )
+
+    def check_names(self, model: Any) -> None:
+        """Refuse a list in which a name is of no module: peft passes over it where another matches.
+        Raises UserError."""
+        if isinstance(self.target_modules, str):
+            return
+        modules = [f".{name}" for name, _ in model.named_modules()]
+        for target in self.target_modules:
+            if not any(module.endswith(f".{target}") for module in modules):
+                leaves = ", ".join(list_linears(model))
+                remedy = f"names no layer that LoRA can adapt; this model has {leaves}"
+                raise UserError("lora.target_modules", target, remedy)
+
+
+def list_linears(model: Any) -> list[str]:
+    """List the last parts of the names of a model's linear layers, without the output layer."""
+    head = model.get_output_embeddings()
+    leaves = {
+        name.rpartition(".")[2]
+        for name, part in model.named_modules()
+        # GPT-2's linear layers are of a class of their own.
+        if type(part).__name__ in ("Linear", "Conv1D") and part is not head
+    }
+    return sorted(leaves)
 
 
 def merge_adapters(model: Any) -> "Iterator[tuple[str, Tensor]]":

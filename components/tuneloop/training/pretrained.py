@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.hub import is_unreachable, split_hub_address
+from tuneloop.core.hub import explain_refusal, is_unreachable, split_hub_address
+from tuneloop.formats.adapter_files import REMEDY, SETTING, AdapterFiles, read_adapter
 from tuneloop.formats.model_files import CARD, WEIGHTS
+from tuneloop.training.merged import find_adapter_on_hub, has_tokenizer, merge_adapter
 
 FIELD = "base_model.model"
 """The setting that names the model, for messages."""
@@ -22,11 +26,19 @@ REQUIRED_FILES = (
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model of transformers with its tokenizer; `directory` holds the files that both were read from."""
+    """A model of transformers with its tokenizer.
+
+    Attributes:
+        directory: holds the files that both were read from; of adapters, those of the base model.
+        adapter_base: the model under adapters that were merged; None: there were none.
+        is_unchanged: whether there were adapters that change nothing.
+    """
 
     model: Any
     tokenizer: Any
     directory: Path
+    adapter_base: str | None = None
+    is_unchanged: bool = False
 
     @property
     def surplus_tokens(self) -> list[str]:
@@ -37,21 +49,88 @@ class Pretrained:
         return [ids[number] for number in sorted(ids)]
 
 
-def load_pretrained(address: str, revision: str | None, trust_remote_code: bool) -> Pretrained:
-    """Load a model and its tokenizer from a directory or the hub.
+def load_pretrained(
+    address: str, revision: str | None, trust_remote_code: bool, adapter_base: str | None = None
+) -> Pretrained:
+    """Load a model and its tokenizer from a directory or the hub. Adapters of peft are merged into
+    their base model, `adapter_base` or the one that they name.
 
-    Raises UserError: a directory that lacks a file, weights or a tokenizer that cannot be loaded or do not fit.
+    Raises UserError: a directory that lacks a file, weights or a tokenizer that cannot be loaded or
+    do not fit, a name that the hub does not have or give, adapters without a base model.
     Raises Retryable: the hub does not answer."""
     name, revision = split_hub_address(FIELD, address, revision)
     _check_directory(name)
+    with _explained(name):
+        adapter = _find_adapter(name, revision)
+    if adapter is not None:
+        return _load_adapted(name, adapter, adapter_base, trust_remote_code)
+    if adapter_base is not None:
+        remedy = f"is for adapters (peft), and {name} is a whole model; leave it out"
+        raise UserError(SETTING, adapter_base, remedy)
+    return _load_whole(name, revision, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what libraries raise about a model into one line with its name."""
     try:
-        pretrained = _load(name, revision, trust_remote_code)
+        yield
+    except (UserError, Retryable):
+        raise
     except Exception as error:
         # Each library has its own errors, and all of them are about this model.
+        refusal = explain_refusal(error)
+        if refusal:
+            raise UserError(FIELD, name, refusal) from error
         reason = " ".join(str(error).split())[:300]
         if is_unreachable(error):
             raise Retryable(f"base_model: {name}: the hub does not answer ({reason})") from error
         raise UserError(FIELD, name, f"cannot be loaded: {reason}") from error
+
+
+def _find_adapter(name: str, revision: str | None) -> AdapterFiles | None:
+    """Find the adapters called `name`, a directory or a name on the hub; None: it is a model."""
+    if Path(name).is_dir():
+        return read_adapter(Path(name))
+    directory = find_adapter_on_hub(name, revision)
+    return read_adapter(directory) if directory else None
+
+
+def _load_adapted(
+    name: str, adapter: AdapterFiles, adapter_base: str | None, trust_remote_code: bool
+) -> Pretrained:
+    """Load the model under adapters, and merge them into it."""
+    chosen, revision = adapter.choose_base(name, adapter_base)
+    base, revision = split_hub_address(SETTING, chosen, revision)
+    try:
+        _check_directory(base)
+        with _explained(base):
+            if _find_adapter(base, revision):
+                raise UserError(FIELD, base, "is an adapter, too")
+        whole = _load_whole(base, revision, trust_remote_code)
+    except UserError as error:
+        remedy = f"is an adapter (peft), and its base model {base} {error.remedy}; {REMEDY}"
+        raise UserError(FIELD, name, remedy) from error
+    model, is_changed = merge_adapter(whole.model, adapter, name, base)
+    tokenizer = whole.tokenizer
+    if has_tokenizer(adapter.directory):
+        with _explained(name):
+            tokenizer = _load_tokenizer(str(adapter.directory), None, trust_remote_code)
+    adapted = Pretrained(
+        model=model,
+        tokenizer=tokenizer,
+        directory=whole.directory,
+        adapter_base=base,
+        is_unchanged=not is_changed,
+    )
+    _check_special_tokens(name, adapted)
+    return adapted
+
+
+def _load_whole(name: str, revision: str | None, trust_remote_code: bool) -> Pretrained:
+    """Load a model without adapters, and its tokenizer."""
+    with _explained(name):
+        pretrained = _load(name, revision, trust_remote_code)
     if isinstance(pretrained, list):
         missing = ", ".join(pretrained[:3])
         remedy = f"its weights lack {missing}; use the config.json they came with"
@@ -63,11 +142,9 @@ def load_pretrained(address: str, revision: str | None, trust_remote_code: bool)
 
 def _load(name: str, revision: str | None, trust_remote_code: bool) -> Pretrained | list[str]:
     """Load what `load_pretrained` returns, or return the names of the weights that are missing."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    )
+    tokenizer = _load_tokenizer(name, revision, trust_remote_code)
     model, information = AutoModelForCausalLM.from_pretrained(
         name,
         dtype="auto",
@@ -82,6 +159,14 @@ def _load(name: str, revision: str | None, trust_remote_code: bool) -> Pretraine
     if not directory.is_dir():
         directory = _fetch_companions(name, revision)
     return Pretrained(model, tokenizer, directory)
+
+
+def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    )
 
 
 def _fetch_companions(name: str, revision: str | None) -> Path:
@@ -130,6 +215,8 @@ def _check_directory(model: str) -> None:
     if not path.is_dir():
         if path.is_absolute() or model.startswith("."):
             raise UserError(FIELD, model, "no such directory")
+        return
+    if read_adapter(path):
         return
     for part, patterns in REQUIRED_FILES:
         if not any(any(path.glob(pattern)) for pattern in patterns):

@@ -80,6 +80,23 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
             ["model.chat_template=nofile.jinja"],
             "model.chat_template: 'nofile.jinja': cannot be read: No such file or directory",
         ),
+        (
+            ["sft.lora={target_modules: [q_proj, c_attn]}"],
+            "sft.lora.target_modules: 'c_attn': names no layer of",
+        ),
+        (
+            ["update.lora={target_modules: q_proj}"],
+            "update.lora.target_modules: 'q_proj': is a regular expression that no module's whole "
+            "name matches; for all modules of this name write [q_proj]",
+        ),
+        (
+            ["update.lora={target_modules: '.*[.]query'}"],
+            "the model has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+        ),
+        (
+            ["sft.lora={target_modules: [lm_head]}"],
+            "sft.lora.target_modules: 'lm_head': leave embeddings and the output layer out",
+        ),
         (["data=/no/such.jsonl"], "data.source: '/no/such.jsonl': no such file here"),
         (["data=nowhere/*.jsonl"], "data.source: 'nowhere/*.jsonl': no file there ends in one of"),
         (
@@ -101,6 +118,31 @@ def test_a_limit_is_one_line_that_names_the_setting(
 ) -> None:
     (found, *_) = limits("sft_then_grpo", CPU, f"base_model={smollm2}", *sets)
     assert line in found and "\n" not in found
+
+
+@pytest.mark.parametrize("pipeline", ["sft", "grpo", "sft_then_grpo", "dpo"])
+def test_adapters_of_every_trainer_are_checked(smollm2: Path, pipeline: str) -> None:
+    section = {"sft": "sft", "dpo": "preference"}.get(pipeline, "update")
+    wrong = f"{section}.lora={{target_modules: [attention]}}"
+    for base in (str(smollm2), "tiny-llama"):
+        (line,) = limits(pipeline, CPU, f"base_model={base}", wrong)
+        assert f"{section}.lora.target_modules: 'attention': names no layer of {base}" in line
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "all-linear",
+        "[q_proj, down_proj]",
+        "[self_attn.q_proj]",
+        "'.*[.]layers[.]1[.].*_proj'",
+        "'model[.]layers[.][0-9]+[.]mlp[.]up_proj'",
+    ],
+)
+def test_adapters_of_modules_that_exist_pass(smollm2: Path, targets: str) -> None:
+    lora = f"sft.lora={{target_modules: {targets}}}"
+    assert limits("sft", CPU, f"base_model={smollm2}", lora) == []
+    assert limits("sft", CPU, "base_model=some/model", lora) == [], "its files are elsewhere"
 
 
 def test_a_model_that_is_too_large_names_what_saves_memory(llama_8b: Path) -> None:

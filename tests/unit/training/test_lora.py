@@ -152,6 +152,27 @@ def test_a_reward_model_trains_its_head_and_adapters(model, documents, tmp_path)
     assert found.abs().max() > 0.05
 
 
+def test_a_name_in_a_list_that_is_no_module_is_refused(model):
+    """peft passes over it where another name matches."""
+    with pytest.raises(UserError, match=r"'nonsense': names no layer .* has down_proj, gate_proj"):
+        Trainer(model, Ranks("cpu"), ADAM, lora=Lora(target_modules=("q_proj", "nonsense")))
+
+
+def test_a_name_that_is_no_list_says_what_a_text_is(model):
+    with pytest.raises(UserError, match=r"'q_proj': .* a text is a regular expression"):
+        Trainer(model, Ranks("cpu"), ADAM, lora=Lora(target_modules="q_proj"))
+
+
+def test_adapters_that_change_nothing_are_recognized(model, documents):
+    trainer = trained(model, documents, steps=0)
+    assert trainer.is_unchanged()
+    trainer.update()
+    assert trainer.is_unchanged(), "a step without a gradient"
+    step(trainer, documents, 1)
+    assert not trainer.is_unchanged()
+    assert not trained(model, documents, steps=0, lora=None).is_unchanged()
+
+
 @pytest.mark.parametrize(
     "targets", ["nonsense", ("q_proj", "embed_tokens"), ("lm_head",), ("layers",)]
 )

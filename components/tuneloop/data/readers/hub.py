@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.hub import is_unreachable, split_hub_address
+from tuneloop.core.hub import explain_refusal, is_unreachable, split_hub_address
 from tuneloop.data import BadRow
 from tuneloop.data.readers import Row, Rows
 from tuneloop.data.readers.arrow_files import make_row
@@ -46,6 +46,17 @@ def stream_split(
     return first, (_name(values, title) for values in numbered)
 
 
+def _explain(path: str, error: Exception) -> UserError | Retryable:
+    """Return what to raise where a data set cannot be loaded: one line with the remedy."""
+    refusal = explain_refusal(error)
+    if refusal:
+        return UserError("data.source", path, refusal)
+    reason = (str(error) or type(error).__name__).split("\n")[0][:200]
+    if is_unreachable(error) or "reach" in reason:
+        return Retryable(f"data: {path}: the hub does not answer ({reason})")
+    return UserError("data.source", path, f"cannot be loaded ({reason}); check name and split")
+
+
 NUMBER = "__tuneloop_row__"
 
 
@@ -72,14 +83,9 @@ def _load(path: str, name: str | None, revision: str | None, split: str, *, stre
                 address, name, revision=revision, split=split, streaming=streaming
             )
         saved = datasets.load_from_disk(address)
-    except (FileNotFoundError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).split("\n")[0]
-        if is_unreachable(error) or "reach" in reason:
-            raise Retryable(f"data: {path}: the hub does not answer ({reason})") from error
-        remedy = f"cannot be loaded ({reason}); check name and split"
-        raise UserError("data.source", path, remedy) from error
-    except (ConnectionError, TimeoutError) as error:
-        raise Retryable(f"data: {path}: the hub does not answer ({str(error)[:200]})") from error
+    except Exception as error:
+        # The libraries behind have their own errors, and all of them are about this data set.
+        raise _explain(path, error) from error
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:

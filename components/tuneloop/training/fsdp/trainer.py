@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tuneloop.core.artifacts import Artifact
-from tuneloop.training import distributed_checkpoint
+from tuneloop.training import distributed_checkpoint, lora
 from tuneloop.training.batching import Batch
 from tuneloop.training.devices import find_device
 from tuneloop.training.fsdp import export
@@ -64,6 +64,15 @@ class Trainer(Policy):
 
     def chosen(self) -> dict[str, Any]:
         return super().chosen() | ({"trainable_parameters": self.count()} if self.lora else {})
+
+    def is_unchanged(self) -> bool:
+        """Return whether it trains adapters, and no adapter changes its layer: every B is still
+        zero. Called by all ranks."""
+        if not self.lora:
+            return False
+        matrices = [value for name, value in self.trainable.items() if lora.SECOND in name]
+        changed = any(bool(_local(value.detach()).any()) for value in matrices)
+        return self.ranks.max([float(changed)]) == [0.0]
 
     def accumulate(self, micro_batches: Sequence[Item]) -> Iterator[Item]:
         """Yield `micro_batches` in order; ranks exchange gradients only in the last one's backward pass."""

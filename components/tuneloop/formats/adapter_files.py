@@ -1,0 +1,77 @@
+"""A directory of adapters as peft writes it: ``adapter_config.json``, their weights, and no model.
+
+Only JSON is read here, so this module needs no library of models."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuneloop.core.errors import UserError
+
+CONFIG = "adapter_config.json"
+SETTING = "model.adapter_base"
+"""The setting that names the model under adapters."""
+REMEDY = f"set {SETTING} to the model that it was trained on, a directory or a hub name"
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """Adapters in a directory.
+
+    Attributes:
+        base: the model that they were trained on, a directory or a hub name; None: not stated.
+        revision: of a base on the hub.
+        kind: peft's type, as ``LORA``.
+    """
+
+    directory: Path
+    base: str | None
+    revision: str | None
+    kind: str
+
+    def choose_base(self, name: str, chosen: str | None) -> tuple[str, str | None]:
+        """Choose the base model and its revision; `chosen` wins. Raises UserError, for the adapter
+        called `name`: none is stated, or a path that is not here."""
+        if chosen is not None:
+            return chosen, None
+        if not self.base:
+            remedy = f"is an adapter (peft), and its {CONFIG} names no base model; {REMEDY}"
+            raise UserError("base_model", name, remedy)
+        # Of a name that may be on the hub, only the hub knows.
+        if is_path(self.base) and not Path(self.base).expanduser().is_dir():
+            remedy = (
+                f"is an adapter (peft), and the base model of its {CONFIG}, {self.base}, is not a "
+                f"directory here; {REMEDY}"
+            )
+            raise UserError("base_model", name, remedy)
+        return self.base, self.revision
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be one of a directory, and not of a model on the hub."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def read_adapter(directory: Path) -> AdapterFiles | None:
+    """Read what a directory of adapters says of them; None where it is none, or has a model, too.
+    Raises UserError: the file is not what peft writes."""
+    path = directory / CONFIG
+    # transformers writes both where it saves a whole model beside adapters: the model is meant.
+    if not path.is_file() or (directory / "config.json").exists():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            "base_model", str(directory), f"its {CONFIG} is not JSON ({error})"
+        ) from error
+    if not isinstance(config, dict):
+        raise UserError("base_model", str(directory), f"its {CONFIG} is not a JSON object")
+    base = config.get("base_model_name_or_path")
+    revision = config.get("revision")
+    return AdapterFiles(
+        directory=directory,
+        base=base if isinstance(base, str) else None,
+        revision=revision if isinstance(revision, str) else None,
+        kind=str(config.get("peft_type")),
+    )
