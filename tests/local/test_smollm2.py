@@ -112,9 +112,9 @@ def test_every_stage_and_the_export_says_what_the_engine_says(
 
 
 def test_the_demo_on_a_pretrained_model(smollm2: Path, tmp_path: Path) -> None:
-    """What `make demo-smollm2` runs, with a twelfth of its rows."""
+    """What `make demo-smollm2` runs, with a tenth of its rows."""
     root = Path(__file__).parents[2]
-    settings = {"base_model": str(smollm2), "data.sft": 64, "data.sft_eval": 16, "data.eval": 8}
+    settings = {"base_model": str(smollm2), "data.sft": 48, "data.sft_eval": 16, "data.eval": 8}
     command = [sys.executable, "-m", "tuneloop.cli", "run", "sft", "--run", "small"]
     command += ["-c", str(root / "docs/samples/smollm2.yaml"), "--store", str(tmp_path)]
     for name, value in settings.items():
