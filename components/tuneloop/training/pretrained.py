@@ -8,16 +8,10 @@ from typing import Any
 
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.hub import is_unreachable, split_hub_address
-from tuneloop.formats.model_files import CARD, WEIGHTS
+from tuneloop.formats.model_files import CARD, WEIGHTS, list_missing_parts
 
 FIELD = "base_model.model"
 """The setting that names the model, for messages."""
-REQUIRED_FILES = (
-    ("config.json", ("config.json",)),
-    ("tokenizer", ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")),
-    ("weights", ("*.safetensors", "*.bin")),
-)
-"""What a model directory must have, and the names of the files that it may be in."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +125,6 @@ def _check_directory(model: str) -> None:
         if path.is_absolute() or model.startswith("."):
             raise UserError(FIELD, model, "no such directory")
         return
-    for part, patterns in REQUIRED_FILES:
-        if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise UserError(FIELD, model, f"has no {part} ({' or '.join(patterns)}); add it")
+    missing = list_missing_parts(path)
+    if missing:
+        raise UserError(FIELD, model, missing[0])
