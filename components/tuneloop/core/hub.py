@@ -15,7 +15,7 @@ def split_hub_address(field: str, address: str, revision: str | None) -> tuple[s
     if not address.startswith("hf://"):
         return address, revision
     name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or address.endswith("@"):
+    if not is_hub_name(name) or address.endswith("@"):
         raise UserError(
             field, address, "is not an address on the hub; write hf://OWNER/NAME@REVISION"
         )
@@ -55,6 +55,12 @@ def explain_refusal(error: BaseException | None) -> str | None:
     # The clients raise an error for what is missing while they handle the one that says why.
     ordered = list(REFUSALS.values()) + list(STATUSES.values())
     return min(reasons, key=ordered.index, default=None)
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text has the form of a repository's name on the hub: ``OWNER/NAME``, or ``NAME``
+    of the few that have no owner."""
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text))
 
 
 def is_unreachable(error: BaseException | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tuneloop.data import BadValue
 from tuneloop.data.readers.strict_json import measure_depth, parse_json
+from tuneloop.formats.chat_forms import join_parts
 
 Message = dict[str, Any]
 
@@ -40,7 +41,6 @@ ROLES = {
 """Roles as data sets write them, in lower case, and what templates call them."""
 CALLING_ROLES = ("function_call", "function-call", "tool_call")
 """Roles of ShareGPT whose content is the call itself, as JSON."""
-TEXT_PARTS = ("text", "input_text", "output_text")
 DEPTH = 64
 
 
@@ -125,7 +125,11 @@ def _parse_message(message: Any) -> Message:
         if not calls and written_role.lower().strip() in CALLING_ROLES:
             calls = parse_json(content) if isinstance(content, str) else content
             content = None
-    parsed: Message = {"role": role, "content": "" if content is None else _join_parts(content)}
+    try:
+        text = "" if content is None else join_parts(content)
+    except ValueError as error:
+        raise BadValue(str(error)) from error
+    parsed: Message = {"role": role, "content": text}
     if calls:
         if role != "assistant":
             raise BadValue(f"is of the {role}, but has tool calls")
@@ -151,26 +155,6 @@ def _check_content(message: Message, is_missing: bool) -> None:
         raise BadValue(f"of the {role} has no content")
     if must_speak and not message["content"].strip():
         raise BadValue(f"of the {role} is empty")
-
-
-def _join_parts(content: Any) -> str:
-    """Return the text of content; parts of text are joined by line breaks, as vLLM joins them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadValue(f"has content that is no text ({type(content).__name__})")
-    texts: list[str] = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        if not isinstance(part, Mapping):
-            raise BadValue("has content with a part that is no text")
-        kind = part.get("type", "text")
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise BadValue(f"has content with a part of type {kind!r}; only text can be learned")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _parse_weight(weight: Any) -> int:

@@ -21,6 +21,8 @@ everywhere."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which data sets and templates have the reasoning."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are text, as OpenAI's two APIs call them."""
 ABSENT = "absent"
 INLINE = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 """Reasoning at the beginning of a message's own text."""
@@ -81,6 +83,28 @@ def clean_messages(
     return [_clean_message(message, reasoning, template) for message in messages]
 
 
+def join_parts(content: Any) -> str:
+    """Return the text of a message's content. Parts of text are joined by line breaks, as vLLM joins
+    them for templates that read text (``vllm.renderers.chat_utils``). Raises ValueError: a part is
+    something else, such as an image."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"has content that is no text ({type(content).__name__})")
+    texts: list[str] = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping):
+            raise ValueError("has content with a part that is no text")
+        kind = part.get("type", "text")
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"has content with a part of type {kind!r}; only text can be learned")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
 def split_reasoning(message: Mapping[str, Any]) -> tuple[str, str]:
     """Return the reasoning of an assistant's message and its text without it."""
     content = message.get("content")
@@ -121,8 +145,8 @@ def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: s
     cleaned = {
         key: value for key, value in message.items() if value is not None and key != "weight"
     }
-    if isinstance(cleaned.get("content"), list):
-        cleaned["content"] = _join_parts(cleaned["content"])
+    if "content" in cleaned:
+        cleaned["content"] = join_parts(cleaned["content"])
     if not cleaned.get("tool_calls"):
         cleaned.pop("tool_calls", None)
         cleaned.setdefault("content", "")
@@ -146,20 +170,6 @@ def _clean_message(message: Mapping[str, Any], reasoning: Reasoning, template: s
     elif thought:
         cleaned["content"] = f"<think>\n{thought}\n</think>\n\n{text}"
     return cleaned
-
-
-def _join_parts(parts: Sequence[Any]) -> str:
-    """Join parts of text. Raises ValueError: a part is something else, such as an image."""
-    texts: list[str] = []
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind != "text" or not isinstance(text, str):
-            raise ValueError(
-                f"its content has a part of the type {kind!r}, and only text is learned"
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 def _read_call(call: Any) -> Message:

@@ -25,6 +25,12 @@ WEIGHTS = (
 """Names of files that hold parameters, or say which file does."""
 CARD = "README.md"
 """The model's card. A card of the base would say of the policy what is true of the base only."""
+REQUIRED_FILES = {
+    "config.json": ("config.json",),
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"),
+    "weights": ("*.safetensors", "*.bin"),
+}
+"""What a model's directory has to hold → patterns of the files that it may be in."""
 DEFAULT_SHARD_BYTES = 50 * 10**9
 """The maximum size of a file that transformers writes by default."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -60,6 +66,15 @@ SAMPLING_SETTINGS = (
     "min_new_tokens",
 )
 """The settings of generation_config.json that change the distribution of the next token."""
+
+
+def list_missing_parts(directory: Path) -> list[str]:
+    """List what a model's directory lacks, each as the remedy of an error."""
+    return [
+        f"has no {part} ({' or '.join(patterns)}); add it"
+        for part, patterns in REQUIRED_FILES.items()
+        if not any(any(directory.glob(pattern)) for pattern in patterns)
+    ]
 
 
 def holds_weights(name: str) -> bool:

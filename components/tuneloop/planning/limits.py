@@ -4,7 +4,6 @@ devices.
 `find_limits` is the one list of checks, which `plan`, `lint`, `run` and `submit` share. Everything
 is read from the rendered workflow and from the model's files; nothing is loaded."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +22,14 @@ from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.errors import UserError
-from tuneloop.core.hub import split_hub_address
+from tuneloop.core.hub import is_hub_name, split_hub_address
 from tuneloop.core.store import local_path
 from tuneloop.data.files import TableSource, list_sources
 from tuneloop.data.readers.hub import is_saved
 from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.data.sources import FILES, is_source_name
 from tuneloop.formats.adapter_files import SETTING, AdapterFiles, is_path, read_adapter
+from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
 from tuneloop.planning.plan import count_pods
@@ -48,13 +48,6 @@ rest."""
 SHARED_UTILIZATION = 0.6
 """The largest `gpu_memory_utilization` of a vLLM that leaves a trainer on the same GPU some
 room."""
-MODEL_FILES = {
-    "config.json": ("config.json",),
-    "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"),
-    "weights": ("*.safetensors", "*.bin"),
-}
-"""What a model's directory has to hold, as file patterns."""
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -134,13 +127,11 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
         yield from check_adapter_base(subject, adapter)
         return
     if Path(name).is_dir():
-        for part, patterns in MODEL_FILES.items():
-            if not any(any(Path(name).glob(pattern)) for pattern in patterns):
-                remedy = f"has no {part} ({' or '.join(patterns)}); add it"
-                yield Limit(UserError("base_model", name, remedy))
+        for remedy in list_missing_parts(Path(name)):
+            yield Limit(UserError("base_model", name, remedy))
         return
     hub_name, _ = split_hub_address("base_model", name, None)
-    if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(hub_name):
+    if name.startswith(("/", "./", "../", "~")) or not is_hub_name(hub_name):
         remedy = "is not a directory here; name one, or a model of the hub"
         yield Limit(UserError("base_model", name, remedy))
 

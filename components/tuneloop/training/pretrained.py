@@ -11,17 +11,11 @@ from typing import Any
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.hub import explain_refusal, is_unreachable, split_hub_address
 from tuneloop.formats.adapter_files import REMEDY, SETTING, AdapterFiles, read_adapter
-from tuneloop.formats.model_files import CARD, WEIGHTS
+from tuneloop.formats.model_files import CARD, WEIGHTS, list_missing_parts
 from tuneloop.training.merged import find_adapter_on_hub, has_tokenizer, merge_adapter
 
 FIELD = "base_model.model"
 """The setting that names the model, for messages."""
-REQUIRED_FILES = (
-    ("config.json", ("config.json",)),
-    ("tokenizer", ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")),
-    ("weights", ("*.safetensors", "*.bin")),
-)
-"""What a model directory must have, and the names of the files that it may be in."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +212,6 @@ def _check_directory(model: str) -> None:
         return
     if read_adapter(path):
         return
-    for part, patterns in REQUIRED_FILES:
-        if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise UserError(FIELD, model, f"has no {part} ({' or '.join(patterns)}); add it")
+    missing = list_missing_parts(path)
+    if missing:
+        raise UserError(FIELD, model, missing[0])

@@ -6,6 +6,7 @@ import pytest
 
 from tuneloop.data import BadValue
 from tuneloop.data.messages import parse_messages, parse_tools, parse_transcript
+from tuneloop.formats.chat_forms import clean_messages
 
 ASK = {"role": "user", "content": "a"}
 CALL = {"name": "get", "arguments": {"city": "X"}}
@@ -62,6 +63,14 @@ def test_replies_have_one_form(reply: dict[str, Any], wanted: dict[str, Any]) ->
 def test_calls_have_one_form(reply: dict[str, Any]) -> None:
     call = {"type": "function", "function": CALL}
     assert parse_reply(reply) == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_parts_of_text_are_joined_alike_wherever_they_come_from() -> None:
+    """A data set's parts are joined when it is read, those of a source of one's own by the template."""
+    content = [{"type": "text", "text": "b"}, {"type": "output_text", "text": "c"}, "d"]
+    reply = {"role": "assistant", "content": content}
+    (cleaned,) = clean_messages([reply], "keep", "")
+    assert cleaned["content"] == parse_reply(reply)["content"] == "b\nc\nd"
 
 
 def test_nulls_that_the_author_wrote_into_arguments_stay() -> None:

@@ -144,7 +144,7 @@ def test_arguments_are_rendered_once(words: Any, written: str, shown: str, given
         (
             [TALK[0], {"role": "assistant", "content": [{"type": "image"}]}],
             None,
-            "'image', and only text",
+            "'image'; only text",
         ),
         ([TALK[1]], None, "nothing stands before this turn"),
         ([], None, "has no message"),

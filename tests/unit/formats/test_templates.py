@@ -104,7 +104,7 @@ FORMS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "parts": (
         [
             user([{"type": "text", "text": "Hi there"}]),
-            assistant([{"type": "text", "text": "Hello"}, {"type": "text", "text": " you"}]),
+            assistant([{"type": "text", "text": "Hello"}, {"type": "text", "text": "you"}]),
         ],
         False,
     ),
@@ -204,7 +204,7 @@ def as_template_reads(name: str, messages: list[dict[str, Any]]) -> list[dict[st
             if key not in ("weight", "reasoning_content")
         }
         content = message.get("content") or ""
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         reasoning = next(
             (m.get("reasoning_content") for m in messages if m.get("content") == content), None
         )
@@ -335,7 +335,7 @@ def test_masks_are_those_of_rendered_prefixes(words: Any, name: str) -> None:
         for number in trained:
             content = messages[number].get("content") or ""
             assert (
-                whole.count(content if isinstance(content, str) else "Hello you") == 1
+                whole.count(content if isinstance(content, str) else "Hello\nyou") == 1
                 or not content
             )
         assert all(

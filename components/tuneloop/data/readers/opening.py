@@ -16,6 +16,7 @@ import pyarrow as pa
 import xxhash
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.hub import is_hub_name
 from tuneloop.core.store import Store, local_path
 from tuneloop.data import BadRow
 from tuneloop.data.readers import Row, Rows, hub
@@ -38,7 +39,6 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 SUFFIXES = ", ".join(READERS)
 HELD_OUT = re.compile(r"(^|[^a-z])(test|eval|evaluation|valid|validation|val|dev)([^a-z]|$)")
 TRAINED = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_place(source: str) -> bool:
@@ -72,7 +72,9 @@ def is_on_hub(place: str) -> bool:
     """Return whether a text names a data set on the hub, and no file here."""
     if place.startswith("hf://"):
         return True
-    return bool(HUB_NAME.fullmatch(place) and not os.path.exists(place) and not _find_suffix(place))
+    # A name without an owner is one of a source or of a file here.
+    is_name = "/" in place and is_hub_name(place)
+    return is_name and not os.path.exists(place) and not _find_suffix(place)
 
 
 def list_files(place: str, split: str) -> list[str]:
