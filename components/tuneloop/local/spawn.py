@@ -25,8 +25,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tuneloop.core.json_types import JsonObject
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAUSE_S = 0.05
 """Seconds without an event after which a child is forked for the next request: right after a start, the fork was seen
@@ -34,7 +32,7 @@ to slow down the process that has just started (8 ms)."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def serve_requests(channel: socket.socket) -> JsonObject | None:
+def serve_requests(channel: socket.socket) -> dict[str, Any] | None:
     """Start and watch processes until `channel` closes.
 
     Returns:
@@ -54,7 +52,7 @@ def serve_requests(channel: socket.socket) -> JsonObject | None:
         signal.signal(number, signal.SIG_IGN)
     pids: dict[int, int] = {}  # id → pid
     reports: dict[socket.socket, int] = {}  # where a child sends its exit code → id
-    requests: list[JsonObject] = []
+    requests: list[dict[str, Any]] = []
     buffer = b""
     spare, quiet = None, True
     while True:
@@ -132,7 +130,7 @@ def _receive(channel: socket.socket) -> bytes:
 
 def _fork(
     channels: Iterable[socket.socket], pipes: tuple[int, int]
-) -> tuple[int, socket.socket] | JsonObject | None:
+) -> tuple[int, socket.socket] | dict[str, Any] | None:
     """Fork a child that waits for its request. Returns the request there, and here its pid and channel, or None."""
     parent = os.getpid()
     ours, theirs = socket.socketpair()
@@ -190,7 +188,7 @@ def _end(channel: socket.socket, pids: dict[int, int], name: int, code: int) -> 
     _send(channel, {"ended": name, "code": code})
 
 
-def _send(channel: socket.socket, message: JsonObject) -> None:
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
     _quietly(channel.sendall, json.dumps(message).encode() + b"\n")
 
 
