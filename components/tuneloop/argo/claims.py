@@ -17,7 +17,9 @@ DEVICES = "devices"
 ROLES = {"rollout": "sampler"}
 """Logical image → role; an image that is not listed is a trainer's."""
 TRAINER = "trainer"
-TAKE, GIVE, END = "take-claim", "give-claim", "end-graph"
+TAKE = "take-claim"
+GIVE = "give-claim"
+END = "end-graph"
 """Templates of the first step, and of the exit handlers that release claims and that end a run's own graph."""
 PLACING = ("affinity", "nodeName", "nodeSelector", "resourceClaims")
 """Fields of a pod that decide on which node it runs."""
@@ -76,7 +78,8 @@ def build_affinity(share: Share, role: str) -> JsonObject:
 
 def place_pod_on_claim(container: JsonObject, share: Share, role: str) -> JsonObject:
     """Give `container` the claim's devices, and return the pod spec fields that place its pod."""
-    patch, near = pod_patch(share, role), build_affinity(share, role)
+    patch = pod_patch(share, role)
+    near = build_affinity(share, role)
     for use in patch.pop("containers", ()):
         container["resources"] |= use["resources"]
     return {**patch, **({"affinity": near} if near else {})}
@@ -90,7 +93,8 @@ def share_of(workflow: JsonMapping) -> Share | None:
 
 def find_placement_errors(workflow: JsonMapping) -> Iterator[UserError]:
     """Yield an error for each placement field of a pod that conflicts with the devices its runs share."""
-    spec, share = workflow.get("spec") or {}, share_of(workflow)
+    spec = workflow.get("spec") or {}
+    share = share_of(workflow)
     pods = [(f"templates.{t['name']}", t, labels_of(t)) for t in spec.get("templates", ())]
     sharing = [(at, pod, given) for at, pod, given in pods if GROUP_LABEL in given]
     if sharing and not share:

@@ -166,12 +166,10 @@ def build_jobset(
         "values": [code for code in RETRIED_CODES if code > 0],
     }
     job = {
-        **{
-            "parallelism": nodes,
-            "completions": nodes,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,
-        },
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": bug}]},
         "template": {"metadata": about, "spec": pod},
     }

@@ -21,17 +21,17 @@ from tuneloop.workflow.settings import AUTO, Resources
 def build_train_arguments(job: JsonMapping) -> JsonObject:
     """Build the arguments of ``TrainerClient.train`` from `job`, a TrainJob that `as_trainjob` rendered. Raises
     UserError if the command does not start with our torchrun, or if CPU and memory of the trainer are not set."""
-    spec, trainer = job["spec"], job["spec"]["trainer"]
-    requests, limits = (
-        trainer["resourcesPerNode"]["requests"],
-        trainer["resourcesPerNode"].get("limits", {}),
-    )
+    spec = job["spec"]
+    trainer = job["spec"]["trainer"]
+    requests = trainer["resourcesPerNode"]["requests"]
+    limits = trainer["resourcesPerNode"].get("limits", {})
     remedy = "is the default; set it, because the SDK makes what is requested a limit, too"
     if requests["cpu"] == Resources().cpu:
         raise UserError("cluster.trainer.cpu", requests["cpu"], remedy)
     if "memory" not in limits:
         raise UserError("cluster.trainer.memory", AUTO, remedy)
-    launcher, program = trainer["command"][: len(TORCHRUN)], trainer["command"][len(TORCHRUN) :]
+    launcher = trainer["command"][: len(TORCHRUN)]
+    program = trainer["command"][len(TORCHRUN) :]
     if tuple(launcher) != TORCHRUN:
         remedy = "does not start with our torchrun; for torchtune take the SDK's BuiltinTrainer, else `launch_job`"
         raise UserError("backend", " ".join(trainer["command"]), remedy)

@@ -51,8 +51,12 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
     """Build the sidecar container that holds the device lease, one for each claim."""
     group = claim_tag(share, role) if share.device_class else share.group
     given = {
-        **{"group": group, "policy": share.policy, "patience": f"{share.patience:g}", "file": FILE},
-        **{"run": "{{workflow.parameters.run}}", "namespace": "{{workflow.namespace}}"},
+        "group": group,
+        "policy": share.policy,
+        "patience": f"{share.patience:g}",
+        "file": FILE,
+        "run": "{{workflow.parameters.run}}",
+        "namespace": "{{workflow.namespace}}",
     }
     owner = {"NAME": "{{workflow.name}}", "UID": "{{workflow.uid}}"}
     look = {
@@ -61,13 +65,12 @@ def build_lease_sidecar(share: Share, role: str, image: str) -> JsonObject:
         "failureThreshold": FOREVER,
     }
     return {
-        **{
-            "name": NAME,
-            "image": image,
-            "imagePullPolicy": "IfNotPresent",
-            "restartPolicy": "Always",
-        },
-        **{"command": ["python", "-m", "tuneloop.sharing.sidecar"], "args": encode_flags(given)},
+        "name": NAME,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "restartPolicy": "Always",
+        "command": ["python", "-m", "tuneloop.sharing.sidecar"],
+        "args": encode_flags(given),
         "env": [{"name": f"TUNELOOP_OWNER_{key}", "value": value} for key, value in owner.items()],
         "startupProbe": look,
         "resources": {"requests": {"cpu": "10m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},

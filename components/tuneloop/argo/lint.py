@@ -126,7 +126,8 @@ def _dag(at: str, template: JsonMapping, templates: Mapping[Any, Any]) -> Iterat
             yield UserError(f"{at}.{error.field}", error.value, error.remedy)
             waits[name] = []
     for name, task in tasks.items():
-        above, place = find_ancestors(name, waits), f"{at}.tasks.{name}"
+        above = find_ancestors(name, waits)
+        place = f"{at}.tasks.{name}"
         if name in above:
             yield UserError(place, name, "waits for itself; break the cycle")
         for other in sorted(_references(task)):

@@ -147,13 +147,15 @@ def build_iteration(
 ) -> Any:
     """Build the template of one iteration, which calls the next. In an asynchronous loop it is given its batch, and
     during its update calls the template `batch` for the next batch, with the policy that it starts from."""
-    number, reward = g.inputs.parameters.iteration, output_of(loop.reward)
+    number = g.inputs.parameters.iteration
+    reward = output_of(loop.reward)
     rewarded = (
         build_term(g.inputs.parameters, reward)
         if batch
         else output_term(step_of(loop.reward), reward)
     )
-    more, after = f"{build_same_workflow_condition(number, rewarded):=}", f"{number.as_int() + 1:=}"
+    more = f"{build_same_workflow_condition(number, rewarded):=}"
+    after = f"{number.as_int() + 1:=}"
     batched = [output_of(wire) for wire in loop.batch_wires] if batch else []
     # Outputs see tasks, but no inputs; a tag is replaced before.
     own = {name: output_term(*wire.split(".")) for name, wire in loop.carry.items()}
@@ -201,7 +203,8 @@ def describe_loop(
     known = {spec.component: spec for spec in specs}
 
     def describe(step: Step) -> StageCall:
-        stage, spec = step.component, known[step.component].with_shared(shared)
+        stage = step.component
+        spec = known[step.component].with_shared(shared)
         wires = {**step.wires, **{name: name for name in spec.accepted(list(wired))}}
         constants = stage.resolve_constants(spec.parameters, wires.keys() - stage.inputs.keys())
         return StageCall(
@@ -214,7 +217,8 @@ def describe_loop(
 
     check = describe(loop.check) if evaluate_every else None
     steps = [describe(step) for step in loop.steps]
-    carry, reward = dict(loop.carry), loop.reward
+    carry = dict(loop.carry)
+    reward = loop.reward
     return PodLoop(
         steps=steps, carry=carry, reward=reward, check=check, evaluate_every=evaluate_every
     )
@@ -250,16 +254,16 @@ def pod_template(
         ],
         command=["python", "-m", PROGRAM],
         args=[
-            *("--loop", loop.model_dump_json(exclude_defaults=True)),
-            *(
-                "--run",
-                RUN,
-                "--iterations",
-                "{{workflow.parameters.iterations}}",
-                "--per-pod",
-                *limit,
-            ),
-            *("--target-reward", "{{workflow.parameters.target-reward}}"),
+            "--loop",
+            loop.model_dump_json(exclude_defaults=True),
+            "--run",
+            RUN,
+            "--iterations",
+            "{{workflow.parameters.iterations}}",
+            "--per-pod",
+            *limit,
+            "--target-reward",
+            "{{workflow.parameters.target-reward}}",
             *(word for name, value in passed.items() for word in ("--value", f"{name}={value}")),
         ],
         **retried_pod_fields("rollout", role, cluster),
@@ -270,12 +274,14 @@ def pod_template(
 
 def iterations_template(loop: Loop, specs: Sequence[StageSpec], config: LoopPipelineConfig) -> Any:
     """Make the template of a pod of several iterations."""
-    published, settings = config.published(RUN), config.loop
+    published = config.published(RUN)
+    settings = config.loop
     described = describe_loop(
         loop, specs, {"seed": config.seed}, published, settings.evaluate_every
     )
     role, cluster = config.cluster.merge_roles(list_roles(loop, specs, settings.evaluate_every))
-    per_pod, outputs = config.iterations_per_pod, loop.pod_outputs
+    per_pod = config.iterations_per_pod
+    outputs = loop.pod_outputs
     made = pod_template(
         described, loop.inputs, outputs, published, per_pod=per_pod, role=role, cluster=cluster
     )
@@ -345,7 +351,8 @@ def build_part(loop: Loop, templates: Templates, config: LoopPipelineConfig) -> 
             **trained,
         }
         repeat >> proceed(name="continue", arguments=following, when=f"{more:=}")
-        values, before = {**build_input_tags(loop.inputs), **trained}, repeat
+        values = {**build_input_tags(loop.inputs), **trained}
+        before = repeat
         # One after the other: a server holds one version at a time.
         for step, name in (
             (loop.check, f"{loop.check.name}-after"),
@@ -373,7 +380,8 @@ def call_server(
     with `policy`; servers that pull find the latest version themselves."""
     if "serve" not in templates:
         return [], config.engine.rollout_endpoint_url or ""
-    given, count = {} if config.engine.pull else {"policy": policy}, config.engine.replicas
+    given = {} if config.engine.pull else {"policy": policy}
+    count = config.engine.replicas
     calls = (
         {f"serve-{i}": {**given, "replica": str(i)} for i in range(1, count + 1)}
         if count > 1

@@ -129,9 +129,11 @@ def compute_memory_request(stages: Sequence[Stage], parts: Sequence[tuple[str, f
 
 
 def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tuple[str, float]]:
-    count, ranks = model.parameters, stage.ranks
+    count = model.parameters
+    ranks = stage.ranks
     shared = f" / {stage.nodes} pods" if stage.nodes > 1 else ""
-    kept, added = "(4 weights + 4 gradients + 8 Adam)", count_adapter_parameters(stage, model)
+    kept = "(4 weights + 4 gradients + 8 Adam)"
+    added = count_adapter_parameters(stage, model)
     if added == 0:
         parts = [(f"{count:,} × {kept}{shared}", count * TRAINED_BYTES / stage.nodes)]
     else:
@@ -147,10 +149,8 @@ def _training_memory(stage: Stage, model: Model, context: int | None) -> list[tu
         parts.append(
             (f"{count:,} × 4 weights of the reference{shared}", count * WEIGHT_BYTES / stage.nodes)
         )
-    length, batch = (
-        stage.number("max_length") or context,
-        stage.number("per_device_train_batch_size"),
-    )
+    length = stage.number("max_length") or context
+    batch = stage.number("per_device_train_batch_size")
     if length and batch:
         models = stage.component.options.values() if stage.component else ()
         batch *= max(
@@ -228,10 +228,12 @@ def set_pod_memory(workflow: JsonObject) -> None:
     ]
     if not unlimited:
         return
-    pod, (within, _) = find_pod(workflow), expand_pod(workflow)
+    pod = find_pod(workflow)
+    within, _ = expand_pod(workflow)
     stages = {t["name"]: read_stage(t) for t in within["spec"]["templates"]}
     every = list(stages.values())
-    model, context = model_of(every), context_of(every)
+    model = model_of(every)
+    context = context_of(every)
     if not isinstance(model, Model):
         return
     inner = [stages[name] for name in read_loop(within)]

@@ -88,7 +88,8 @@ def build_templates(config: Any, specs: Sequence[StageSpec], loop: Loop | None) 
 def template_of(spec: StageSpec, config: PipelineConfig, loop: Loop | None) -> Any:
     """Build the template of a stage; the run's seed and weights URL are written into it as literals."""
     shared: JsonObject = {"seed": config.seed, **config.published(RUN)}
-    spec, cluster = spec.with_shared(shared), config.cluster
+    spec = spec.with_shared(shared)
+    cluster = config.cluster
     dynamic = spec.accepted(["iteration", "endpoint"]) if loop else []
     ranks = {"processes": spec.processes, "nodes": spec.nodes}
     return stage_template(
@@ -100,7 +101,9 @@ class Tasks:
     """Draws the stages of a pipeline as tasks of the enclosing DAG; each depends on those whose outputs it takes."""
 
     def __init__(self, config: Any, templates: Templates, loop: Loop | None) -> None:
-        self.config, self._templates, self._loop = config, templates, loop
+        self.config = config
+        self._templates = templates
+        self._loop = loop
         self._before: dict[str, set[str]] = {}
 
     def stage(self, component: Component, name: str = "", **inputs: Output) -> Outputs:

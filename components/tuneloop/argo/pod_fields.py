@@ -21,7 +21,8 @@ from tuneloop.workflow.settings import (
     Resources,
 )
 
-SCRATCH, SHM = "/tmp", "/dev/shm"
+SCRATCH = "/tmp"
+SHM = "/dev/shm"
 OUTPUTS = f"{SCRATCH}/tuneloop/outputs"
 CLAIM = "/store"
 """Where `Cluster.claim` is mounted."""
@@ -29,7 +30,8 @@ TOKENS = "/run/tuneloop/server-token"
 """Where the Secret `TOKEN_SECRET` is mounted."""
 STORE = "tuneloop-store"
 """ConfigMap and Secret with the store's ``AWS_*`` settings; optional, both."""
-PLAIN, SECRET = ("AWS_ENDPOINT_URL", "AWS_REGION"), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+PLAIN = ("AWS_ENDPOINT_URL", "AWS_REGION")
+SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """The kind of object, ConfigMap or Secret → its settings."""
 PAUSE = "10s"
 """Pause between attempts. It is constant: ``duration * factor^n`` in 64-bit nanoseconds overflows after some thirty
@@ -44,7 +46,10 @@ EXECUTOR = {"requests": {"cpu": "10m", "memory": "64Mi"}}
 ELSEWHERE = "endpoint"
 """The engine whose servers the user provides."""
 NOBODY = {
-    **{"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "runAsGroup": 1000,
+    "fsGroup": 1000,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 """Security context of a pod: its containers do not run as root."""
@@ -73,7 +78,8 @@ def read_engine(component: Component, given: JsonMapping) -> str | None:
 
 def find_role(component: Component, given: JsonMapping, wired: Iterable[str] = ()) -> ResourceRole:
     """Find the resource role of a stage's pod: cpu, if it only calls a server. `wired`: parameters set by the graph."""
-    engine, served = read_engine(component, given), given.get("endpoint") or "endpoint" in wired
+    engine = read_engine(component, given)
+    served = given.get("endpoint") or "endpoint" in wired
     if not component.accelerator or engine == ELSEWHERE or (engine == "vllm" and served):
         return "cpu"
     if component.role == "trainer" or component.role == "scorer":
@@ -92,7 +98,8 @@ def pod_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
         models,
     )
 
-    name, own = cluster.images.format(image=image), cluster.resources(role)
+    name = cluster.images.format(image=image)
+    own = cluster.resources(role)
     share = None if role == "cpu" else cluster.share
     limit: Any = None if own.shm == AUTO else own.shm
     return {
@@ -157,7 +164,8 @@ def role_fields(image: str, role: ResourceRole, cluster: Cluster) -> JsonObject:
     """Return how a pod of a role is admitted, where it may run, and how it is ended."""
     from hera.workflows.models import Affinity
 
-    own, share = cluster.resources(role), None if role == "cpu" else cluster.share
+    own = cluster.resources(role)
+    share = None if role == "cpu" else cluster.share
     labels = {"app.kubernetes.io/component": image, **cluster.build_queue_labels(role)}
     patch: JsonObject = (
         {} if own.grace_s == GRACE_S else {"terminationGracePeriodSeconds": own.grace_s}
@@ -186,7 +194,8 @@ def retry_fields(expression: str = RETRY_STAGE) -> JsonObject:
     """Return the fields by which a tuneloop pod is started again, depending on the class of its end."""
     from hera.workflows import RetryPolicy, RetryStrategy, models
 
-    backoff, always = models.Backoff(duration=PAUSE), RetryPolicy.always
+    backoff = models.Backoff(duration=PAUSE)
+    always = RetryPolicy.always
     return {
         "retry_strategy": RetryStrategy(
             limit=LIMIT, retry_policy=always, expression=expression, backoff=backoff
@@ -214,7 +223,8 @@ def retried_pod_fields(
     """Return `pod_fields` and `retry_fields` of a pod that is told of earlier attempts and may get more memory."""
     from hera.workflows.models import EnvVar
 
-    fields, own = pod_fields(image, role, cluster), cluster.resources(role)
+    fields = pod_fields(image, role, cluster)
+    own = cluster.resources(role)
     # What the pod is told of earlier attempts: see `tuneloop.core.attempts`.
     before = {
         ATTEMPT: "{{retries}}",

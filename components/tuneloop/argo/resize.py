@@ -39,10 +39,8 @@ def resize_while_asleep(made: Any, asleep: Mapping[str, str]) -> None:
         ProjectedVolume(name="account", mount_path=ACCOUNT_FILES, sources=sources),
     ]
     if QUEUE_LABEL in made.labels:
-        made.labels, made.annotations = (
-            {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"},
-            OF_ONE,
-        )
+        made.labels = {**made.labels, GROUP: "serve-{{workflow.uid}}-{{retries}}"}
+        made.annotations = OF_ONE
 
 
 def read_asleep(template: JsonMapping) -> dict[str, str]:

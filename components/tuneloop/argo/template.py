@@ -126,7 +126,8 @@ def stage_template(
         **pod_fields.retried_pod_fields(component.image, role if nodes == 1 else "cpu", cluster),
     )
     if component.account:
-        made.service_account_name, made.automount_service_account_token = component.account, True
+        made.service_account_name = component.account
+        made.automount_service_account_token = True
     if nodes > 1:
         return jobset_steps(
             component, made, role, processes, nodes, cluster, numbered="iteration" in dynamic
@@ -164,9 +165,14 @@ def server_template(
         command=["python", "-m", "tuneloop.inference.server"],
         args=[
             *(("--weights", weights) if weights else ("--policy", "{{inputs.parameters.policy}}")),
-            *("--host", "$(POD_IP)", "--port", str(port)),
-            *("--engine-args", encode_value(dict(engine_args))),
-            *("--attempts", attempts + ("-{{inputs.parameters.replica}}" if several else "")),
+            "--host",
+            "$(POD_IP)",
+            "--port",
+            str(port),
+            "--engine-args",
+            encode_value(dict(engine_args)),
+            "--attempts",
+            attempts + ("-{{inputs.parameters.replica}}" if several else ""),
         ],
         ports=[models.ContainerPort(container_port=port)],
         readiness_probe=models.Probe(http_get=health, period_seconds=1, failure_threshold=600),

@@ -26,7 +26,8 @@ from tuneloop.stages.data_prep import data_prep
 from tuneloop.training.backends import LLMBackend
 from tuneloop.workflow.settings import RUN_LABEL, Cluster, ResourceRole
 
-WORKSPACE, CLAIM = "/workspace", "tuneloop-workspace"
+WORKSPACE = "/workspace"
+CLAIM = "tuneloop-workspace"
 """The folder of data and model, and the PersistentVolumeClaim of ``manifests/components/trainer`` mounted there."""
 RAY_START = {"num-cpus": "1", "object-store-memory": str(100 << 20)}
 """One group of ranks on each node; tensors are exchanged by torch, not by Ray."""
@@ -133,7 +134,8 @@ def as_jobset(
 ) -> JsonObject:
     """Render as a JobSet, for clusters without Kubeflow Trainer. Data and model must already be at the paths in the
     arguments; `workspace` is a PersistentVolumeClaim that all pods mount at ``/workspace``."""
-    queue, pod = cluster.build_queue_labels("trainer"), _pod(backend, name, cluster, workspace)
+    queue = cluster.build_queue_labels("trainer")
+    pod = _pod(backend, name, cluster, workspace)
     return build_jobset(name, pod, backend.nodes, labels=_labels(run), queue=queue)
 
 

@@ -64,14 +64,16 @@ def plan_pipeline(
     run = open_run(measured, store) if measured is not None else None
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(render_plan(found.name, built))
-    if footprint := estimate_footprint(built):
+    footprint = estimate_footprint(built)
+    if footprint:
         typer.echo("\n".join(describe_footprint(footprint)))
     print_followed(draft)
     if run or device is not None:
         from tuneloop.planning.cost import estimate_cost, read_seconds
 
         if run:
-            seconds, lines = read_seconds(run), []
+            seconds = read_seconds(run)
+            lines = []
         how = (
             ("at most", f"as {run.name} took")
             if run

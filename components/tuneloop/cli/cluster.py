@@ -74,7 +74,8 @@ def submit_run(
     from tuneloop.runs import forking
     from tuneloop.workflow.settings import RUN_LABEL
 
-    graph, fleet_sets = None, list[str]()
+    graph = None
+    fleet_sets: list[str] = []
     if fleet:  # the graph makes the rollouts
         graph = render_graph(
             read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run}
@@ -118,7 +119,8 @@ def submit_run(
         return 0
     if origin:
         forking.record_fork(run, made, origin, settings)
-    begun, create = time.monotonic(), functools.partial(argo.create_workflow, there, made, run)
+    begun = time.monotonic()
+    create = functools.partial(argo.create_workflow, there, made, run)
     name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
     options += f" --context {context}" if context else ""
@@ -154,7 +156,8 @@ def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: b
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster.argo_server import Server
 
-    there, begun = Server(url, namespace), time.monotonic()
+    there = Server(url, namespace)
+    begun = time.monotonic()
     name = there.submit(made, run)
     typer.echo(f"{run}: submitted as workflow {name} to {url}")
     if not wait:

@@ -113,7 +113,8 @@ class Display:
 
     def log(self, node: Node, line: str) -> None:
         """Show a line that a pod wrote."""
-        if match := PROGRESS.match(line):
+        match = PROGRESS.match(line)
+        if match:
             self.told[node.id] = line
             if not self.live and int(match["done"]) < int(match["total"]):
                 self._print(line)
@@ -163,7 +164,8 @@ class Display:
 
         from tuneloop.ui.describe import describe_state
 
-        if (began := time.monotonic()) >= self.due:
+        began = time.monotonic()
+        if began >= self.due:
             try:
                 self.run.refresh(whole=False)
                 self.table = draw_state(describe_state(self.run, None))

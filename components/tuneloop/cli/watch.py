@@ -88,7 +88,8 @@ def draw_state(stands: Mapping[str, Any]) -> "Table":
     from rich.text import Text
 
     caption = [f"iteration {stands['iterations']}"] if stands["iterations"] else []
-    if rewards := [value for value in stands["rewards"] if math.isfinite(value)]:
+    rewards = [value for value in stands["rewards"] if math.isfinite(value)]
+    if rewards:
         caption.append(f"reward {rewards[-1]:.3f} {draw_sparkline(rewards)}")
     caption += [f"{text} to go" for text in [_format_left(stands)] if text]
     title = f"{stands['name']}  {stands['phase']}"
@@ -123,7 +124,8 @@ def _print_commits(run: "Run", shown: set[str], stands: Mapping[str, Any]) -> No
     from tuneloop.runs.summary import format_duration, result_line
 
     for entry in run.entries:
-        if (ref := f"{entry.key}@{entry.manifest.digest}") not in shown:
+        ref = f"{entry.key}@{entry.manifest.digest}"
+        if ref not in shown:
             shown.add(ref)
             at = time.strftime("%H:%M:%S", time.localtime(entry.finished))
             text = f"{at}  {entry.key}  {format_duration(entry.seconds)}  {result_line(None, entry.manifest.results)}"

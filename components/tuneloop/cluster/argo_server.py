@@ -27,7 +27,8 @@ class Server:
             raise UserError("server", url, "must be an absolute URL: https://host:port")
         skip = os.environ.get("ARGO_INSECURE_SKIP_VERIFY", "").lower() == "true"
         token = os.environ.get("ARGO_TOKEN") or None
-        self.url, self.namespace = url, namespace
+        self.url = url
+        self.namespace = namespace
         self._service = WorkflowsService(
             host=url, token=token, verify_ssl=not skip, namespace=namespace
         )

@@ -18,8 +18,12 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import Connection
 from tuneloop.workflow.settings import ROLES, Cluster
 
-OK, WARNING, REFUSED, NOT_CHECKED = "ok", "warning", "refused", "not checked"
-CONTROLLER, SETTINGS = "workflow-controller", "workflow-controller-configmap"
+OK = "ok"
+WARNING = "warning"
+REFUSED = "refused"
+NOT_CHECKED = "not checked"
+CONTROLLER = "workflow-controller"
+SETTINGS = "workflow-controller-configmap"
 """Argo's Deployment and its ConfigMap, as its manifests and KFP's name them."""
 ARGO = (3, 7)
 """The oldest release of Argo Workflows that was tried."""
@@ -43,10 +47,8 @@ def check_argo(cluster: Connection, workflow: JsonMapping, store: str | None = N
     """Check whether a cluster has what `workflow` (of `run_workflows.prepare_workflow` or `describe_queued_stage`)
     needs of Argo Workflows. `store` is that of the run to come, as in the workflow's parameter; None: not known yet.
     Raises UserError where the cluster does not answer, Retryable where the API server is in trouble."""
-    queues, references = (
-        ", ".join(list_queues(workflow)),
-        sorted(set(preflight.list_references(workflow["spec"]))),
-    )
+    queues = ", ".join(list_queues(workflow))
+    references = sorted(set(preflight.list_references(workflow["spec"])))
     described = {  # check → its text if nothing is refused; empty: not needed by the workflow
         "namespace": f"{cluster.namespace} of context {cluster.context}",
         "Argo Workflows": "its API is there",
@@ -98,7 +100,8 @@ def collect_checks(
 def _refuse(subject: str, problem: UserError) -> Check:
     found, _, remedy = problem.remedy.rpartition("; ")
     if isinstance(problem, Problem):
-        found, remedy = problem.found, problem.command
+        found = problem.found
+        remedy = problem.command
     field = "" if problem.field == subject else f"{problem.field} "
     return Check(
         subject,
@@ -188,10 +191,8 @@ def check_workflow_defaults(cluster: Connection) -> Iterator[Check]:
 def check_store_settings(cluster: Connection, overlay: str, missing: str) -> Iterator[Check]:
     """Check the ConfigMap and the Secret with the settings of the store, of ``manifests/overlays/<overlay>``; no value
     is shown. `missing` is the outcome where one of them is not there."""
-    apply, prefix = (
-        f"kubectl apply -k manifests/overlays/{overlay}",
-        f"kubectl -n {cluster.namespace}",
-    )
+    apply = f"kubectl apply -k manifests/overlays/{overlay}"
+    prefix = f"kubectl -n {cluster.namespace}"
     literals = " ".join(f"--from-literal={key}=…" for key in SECRET)
     found = {
         "ConfigMap": find_object(cluster.core.read_namespaced_config_map, STORE, cluster.namespace),

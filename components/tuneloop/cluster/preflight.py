@@ -96,7 +96,8 @@ def _installed(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError
 def _allowed(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     from kubernetes import client
 
-    spec, wanted = workflow["spec"], [(WORKFLOWS[0], WORKFLOWS[2])]
+    spec = workflow["spec"]
+    wanted = [(WORKFLOWS[0], WORKFLOWS[2])]
     if mounts_token(spec):
         wanted.append(("", "secrets"))
     for group, plural in wanted:

@@ -22,10 +22,12 @@ class Problem(UserError):
         self, field: str, value: object, found: str, command: str, otherwise: str = ""
     ) -> None:
         super().__init__(field, value, f"{found}; {command}{otherwise}")
-        self.found, self.command = found, command
+        self.found = found
+        self.command = command
 
 
-ABSENT, UNSEEN = "absent", "not for this account to see"
+ABSENT = "absent"
+UNSEEN = "not for this account to see"
 
 
 @contextmanager

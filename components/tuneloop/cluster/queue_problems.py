@@ -32,7 +32,8 @@ Amounts = dict[str, Decimal]
 
 def find_queue_problems(cluster: Connection, workflow: JsonMapping) -> Iterator[UserError]:
     """Find queues that would never admit the requests of a workflow's templates."""
-    labels, behind = find_queued_templates(workflow), dict[str, JsonObject]()
+    labels = find_queued_templates(workflow)
+    behind: dict[str, JsonObject] = {}
     for name in list_queues(workflow):
         if (found := find_object(cluster.get, *KUEUE, "localqueues", name)) is ABSENT:
             said = (
@@ -80,7 +81,9 @@ def _cluster_queue(
 def find_queue_warnings(cluster: Connection, workflow: JsonMapping) -> Iterator[Problem]:
     """Find rollout servers that are admitted one by one, or that hold quota which stages wait for. A server holds its
     quota for the whole run: the servers of several runs can hold all of it, so that no stage is admitted."""
-    held, waited, servers = set[str](), set[str](), count_servers(workflow)
+    held: set[str] = set()
+    waited: set[str] = set()
+    servers = count_servers(workflow)
     for name, labels in find_queued_templates(workflow).items():
         (held if name in servers else waited).add(labels[QUEUE_LABEL])
         if (count := servers.get(name, 1)) > 1:
@@ -159,7 +162,8 @@ def find_quota_problems(
         "cohort"
     ):  # it may borrow quota that other queues do not use
         return
-    quota, command = _largest(spec), f"kubectl edit clusterqueue {cluster_queue}"
+    quota = _largest(spec)
+    command = f"kubectl edit clusterqueue {cluster_queue}"
     waiting = {
         name
         for name, labels in find_queued_templates(workflow).items()
@@ -197,7 +201,8 @@ def _largest(spec: JsonMapping) -> Amounts:
     for group in spec.get("resourceGroups", ()):
         for flavor in group["flavors"]:
             for resource in flavor["resources"]:
-                name, amount = resource["name"], parse_resource_quantity(resource["nominalQuota"])
+                name = resource["name"]
+                amount = parse_resource_quantity(resource["nominalQuota"])
                 best[name] = max(amount, best.get(name, Decimal(0)))
     return best
 

@@ -57,11 +57,13 @@ def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = 
             "workflow", workflow, f"has no label {RUN_LABEL}: submit it by `tuneloop submit`"
         )
     while True:
-        there, active = list_claims(cluster, selector), _active(cluster)
+        there = list_claims(cluster, selector)
+        active = _active(cluster)
         if run not in active:
             raise Retryable(f"run: {run}: no longer has an active workflow")
         standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
-        kind, wanted = _new("", share, "")["kind"], _wanted(share)
+        kind = _new("", share, "")["kind"]
+        wanted = _wanted(share)
         for known, claim in standing.items():
             spec = claim["spec"].get("spec", claim["spec"])
             asked = {
@@ -129,7 +131,8 @@ def list_claim_runs(claim: JsonMapping) -> list[str]:
 def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
     """Write the `active` runs of `wanted` as the reservations of `claim`; return False after a concurrent change.
     Claims are read before workflows: a run that came in between has changed the claim's version."""
-    place, about = (*API, cluster.namespace, KINDS[claim["kind"]]), claim["metadata"]
+    place = (*API, cluster.namespace, KINDS[claim["kind"]])
+    about = claim["metadata"]
     stay, owners = filter_active_runs(wanted, active)
     references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
     owned = {each["uid"] for each in about.get("ownerReferences", ())}

@@ -32,7 +32,8 @@ LABEL = "tuneloop.dev/schedule"
 CRON = ("argoproj.io", "v1alpha1", "cronworkflows")
 TEMPLATES = ("argoproj.io", "v1alpha1", "workflowtemplates")
 KINDS = {"WorkflowTemplate": TEMPLATES, "CronWorkflow": CRON}
-SAID, KEPT = "said", 10
+SAID = "said"
+KEPT = 10
 """Output of a check's last step, which says what it did; how many successful and failed checks are kept."""
 
 
@@ -97,9 +98,12 @@ def delete_schedule(cluster: Connection, name: str) -> None:
 def list_schedules(cluster: Connection) -> list[JsonObject]:
     """List the schedules of the namespace: their `name`, `cron`, `last` scheduled time, and `looks` (checks), newest
     first; `message` says why the controller starts none. It does not record a time that it skips during a check."""
-    looks, found = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1], []
+    looks = cluster.list(*WORKFLOWS, selector=f"{LABEL},!{RUN_LABEL}")[::-1]
+    found = []
     for each in cluster.list(*CRON, selector=LABEL):
-        name, spec, status = each["metadata"]["name"], each["spec"], each.get("status", {})
+        name = each["metadata"]["name"]
+        spec = each["spec"]
+        status = each.get("status", {})
         when = " ".join(filter(None, [*spec["schedules"], spec.get("timezone")]))
         wrong = [
             condition.get("message", condition["type"])

@@ -9,13 +9,12 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 
 FIELDS = (
-    *(
-        "serviceAccountName",
-        "automountServiceAccountToken",
-        "securityContext",
-        "terminationGracePeriodSeconds",
-    ),
-    *("nodeSelector", "tolerations"),
+    "serviceAccountName",
+    "automountServiceAccountToken",
+    "securityContext",
+    "terminationGracePeriodSeconds",
+    "nodeSelector",
+    "tolerations",
 )
 
 
@@ -32,7 +31,8 @@ def render_servers(workflow: JsonMapping, name: str, config: Any) -> list[JsonOb
             "need engine.name=vllm, engine.pull=true and engine.weights=URL, without cluster.share"
         )
         raise UserError("--servers", name, remedy)
-    container, own = {**serve["container"], "name": "serve"}, {"app.kubernetes.io/name": name}
+    container = {**serve["container"], "name": "serve"}
+    own = {"app.kubernetes.io/name": name}
     container["args"] = [word for flag in flags.items() for word in flag]
     container["readinessProbe"] = {
         **container["readinessProbe"],

@@ -179,7 +179,9 @@ def _create(cluster: Connection, made: JsonMapping, name: str) -> str:
 
 def _create_token(cluster: Connection, workflow: JsonMapping) -> None:
     """Create the token of a workflow's rollout servers, as a Secret that the workflow owns, unless it exists."""
-    spec, name, uid = workflow["spec"], workflow["metadata"]["name"], workflow["metadata"]["uid"]
+    spec = workflow["spec"]
+    name = workflow["metadata"]["name"]
+    uid = workflow["metadata"]["uid"]
     if not mounts_token(spec):
         return
     metadata: JsonObject = {"name": TOKEN_SECRET.replace("{{workflow.uid}}", uid)}
@@ -212,7 +214,8 @@ def stop_run(cluster: Connection, run: str, *, timeout: float = 120.0) -> int:
         return not active
 
     wait_until(ended, timeout, f"{run}: workflow did not end")
-    selector, live = f"{RUN_LABEL}={run}", ("Pending", "Running")
+    selector = f"{RUN_LABEL}={run}"
+    live = ("Pending", "Running")
     how = {
         "label_selector": selector,
         "propagation_policy": "Background",

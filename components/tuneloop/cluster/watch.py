@@ -78,10 +78,8 @@ def read_status(cluster: Connection, run: str) -> Status:
 def read_nodes(workflow: JsonMapping) -> dict[str, Node]:
     """Read the nodes of a workflow's status in the order they started."""
     made = [_node(item) for item in list_status_nodes(workflow)]
-    over, ended = (
-        get_workflow_phase(workflow) in DONE,
-        _seconds(workflow.get("status", {}).get("finishedAt")),
-    )
+    over = get_workflow_phase(workflow) in DONE
+    ended = _seconds(workflow.get("status", {}).get("finishedAt"))
     for node in made:
         if over and node.phase in ("Running", "Pending"):  # not updated for a stopped workflow
             node.phase, node.message = "Failed", node.message or "ended with the workflow"
@@ -152,9 +150,11 @@ def _waiting(cluster: Connection, run: str, nodes: Mapping[str, Node]) -> dict[s
 
 def _describe_ray_clusters(cluster: Connection, selector: str) -> dict[str, str]:
     """Return RayJob that does not run yet → its Ray cluster, and what each pod of the cluster waits for."""
-    found, told = find_object(cluster.list, *RAYJOBS, selector=selector), dict[str, str]()
+    found = find_object(cluster.list, *RAYJOBS, selector=selector)
+    told: dict[str, str] = {}
     for job in () if found in (ABSENT, UNSEEN) else found:
-        about, status = job["metadata"], job.get("status") or {}
+        about = job["metadata"]
+        status = job.get("status") or {}
         if job["spec"].get("suspend"):
             told[about["name"]] = _why_queued(about["labels"], about["name"], _workloads(cluster))
         elif (

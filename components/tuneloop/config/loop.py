@@ -223,7 +223,8 @@ class LoopPipelineConfig(PipelineConfig):
     @property
     def max_staleness(self) -> int:
         """The maximum age, in versions, of rollouts that are trained on; at least the age that the loop causes."""
-        rollout, carried = self.rollout, 0
+        rollout = self.rollout
+        carried = 0
         if rollout.carry_after:
             rounds = rollout.max_tokens // rollout.carry_after
             carried = bound_staleness(
@@ -240,7 +241,8 @@ class LoopPipelineConfig(PipelineConfig):
 
     def _find_obstacle(self) -> UserError | None:
         """Return what keeps one pod from running the stages of the loop."""
-        share, asked = self.cluster.share, "loop.iterations_per_pod"
+        share = self.cluster.share
+        asked = "loop.iterations_per_pod"
         if self.nodes > 1:
             return UserError(
                 "nodes",
@@ -270,7 +272,8 @@ class LoopPipelineConfig(PipelineConfig):
     @model_validator(mode="after")
     def _check_division(self) -> "LoopPipelineConfig":
         """Check how batches, pods and workflows divide the loop."""
-        groups, parts = self.rollout.prompts_per_iteration, self.update.updates_per_batch
+        groups = self.rollout.prompts_per_iteration
+        parts = self.update.updates_per_batch
         if parts > groups:
             remedy = f"splits a batch of rollout.prompts_per_iteration ({groups}): set it to at most that"
             raise UserError("update.updates_per_batch", parts, remedy)
@@ -292,7 +295,8 @@ class LoopPipelineConfig(PipelineConfig):
     @model_validator(mode="after")
     def _check_engine(self) -> "LoopPipelineConfig":
         """Check the settings that the engine's servers do not support."""
-        engine, gpus = self.engine, self.cluster.sampler.gpus
+        engine = self.engine
+        gpus = self.cluster.sampler.gpus
         if engine.replicas > 1 and self.cluster.share:
             raise UserError(
                 "engine.replicas",

@@ -48,7 +48,8 @@ from tuneloop.core.store import (
 MANIFEST = "manifest.json"
 PRUNED = "pruned.txt"
 """The file beside a manifest whose artifact's files retention has deleted, with the rule by which it did."""
-PARTS, CHECKSUM = ".parts", "checksum"
+PARTS = ".parts"
+CHECKSUM = "checksum"
 DIGEST = "sha256"
 STATED = ("format", "stage", "role", "kind", "params", "inputs", "results", "facts", "files")
 """The fields of a manifest that its digest covers."""
@@ -149,7 +150,9 @@ def file_digest(path: Path) -> str:
 
 def hash_file(path: Path) -> File:
     """Compute size and both digests of a file, in one pass."""
-    fast, strong, size = xxhash.xxh3_128(), hashlib.sha256(), 0
+    fast = xxhash.xxh3_128()
+    strong = hashlib.sha256()
+    size = 0
     with open_for_reading(path) as file:
         while block := file.read(1 << 22):
             fast.update(block)
@@ -223,7 +226,8 @@ class Artifact:
         for name in names:
             if name in self._proved:
                 continue
-            want, where = self.manifest.files[name], f"{self.url}/{self.manifest.root}/{name}"
+            want = self.manifest.files[name]
+            where = f"{self.url}/{self.manifest.root}/{name}"
             if local and not (directory / name).is_file():
                 self._check_pruned(where)
                 raise Corrupt("artifact", where, "is missing; " + _MEND)

@@ -28,12 +28,15 @@ from tuneloop.core.errors import Exhausted, UserError
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals
 
-ATTEMPT, LAST_END, MORE_MEMORY = "TUNELOOP_ATTEMPT", "TUNELOOP_LAST_END", "TUNELOOP_MEMORY_ON_RETRY"
+ATTEMPT = "TUNELOOP_ATTEMPT"
+LAST_END = "TUNELOOP_LAST_END"
+MORE_MEMORY = "TUNELOOP_MEMORY_ON_RETRY"
 """Environment variables of a pod: the attempt's number, from 0; phase, exit code and message of the previous attempt;
 the memory limit of later attempts, where it is higher than that of the first."""
 LONGEST_WAIT_S = 60.0
 RECORD = "attempts.json"
-FAILURE, FAILED = "failure.json", {"time": float, "message": str}
+FAILURE = "failure.json"
+FAILED = {"time": float, "message": str}
 """The file below an output that says why its stage failed, if no engine tells readers; the types of its fields."""
 
 

@@ -20,7 +20,8 @@ from typing import BinaryIO
 
 from tuneloop.core.errors import UserError, find_disk_error
 
-DIRECTORY, LIMIT = "TUNELOOP_CACHE", "TUNELOOP_CACHE_BYTES"
+DIRECTORY = "TUNELOOP_CACHE"
+LIMIT = "TUNELOOP_CACHE_BYTES"
 """Environment variables: the cache's directory, and its maximum bytes (default: half of the space free without it)."""
 PREFIX = "sha256-"
 """Prefix of the directories of artifacts; nothing else below `DIRECTORY` may be deleted."""
@@ -55,7 +56,8 @@ def take_file(
     """Return the file `name` of `directory`, open; no process deletes it until it is closed. Return None if even a
     newly fetched file is damaged. `size` is the expected size in bytes; `is_whole` verifies a file's bytes; `fetch`
     writes them to an existing file. Raises UserError if the cache cannot be written."""
-    target, partial = directory / name, directory.with_name(f"{directory.name}.partial") / name
+    target = directory / name
+    partial = directory.with_name(f"{directory.name}.partial") / name
     damaged = fetched = False
     with _refusals(directory.parent):
         while True:

@@ -21,17 +21,22 @@ EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
 EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.core.attempts`)
 TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
 """Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
-INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW = "interrupted", "unavailable", "failed for now"
+INTERRUPTED = "interrupted"
+UNAVAILABLE = "unavailable"
+FAILED_FOR_NOW = "failed for now"
 """How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.core.ends`)."""
 
 
 class UserError(ValueError):
     """A mistake only the user can mend: one line with the field, the value and the remedy."""
 
-    kind, exit_code = "error", EXIT_USER
+    kind = "error"
+    exit_code = EXIT_USER
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        self.field, self.value, self.remedy = field, value, remedy
+        self.field = field
+        self.value = value
+        self.remedy = remedy
         super().__init__(f"{shorten_text(field)}: {shorten_text(repr(value))}: {remedy}")
 
 
@@ -54,7 +59,8 @@ def suggest_name(name: str, names: Collection[str]) -> str:
 class NotPromoted(UserError):
     """A model does not pass its gate: the model that was served before is still served."""
 
-    kind, exit_code = "not promoted", EXIT_NOT_PROMOTED
+    kind = "not promoted"
+    exit_code = EXIT_NOT_PROMOTED
 
 
 KINDS = (UserError.kind, NotPromoted.kind, "gave up", INTERRUPTED, UNAVAILABLE, FAILED_FOR_NOW)

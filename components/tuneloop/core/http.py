@@ -32,7 +32,8 @@ class Response:
     """An answer as it arrives."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
-        self._receive_event, self._ended = receive, False
+        self._receive_event = receive
+        self._ended = False
         self.status: int = receive()
 
     def _receive(self) -> Any:

@@ -32,7 +32,8 @@ class Index:
     def __init__(
         self, store: Store, prove: Callable[[str, bytes], object] = lambda key, data: None
     ) -> None:
-        self.store, self._prove = store, prove
+        self.store = store
+        self._prove = prove
         self.held = self._load()
         self._unsaved = 0
 

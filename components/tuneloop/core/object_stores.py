@@ -54,7 +54,9 @@ class ObjectFile(io.RawIOBase):
     """An object as a file, read range by range."""
 
     def __init__(self, size: int, read_range: Callable[[int, int], memoryview]) -> None:
-        self.size, self.read_range, self.at = size, read_range, 0
+        self.size = size
+        self.read_range = read_range
+        self.at = 0
 
     def readable(self) -> bool:
         return True

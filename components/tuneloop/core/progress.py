@@ -15,7 +15,11 @@ class Progress:
     def __init__(
         self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False
     ) -> None:
-        self.name, self.total, self.unit, self.quiet, self.begun = name, total, unit, quiet, begun
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.quiet = quiet
+        self.begun = begun
         self.start = self.printed = time.monotonic()
         self.file = os.environ.get("ARGO_PROGRESS_FILE")
         self.tty = sys.stderr.isatty()

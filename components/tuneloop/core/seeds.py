@@ -34,10 +34,12 @@ def permute_index(index: int, count: int, seed: int) -> int:
     repeated until the result is below `count`; xxh3-64 under `seed` makes it a shuffle, not a cipher."""
     columns = -(-count // (rows := math.isqrt(count - 1) + 1))
     while True:
-        left, right = index % rows, index // rows
+        left = index % rows
+        right = index // rows
         for turn in range(8):  # an even number, so that rows are rows again
             mixed = left + xxhash.xxh3_64_intdigest(b"%d/%d" % (turn, right), seed)
-            left, right = right, mixed % (columns if turn % 2 else rows)
+            left = right
+            right = mixed % (columns if turn % 2 else rows)
         index = left + rows * right
         if index < count:
             return index

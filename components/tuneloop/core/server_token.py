@@ -17,7 +17,8 @@ _SEEN = set[str]()
 def read_tokens(variable: str = VARIABLE) -> Sequence[str]:
     """Read the tokens that a server accepts; empty: it requires none. A file that is empty (while it is replaced), or
     was deleted after it was read, gives a random token that no client has: requests are refused, and retried."""
-    path, found = os.environ.get(variable), list[str]()
+    path = os.environ.get(variable)
+    found: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         if path:
             found = Path(path).read_text().split()

@@ -36,7 +36,8 @@ from tuneloop.core.object_stores import (
     shorten_error,
 )
 
-RANGE, READERS = 8 << 20, 16
+RANGE = 8 << 20
+READERS = 16
 """Bytes of one ranged read, and how many of these travel at a time: up to 128 MiB of memory."""
 STAGED = re.compile(
     r"\..+\.\d+-[0-9a-f]{8}"

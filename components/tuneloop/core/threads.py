@@ -110,7 +110,8 @@ class Background:
 
     def wait(self) -> None:
         """Wait for the work that was begun, and raise the error that ended it."""
-        work, self.work = self.work, None
+        work = self.work
+        self.work = None
         if work:
             work.result()
 

@@ -70,10 +70,8 @@ class TokenReviews:
     def __init__(self, api: Any, audience: str) -> None:
         from kubernetes import client
 
-        self.authentication, self.authorization = (
-            client.AuthenticationV1Api(api),
-            client.AuthorizationV1Api(api),
-        )
+        self.authentication = client.AuthenticationV1Api(api)
+        self.authorization = client.AuthorizationV1Api(api)
         self.audience = audience
         self._allowed: dict[tuple[Caller, str], tuple[float, bool]] = {}
         self._callers: dict[bytes, tuple[float, Caller | None]] = {}
@@ -88,7 +86,8 @@ class TokenReviews:
 
     async def caller(self, token: str) -> Caller | None:
         """Return the owner of a token; None if it is not valid."""
-        key, now = hashlib.sha256(token.encode()).digest(), time.monotonic()
+        key = hashlib.sha256(token.encode()).digest()
+        now = time.monotonic()
         for answers in (self._callers, self._refused):
             if (known := answers.get(key)) and now - known[0] < REMEMBERED:
                 return known[1]
@@ -118,7 +117,8 @@ class TokenReviews:
 
     def allowed(self, caller: Caller, namespace: str) -> bool:
         """Return whether the caller may use the sessions of a namespace."""
-        key, now = (caller, namespace), time.monotonic()
+        key = (caller, namespace)
+        now = time.monotonic()
         if (known := self._allowed.get(key)) and now - known[0] < REMEMBERED:
             return known[1]
         answer = self._ask(caller, namespace)

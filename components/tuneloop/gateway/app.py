@@ -42,19 +42,22 @@ PATIENCE = 90.0
 LOOK = 0.5
 """Seconds between two looks at a session that is waited for."""
 PROXIED = (
-    *(
-        "create_model",
-        "load_weights",
-        "forward_backward",
-        "optim_step",
-        "save_weights",
-        "save_weights_for_sampler",
-    ),
-    *("asample", "create_sampling_session", "retrieve_future", "get_info", "session_heartbeat"),
+    "create_model",
+    "load_weights",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "asample",
+    "create_sampling_session",
+    "retrieve_future",
+    "get_info",
+    "session_heartbeat",
 )
 ABOUT = ("session_id", "model_id", "sampling_session_id", "request_id")
 """The fields by which a request may name its session."""
-SMALL, LARGE = 2**20, 2**25
+SMALL = 2**20
+LARGE = 2**25
 """Maximum bytes of a body: for the gateway itself, and for a worker (Tinker's client sends batches in 5 MB pieces)."""
 HELD = 2**27
 """Maximum bytes of all bodies at a time; with the objects parsed from them they fit into the gateway's memory."""
@@ -70,12 +73,10 @@ LOOKED_AT = 2**22
 """The maximum number of matches, which takes seconds. A batch of Tinker's client has at most one in eight bytes."""
 CLIENT_CONFIG = dict.fromkeys(
     (
-        *(
-            "pjwt_auth_enabled",
-            "proto_compress_fwdbwd",
-            "sample_use_retrieve_futures",
-            "custom_loss_server_side",
-        ),
+        "pjwt_auth_enabled",
+        "proto_compress_fwdbwd",
+        "sample_use_retrieve_futures",
+        "custom_loss_server_side",
         "sample_join_sampling_session",
     ),
     False,
@@ -94,19 +95,19 @@ class Gateway:
     def __init__(
         self, backend: Jobs | Processes, access: Access, store: str, config: Path | None = None
     ) -> None:
-        self.backend, self.access, self.store, self.config = (
-            backend,
-            access,
-            store.rstrip("/"),
-            config,
-        )
+        self.backend = backend
+        self.access = access
+        self.store = store.rstrip("/")
+        self.config = config
         self.settings = read_settings(config)  # an error in it shows at the start
         limits = httpx2.Limits(max_connections=None)
         self.http = httpx2.AsyncClient(
             timeout=PATIENCE, limits=limits, trust_env=False
         )  # no proxy: workers are local
         self.held = 0
-        self.bytes, self.tokens = Meter(), Meter()  # by caller, and by session
+        # by caller, and by session
+        self.bytes = Meter()
+        self.tokens = Meter()
         self.searching = asyncio.Semaphore(2)  # large bodies: other work needs threads, too
         sampler = self.settings.sampler
         self.sampler = sampler and SamplerUse(
@@ -207,8 +208,10 @@ class Gateway:
     ) -> Any:
         """Forward a request to its session's worker. Raises Refused as `reach`, and: 429, no tokens; 503, no answer."""
         id = named.partition(":")[0]
-        session, namespace = await self.reach(caller, id), id.partition(".")[0]
-        own, most = self.tokens.count(id), self.settings.quota(namespace).tokens_per_day
+        session = await self.reach(caller, id)
+        namespace = id.partition(".")[0]
+        own = self.tokens.count(id)
+        most = self.settings.quota(namespace).tokens_per_day
         used = sum(count for each, count in self.tokens.items() if each.startswith(f"{namespace}."))
         more = path.endswith(("/forward_backward", "/asample"))  # the worker reports how many
         check_quota(f"namespace {namespace!r}", "tokens_per_day", used, more, most)
@@ -253,7 +256,9 @@ def _at_most(limit: int) -> Callable[[Request, Caller], AsyncIterator[bytes]]:
     """Return a dependency that reads the body of an authenticated caller, up to `limit` bytes."""
 
     async def read(request: Request, caller: Known) -> AsyncIterator[bytes]:
-        gateway, sent, user = request.app.state.gateway, bytearray(), caller.user
+        gateway = request.app.state.gateway
+        sent = bytearray()
+        user = caller.user
         most = gateway.settings.quota(caller.namespace).bytes_per_day
         try:
             try:

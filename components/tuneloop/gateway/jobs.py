@@ -34,8 +34,11 @@ class Jobs:
     def __init__(self, api: Any, config: Path | None) -> None:
         from kubernetes import client
 
-        self.batch, self.core, self.config = client.BatchV1Api(api), client.CoreV1Api(api), config
-        self.apps, self.sampler = client.AppsV1Api(api), read_settings(config).sampler
+        self.batch = client.BatchV1Api(api)
+        self.core = client.CoreV1Api(api)
+        self.config = config
+        self.apps = client.AppsV1Api(api)
+        self.sampler = read_settings(config).sampler
 
     def create(self, name: str, wanted: Wanted, creator: str, artifacts: str) -> None:
         """Begin a session."""
@@ -129,10 +132,8 @@ class Jobs:
         spec = job["spec"]["template"]["spec"]
         spec["terminationGracePeriodSeconds"] = pod.grace
         (container,) = spec["containers"]
-        requests, limits = (
-            {"cpu": pod.cpu, "memory": pod.request or pod.memory},
-            {"memory": pod.memory, **devices},
-        )
+        requests = {"cpu": pod.cpu, "memory": pod.request or pod.memory}
+        limits = {"memory": pod.memory, **devices}
         container |= {
             "image": pod.image,
             "command": command,

@@ -15,7 +15,8 @@ from tuneloop.inference.refusals import Refused
 
 KEPT = 4096
 """The number of results of a stream that are kept; a client fetches each within seconds. As many requests may wait."""
-FETCHED, UNFETCHED = 300.0, 3600.0
+FETCHED = 300.0
+UNFETCHED = 3600.0
 """Seconds for which a result is kept: after it was last sent, as it may be lost, and after it was computed."""
 SWEEP = 60.0
 """Seconds between two searches for expired results."""
@@ -52,7 +53,8 @@ class Ledger:
         self._streams: dict[str, Stream] = {}
         self._ready: deque[Entry] = deque()
         self._changed = threading.Condition()
-        self._swept, self._closed = time.monotonic(), False
+        self._swept = time.monotonic()
+        self._closed = False
 
     def open(self, stream: str, first: int | None = None) -> None:
         """Accept requests for `stream`: in order, from number `first` on, or in any order if it is None."""
@@ -106,7 +108,8 @@ class Ledger:
             if entry is None:
                 raise Refused(404, f"{request} is not known here, or its result has expired")
             if entry.future.done():
-                entry.until, entry.fetched = time.monotonic() + FETCHED, True
+                entry.until = time.monotonic() + FETCHED
+                entry.fetched = True
             return entry.future
 
     def close(self) -> None:
@@ -145,7 +148,9 @@ class Ledger:
 
     def finish(self, entry: Entry, result: Any = None, error: BaseException | None = None) -> None:
         """Set the result of a request, and drop its input."""
-        entry.work, entry.request, entry.until = _settled, None, time.monotonic() + UNFETCHED
+        entry.work = _settled
+        entry.request = None
+        entry.until = time.monotonic() + UNFETCHED
         if error is not None:
             entry.future.set_exception(error)
         else:

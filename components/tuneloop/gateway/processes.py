@@ -43,7 +43,9 @@ class Processes:
     """Sessions on this machine."""
 
     def __init__(self, logs: Path, settings: Settings, device: str = "auto") -> None:
-        self.logs, self.settings, self.device = logs, settings, device
+        self.logs = logs
+        self.settings = settings
+        self.device = device
         self.children: dict[str, Child] = {}
         self.closing = False
         logs.mkdir(parents=True, exist_ok=True)
@@ -68,10 +70,8 @@ class Processes:
             raise Refused(
                 503, f"{name} is ending after its accepted requests; try again, or use another key"
             )
-        key, created = (
-            secrets.token_urlsafe(32),
-            datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
+        key = secrets.token_urlsafe(32)
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         session = Session(name, wanted, creator, created, "starting", artifacts, key)
         log = self.logs / f"{name}.log"
         with socket.socket() as listener, log.open("wb") as out:
@@ -160,7 +160,8 @@ class Processes:
                 "--engine-args",
             ]
             command.append(json.dumps(self.settings.sampler.engine_args))
-            env, log = base_environment({VARIABLE: str(self.token)}), self.logs / "sampler.log"
+            env = base_environment({VARIABLE: str(self.token)})
+            log = self.logs / "sampler.log"
             self.sampler = self.starter.start(command, env, self.logs, log, log)
 
     def close(self, number: int = signal.SIGINT, grace_s: float = GRACE) -> None:

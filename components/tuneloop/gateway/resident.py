@@ -81,7 +81,10 @@ class Resident:
         seed: int = 0,
         optimizer: bool = False,
     ) -> None:
-        self.ranks, self.seed, self.gradients, self.spoiled = ranks, seed, False, False
+        self.ranks = ranks
+        self.seed = seed
+        self.gradients = False
+        self.spoiled = False
         checkpoint.model_dir(policy)
         self.lora = _adapters(policy) if optimizer else lora
         self._open(policy, optimizer)
@@ -99,7 +102,8 @@ class Resident:
         options = check_options(name, config)
         documents = [_document(datum, INPUTS[name], self.trainer) for datum in data]
         by_datum: dict[int, np.ndarray] = {}
-        total, before = 0.0, self.spoiled
+        total = 0.0
+        before = self.spoiled
         self.trainer.max_length = max(len(document.ids) for document in documents)
         with self.trainer.frozen() if forward_only else nullcontext():
             for micro in self.trainer.plan([len(d.ids) for d in documents], MICRO_BATCH):
@@ -129,7 +133,8 @@ class Resident:
             raise UserError(
                 "optim_step", self.version, "there is no gradient; call forward_backward first"
             )
-        trainer, step = self.trainer, self.trainer.step
+        trainer = self.trainer
+        step = self.trainer.step
         if self.spoiled:
             trainer.optimizer.zero_grad()
             self.spoiled = self.gradients = False
@@ -170,7 +175,9 @@ class Resident:
                 self.version,
                 "has gradients that no step has used; call optim_step first",
             )
-        began, clock, base = time.time(), time.perf_counter(), self.trainer.base
+        began = time.time()
+        clock = time.perf_counter()
+        base = self.trainer.base
         draft = Draft(url)
         stage = Stage(STAGE, Params(), draft.path, draft.url, draft.attempt)
         stage.facts.update(facts)
@@ -215,10 +222,8 @@ class Resident:
 
         from tuneloop.training.fsdp.trainer import Trainer
 
-        state, written = (
-            checkpoint.trainer_state(policy),
-            checkpoint.find_state(policy) if optimizer else None,
-        )
+        state = checkpoint.trainer_state(policy)
+        written = checkpoint.find_state(policy) if optimizer else None
         if optimizer and written is None:
             raise UserError(
                 "load_state", policy.url, "has no optimizer state; load its weights alone"
@@ -237,7 +242,10 @@ class Resident:
         if saved and state is not None:
             trainer.load(saved, state["step"])
         self.trainer: Trainer = trainer
-        self.version, self.saved, self.gradients, self.spoiled = version, version, False, False
+        self.version = version
+        self.saved = version
+        self.gradients = False
+        self.spoiled = False
 
 
 class Sampler:
@@ -278,7 +286,8 @@ class Sampler:
 
         if self._ready is snapshot:
             return
-        before, self._ready = self._ready, None
+        before = self._ready
+        self._ready = None
         if snapshot.state is None:
             self.engine.load(snapshot.base)
         else:
@@ -315,10 +324,12 @@ def compute_loss(
     logprobs``, where no gradient goes through the clipped ratio. `config` is what `check_options` returned."""
     if name == "cross_entropy":
         return -inputs["weights"] * logprobs
-    ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
+    ratio = (logprobs - inputs["logprobs"]).exp()
+    advantages = inputs["advantages"]
     if name == "importance_sampling":
         return -ratio * advantages
-    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    low = config["clip_low_threshold"]
+    high = config["clip_high_threshold"]
     if name == "ppo":
         return -clip_surrogate(ratio, advantages, 1 - low, high - 1, None)[0]
     return -ratio.detach().clamp(low, high) * advantages * logprobs

@@ -35,7 +35,8 @@ class SharedSampler:
 
     def __init__(self, url: str, check: Callable[[], None]) -> None:
         self._client = Client(url, START_S, patience_s=START_S)
-        self._client.check, self._client.keep_s = check, KEEP_S
+        self._client.check = check
+        self._client.keep_s = KEEP_S
 
     def sample(
         self, snapshot: Snapshot, requests: Sequence[Request], sampling: Sampling
@@ -83,7 +84,8 @@ class SamplerUse:
     def __init__(
         self, scale: Callable[[str, int], None], namespaces: Iterable[str], idle_s: float
     ) -> None:
-        self._scale, self._idle_s = scale, idle_s
+        self._scale = scale
+        self._idle_s = idle_s
         self._uses = {
             namespace: _Use() for namespace in namespaces
         }  # an earlier gateway process may have started them
@@ -94,9 +96,12 @@ class SamplerUse:
         seconds after a failure, the same error is raised without another attempt."""
         use = self._uses.setdefault(namespace, _Use())
         with use.lock:
-            use.used, use.up = (now := time.monotonic()), True
+            now = time.monotonic()
+            use.used = now
+            use.up = True
             if now - use.tried >= LOOK_S:
-                use.tried, use.failure = now, None
+                use.tried = now
+                use.failure = None
                 try:
                     self._scale(namespace, 1)
                 except Exception as error:

@@ -53,11 +53,14 @@ class Session:
     def __init__(
         self, id: str, artifacts: str, ranks: "Callable[[], Ranks]", sampler: str = ""
     ) -> None:
-        self.id, self.artifacts, self.ledger = id, artifacts.rstrip("/"), Ledger()
+        self.id = id
+        self.artifacts = artifacts.rstrip("/")
+        self.ledger = Ledger()
         self.models: dict[str, Resident] = {}
         self.names: dict[str, str] = {}
         self.samplers: dict[str, Snapshot | None] = {}
-        self.meter, self.token_limit = Meter(), float("inf")
+        self.meter = Meter()
+        self.token_limit = float("inf")
         self._unnamed: list[str] = []
         self._asleep: list[Resident] = []
         self._ranks = functools.cache(ranks)
@@ -166,7 +169,8 @@ class Session:
 
         def work() -> JsonObject:
             sampling = f"{self.id}:sample:{f'u{len(self.samplers)}' if number is None else number}"
-            model, name = self._model(request.model_id), request.model_id.rpartition(":")[2]
+            model = self._model(request.model_id)
+            name = request.model_id.rpartition(":")[2]
             if self.shared:  # the shared sampler reads weights from the store
                 url = f"{self.artifacts}/train-{name}/{UNNAMED}/{os.urandom(8).hex()}"
                 self.samplers[sampling] = Snapshot(
@@ -230,7 +234,9 @@ class Session:
         """Return the answer of ``get_info`` for a model."""
         resident = self._model(model)
         base = resident.trainer.base
-        local, facts, name = local_path(base.url), base.manifest.facts, self.names[model]
+        local = local_path(base.url)
+        facts = base.manifest.facts
+        name = self.names[model]
         tokenizer = str(local / base.manifest.root / "model") if local else facts.get("model")
         rank = resident.lora.r if resident.lora else None
         return {
@@ -303,7 +309,8 @@ class Session:
         """Drop unnamed weights except for the `kept` newest."""
         while len(self._unnamed) > kept:
             sampling = self._unnamed.pop(0)
-            old, self.samplers[sampling] = self.samplers[sampling], None
+            old = self.samplers[sampling]
+            self.samplers[sampling] = None
             if self.shared and old:
                 try:
                     Store(old.base.url).delete("")
@@ -342,7 +349,8 @@ class Session:
     def _sample(self, entries: list[Entry]) -> list[messages.Samples]:
         wanted: list[tuple[messages.Sample, list[int]]] = [entry.request for entry in entries]
         first = wanted[0][0]
-        snapshot, params = self._snapshot(first.sampling_session_id), first.sampling_params
+        snapshot = self._snapshot(first.sampling_session_id)
+        params = first.sampling_params
         context, vocabulary, stops = _read_limits(checkpoint.model_dir(snapshot.base))
         for _, ids in wanted:
             if len(ids) >= context or not 0 <= min(ids) <= max(ids) < vocabulary:

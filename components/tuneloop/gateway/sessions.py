@@ -94,10 +94,8 @@ class Quota(BaseModel, frozen=True, extra="forbid"):
     def check(self, wanted: Wanted, others: list[Session]) -> None:
         """Refuse another session that exceeds the quota, as `check_quota` does."""
         alive = [session for session in others if session.phase in (*ALIVE, "ending")]
-        have, who = (
-            sum(session.wanted.accelerators for session in alive),
-            f"namespace {wanted.namespace!r}",
-        )
+        have = sum(session.wanted.accelerators for session in alive)
+        who = f"namespace {wanted.namespace!r}"
         check_quota(who, "sessions", len(alive), 1, self.sessions)
         check_quota(who, "accelerators", have, wanted.accelerators, self.accelerators)
 

@@ -14,7 +14,8 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 
 SCHEMA = Path(__file__).with_name("tinker.textproto")
 PROTOBUF = "application/x-protobuf"
-FLOAT32, INT64 = 1, 2
+FLOAT32 = 1
+INT64 = 2
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 
 
@@ -73,11 +74,9 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
     tensor = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs)).fields[
         "logprobs"
     ]
-    tensor.data, tensor.offsets, tensor.dtype = (
-        b"".join(map(np.ndarray.tobytes, logprobs)),
-        offsets.tobytes(),
-        FLOAT32,
-    )
+    tensor.data = b"".join(map(np.ndarray.tobytes, logprobs))
+    tensor.offsets = offsets.tobytes()
+    tensor.dtype = FLOAT32
     return bytes(message.SerializeToString())
 
 
@@ -124,7 +123,8 @@ def _tokens(chunks: Sequence[Any]) -> list[int]:
 def _dense(name: str, tensor: Any) -> np.ndarray:
     if tensor.dtype not in DTYPES:
         raise UserError(f"loss_fn_inputs.{name}", tensor.dtype, "is neither float32 nor int64")
-    dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    dtype = DTYPES[tensor.dtype]
+    shape = tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
         raise UserError(
             f"loss_fn_inputs.{name}", f"sparse {list(shape)}", "only dense tensors are known here"

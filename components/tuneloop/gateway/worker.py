@@ -74,7 +74,9 @@ class Worker:
     """The requests of a `Session`, over HTTP."""
 
     def __init__(self, session: Session, key: str, lease_group: "LeaseGroup | None" = None) -> None:
-        self.session, self.key, self.lease_group = session, key, lease_group
+        self.session = session
+        self.key = key
+        self.lease_group = lease_group
         self.heard = time.monotonic()
         self.stopping = threading.Event()
         self.failed = False
@@ -169,8 +171,11 @@ class Worker:
     def drain(self, grace_s: float) -> None:
         """Accept no new requests, execute the accepted ones in half of `grace_s`, save the models in the rest, and wait
         until results are fetched. A request that waits for an earlier one is dropped."""
-        ledger, begun, usable_s = self.session.ledger, time.monotonic(), grace_s - MARGIN_S
-        half, deadline = begun + usable_s / 2, begun + usable_s
+        ledger = self.session.ledger
+        begun = time.monotonic()
+        usable_s = grace_s - MARGIN_S
+        half = begun + usable_s / 2
+        deadline = begun + usable_s
         ledger.close()
         log.info(
             "is ending: accepts no new requests, and has %d left to execute", ledger.count_open()[0]

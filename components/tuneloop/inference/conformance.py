@@ -150,7 +150,8 @@ def check_form(probe: Probe) -> None:
             _expect(
                 isinstance(completion.get(name), kind), f"gives {name} {completion.get(name)!r}"
             )
-        ids, logprobs = completion["ids"], completion["logprobs"]
+        ids = completion["ids"]
+        logprobs = completion["logprobs"]
         _expect(len(ids) == len(logprobs), f"{len(ids)} ids, {len(logprobs)} logprobs")
         _expect(all(isinstance(i, int) for i in ids), "gives ids that are not integers")
         _expect(
@@ -264,7 +265,8 @@ def check_temperature(probe: Probe) -> None:
         raise Skipped(
             "the same tokens were not seen at both temperatures; the model is too flat or too sure"
         )
-    low, high = common[0], common[-1]
+    low = common[0]
+    high = common[-1]
     ratio = (cool[high] - cool[low]) / (warm[high] - warm[low])
     _expect(
         abs(ratio - 2) < 0.2,
@@ -280,7 +282,8 @@ def check_temperature(probe: Probe) -> None:
 def check_versions(probe: Probe) -> None:
     """every completion states one version for all its tokens, or one for each token"""
     for completion in probe.generate([probe.prompt(6)], [0, 1])[0]:
-        start, end = completion.get("start_version"), completion.get("end_version")
+        start = completion.get("start_version")
+        end = completion.get("end_version")
         _expect(
             isinstance(start, int) and isinstance(end, int) and 0 <= start <= end,
             f"says versions {start}, {end}",
@@ -296,7 +299,8 @@ def check_exact_version(probe: Probe) -> None:
     """a demanded version answers the request, or the status is 409 while it is not served"""
     served = probe.one(probe.prompt(7))["end_version"]
     completion = probe.one(probe.prompt(7), version=served)
-    start, end = completion["start_version"], completion["end_version"]
+    start = completion["start_version"]
+    end = completion["end_version"]
     _expect(start == end == served, f"answers with {start}")
     for wrong in (served + FAR, max(served - 1, 0) if served else FAR):
         status = probe.status(make_request([probe.prompt(7)], [0], version=wrong))
@@ -364,7 +368,8 @@ def check_weights(probe: Probe) -> None:
     """it serves the checkpoint: its version, and the trainer's log-probabilities of the canary"""
     if probe.policy is None:
         raise Skipped("give --policy, the checkpoint that should be served")
-    want, canary = probe.policy.manifest.facts["version"], read_canary(probe.policy)
+    want = probe.policy.manifest.facts["version"]
+    canary = read_canary(probe.policy)
     served = probe.one(probe.prompt(7))["end_version"]
     _expect(served == want, f"says version {served}, the checkpoint is version {want}")
     theirs = probe.scores(canary.ids)
@@ -377,24 +382,21 @@ def check_weights(probe: Probe) -> None:
 
 
 CHECKS: tuple[Callable[[Probe], None], ...] = (
-    *(
-        check_form,
-        check_lengths,
-        check_stops,
-        check_seeds,
-        check_concurrent,
-        check_prompt_ids,
-        check_scored,
-    ),
-    *(
-        check_temperature,
-        check_versions,
-        check_exact_version,
-        check_min_version,
-        check_refuses,
-        check_streams,
-    ),
-    *(check_aborts, check_weights),
+    check_form,
+    check_lengths,
+    check_stops,
+    check_seeds,
+    check_concurrent,
+    check_prompt_ids,
+    check_scored,
+    check_temperature,
+    check_versions,
+    check_exact_version,
+    check_min_version,
+    check_refuses,
+    check_streams,
+    check_aborts,
+    check_weights,
 )
 
 
@@ -403,21 +405,22 @@ def run_checks(probe: Probe) -> Iterator[tuple[str, str, str]]:
     check_url(probe.url)
     for each in CHECKS:
         what = (each.__doc__ or "").strip()
-        result, why = "ok", what
+        result = "ok"
+        why = what
         try:
             each(probe)
         except Failed as failed:
-            result, why = "failed", f"{what}: {failed}"
+            result = "failed"
+            why = f"{what}: {failed}"
         except Skipped as skipped:
-            result, why = "skipped", f"{what}: {skipped}"
+            result = "skipped"
+            why = f"{what}: {skipped}"
         except (
             KeyError,
             TypeError,
             IndexError,
             AttributeError,
         ) as error:  # an answer of an unexpected form
-            result, why = (
-                "failed",
-                f"{what}: answers in another form ({type(error).__name__}: {error})",
-            )
+            result = "failed"
+            why = f"{what}: answers in another form ({type(error).__name__}: {error})"
         yield each.__name__.removeprefix("check_"), result, why

@@ -34,8 +34,15 @@ COLUMNS = ("id", "prompt", "chat", "answer", "reward", "metadata")
 """The columns of prompts that are read, as `data_prep` writes them."""
 
 SHARED_FLAGS = (
-    *("max_tokens", "environment", "environment_args", "max_turns", "keep_reasoning"),
-    *("seed", "canary_tolerance", "engine_args", "timeout_s"),
+    "max_tokens",
+    "environment",
+    "environment_args",
+    "max_turns",
+    "keep_reasoning",
+    "seed",
+    "canary_tolerance",
+    "engine_args",
+    "timeout_s",
 )
 """Flags of all stages that sample, listed after a stage's own flags."""
 
@@ -145,7 +152,8 @@ def generate_completions(
         stage.check_stop()
         bar.update(count)
 
-    seed, bound = functools.partial(stage.seed, "sample"), getattr(engine, "max_staleness", 0)
+    seed = functools.partial(stage.seed, "sample")
+    bound = getattr(engine, "max_staleness", 0)
     with stage.timed("generate"):
         completions: Sequence[Sequence[Completion]]
         if job.rounds:

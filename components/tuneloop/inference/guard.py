@@ -26,7 +26,9 @@ class TokenGuard:
     def __init__(
         self, app: Any, open_paths: Sequence[str], max_bytes: Callable[[str], int]
     ) -> None:
-        self.app, self.open_paths, self.max_bytes = app, open_paths, max_bytes
+        self.app = app
+        self.open_paths = open_paths
+        self.max_bytes = max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer 401 to a request without a token; read at most `max_bytes` of a body for its path, else answer 413."""

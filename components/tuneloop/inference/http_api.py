@@ -34,7 +34,9 @@ ALWAYS = ("ids", "logprobs")
 """Fields of a completion that are sent even if they are empty."""
 OPEN = ("/health", "/metrics")
 """Paths that need no token: kubelets, Prometheus and autoscalers have none."""
-BATCH_BYTES, ORDER_BYTES, ID_BYTES = 2**22, 2**16, 8
+BATCH_BYTES = 2**22
+ORDER_BYTES = 2**16
+ID_BYTES = 8
 """Maximum bytes of a body of ``/generate``, unless one prompt needs more; of other bodies; of a token id in a body."""
 WAIT_S = 600.0
 """The maximum seconds that a request waits while the engine sleeps, wakes up or is paused."""
@@ -59,8 +61,12 @@ class HttpApi:
     def __init__(
         self, loop: EngineLoop, follower: Follower | None = None, attempts: Store | None = None
     ) -> None:
-        self.loop, self.follower, self.attempts = loop, follower, attempts
-        self.loading, self.used, self.kept_until = threading.Lock(), threading.Event(), 0.0
+        self.loop = loop
+        self.follower = follower
+        self.attempts = attempts
+        self.loading = threading.Lock()
+        self.used = threading.Event()
+        self.kept_until = 0.0
         self.kept: tuple[int, str] | None = None
 
     def app(self) -> FastAPI:
@@ -153,17 +159,16 @@ class HttpApi:
             self.follower.reach(version, digest, force=force)
         else:
             policy = _fetch(ref)
-            engine, wanted = (
-                self.loop.engine,
-                (policy.manifest.facts["version"], policy.manifest.digest),
-            )
+            engine = self.loop.engine
+            wanted = (policy.manifest.facts["version"], policy.manifest.digest)
             with self.loading:
                 if force or (engine.version, engine.digest) != wanted:
                     if wanted != self.kept:
                         self.used.wait(max(0.0, self.kept_until - time.monotonic()))
                     change_policy(self.loop, policy).result()
                     self.used.clear()
-                    self.kept, self.kept_until = wanted, time.monotonic() + keep_s
+                    self.kept = wanted
+                    self.kept_until = time.monotonic() + keep_s
                 return self.served()
         return self.served()
 
@@ -172,7 +177,8 @@ class HttpApi:
             raise UserError(
                 "stream", True, "cannot be combined with prompt_logprobs; request one of them"
             )
-        here, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Any]]()
+        here = asyncio.get_running_loop()
+        events = asyncio.Queue[tuple[int, Any]]()
 
         def emit(index: int, message: Any) -> None:
             with contextlib.suppress(
@@ -219,7 +225,8 @@ class HttpApi:
             raise UserError(
                 "model_path", model_path, "this server follows --weights; publish the version there"
             )
-        path, digest = Path(model_path), weight_version.partition("@")[2]
+        path = Path(model_path)
+        digest = weight_version.partition("@")[2]
         around = path.is_absolute() and path.name == "model"  # its parent is the artifact
         url = str(path.parent.parent) if around else split_ref(model_path)[0]
         policy = await asyncio.to_thread(_fetch, f"{url}@{digest}")
@@ -313,7 +320,8 @@ class HttpApi:
                 left -= 1
                 yield _line({"index": index, "completions": [_said(c) for c in message]})
                 if self.attempts and not body.prompt_logprobs:  # a proof is no progress
-                    attempts, self.attempts = self.attempts, None
+                    attempts = self.attempts
+                    self.attempts = None
                     await asyncio.to_thread(record_progress, attempts)
         finally:
             self.loop.cancel(ticket)

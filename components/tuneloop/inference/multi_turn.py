@@ -104,7 +104,8 @@ class _Live:
             "reward": self.reward,
             **({"escape": self.escape} if self.escape else {}),
         }
-        start, end = self.versions[0], self.versions[-1]
+        start = self.versions[0]
+        end = self.versions[-1]
         return Episode(
             self.ids,
             self.logprobs,
@@ -168,7 +169,8 @@ def _still(
     for one in alive:
         turn = decode_ids(tokenizer, one.last)
         reply = one.environment.step(turn)
-        one.reward, one.escape = reply.reward, reply.escape
+        one.reward = reply.reward
+        one.escape = reply.escape
         if reply.done or reply.escape or one.finish_reason != "stop":
             continue
         ids = encode_reply(

@@ -120,6 +120,7 @@ def _list_live(
             asked.append(request)
             continue
         for i in live:
-            name, ids = request_id(request.id, i), group[i].ids
+            name = request_id(request.id, i)
+            ids = group[i].ids
             asked.append(Request(name, request.prompt_ids + ids, [seed(name, len(ids))]))
     return asked, places

@@ -28,7 +28,8 @@ from tuneloop.inference.server import UVICORN, bind_address, serve_until_signall
 from tuneloop.rewards.sandbox import Limits, check_kernel, run_program
 
 Isolation = Literal["process", "gvisor"]
-MAX_BYTES, GRACE_S = 2**24, 60
+MAX_BYTES = 2**24
+GRACE_S = 60
 STRING = re.compile(
     rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL
 )  # of JSON; the rest where it does not end
@@ -50,7 +51,9 @@ class Program(BaseModel, extra="forbid"):
 
 def build_app(programs: int, isolation: Isolation) -> Any:
     """Build the application: `programs` at a time."""
-    app, pool, left = create_app(400), ThreadPoolExecutor(programs), programs * (1 + WAITING)
+    app = create_app(400)
+    pool = ThreadPoolExecutor(programs)
+    left = programs * (1 + WAITING)
     app.add_middleware(TokenGuard, open_paths=("/health",), max_bytes=lambda _: MAX_BYTES)
     app.add_api_route("/health", lambda: {"status": "ok", "isolation": isolation})
 
@@ -129,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with bind_address(options.host, options.port) as listener:
         listener.listen(1024)
-        isolation, (host, port) = read_isolation(read_kernel_log()), listener.getsockname()[:2]
+        isolation = read_isolation(read_kernel_log())
+        host, port = listener.getsockname()[:2]
         print_diagnostic(f"sandbox: {isolation} at http://{host}:{port}", 0)
         about = uvicorn.Config(
             build_app(options.programs, isolation), timeout_graceful_shutdown=GRACE_S, **UVICORN

@@ -13,14 +13,13 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 DONE = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run that has ended."""
 KEPT = (
-    *(
-        "display_name",
-        "description",
-        "experiment_id",
-        "pipeline_spec",
-        "pipeline_version_reference",
-    ),
-    *("runtime_config", "service_account"),
+    "display_name",
+    "description",
+    "experiment_id",
+    "pipeline_spec",
+    "pipeline_version_reference",
+    "runtime_config",
+    "service_account",
 )
 """Fields of a run's message that are copied to start another run like it; the others describe its progress."""
 TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")

@@ -40,11 +40,9 @@ def start_scheduled_run(api: RunApi, own: JsonMapping, digest: str, wanted: Json
     version = {key: wanted[key] for key in ("pipeline_id", "pipeline_version_id")}
     run_id = api.start_run(
         {
-            **{
-                "display_name": name,
-                "experiment_id": own["experiment_id"],
-                "pipeline_version_reference": version,
-            },
+            "display_name": name,
+            "experiment_id": own["experiment_id"],
+            "pipeline_version_reference": version,
             "runtime_config": {**config, **({"pipeline_root": root} if root else {})},
             **{key: own[key] for key in ("service_account",) if own.get(key)},
         }

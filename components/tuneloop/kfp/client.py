@@ -176,7 +176,8 @@ def stop_run(client: Any, run: str) -> bool:
 
 def list_tasks(run: Any) -> list[TaskStatus]:
     """List the tasks of a run by start, as its graph names them."""
-    details, names = (run.run_details and run.run_details.task_details) or [], _names(run)
+    details = (run.run_details and run.run_details.task_details) or []
+    names = _names(run)
     nodes: JsonObject = {}
 
     def attempt_of(each: Any) -> float:

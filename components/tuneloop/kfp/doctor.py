@@ -120,7 +120,8 @@ def check_executor(cluster: Connection) -> Iterator[Check]:
     """Check that Argo's executor runs as a user: KFP's driver pods are non-root, and its image alone runs as root."""
     if (found := common.find_controller_settings(cluster)) is None:
         return
-    namespace, executor = found[0], found[1].get("executor") or {}
+    namespace = found[0]
+    executor = found[1].get("executor") or {}
     if not namespace:
         yield Check(
             "executor",
@@ -166,7 +167,9 @@ def check_retries(cluster: Connection) -> Iterator[Check]:
 
 def check_queue(cluster: Connection, workflow: JsonMapping) -> Iterator[Check | UserError]:
     """Check the LocalQueues in which accelerator tasks wait, and their ClusterQueues."""
-    names, (group, release), namespace = list_queues(workflow), KUEUE, cluster.namespace
+    names = list_queues(workflow)
+    group, release = KUEUE
+    namespace = cluster.namespace
     if not names:
         return
     found = find_object(
@@ -223,10 +226,8 @@ def check_size(size: int, tasks: int) -> Check:
 
 def check_endpoint(cluster: Connection, endpoint: str | None) -> Check:
     """Check that KFP's API answers this machine."""
-    subject, forward = (
-        "KFP's API",
-        f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888",
-    )
+    subject = "KFP's API"
+    forward = f"kubectl -n {cluster.namespace} port-forward svc/{API_SERVER} 8888:8888"
     if not endpoint:
         return Check(
             subject,

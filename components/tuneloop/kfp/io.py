@@ -33,7 +33,8 @@ class Task:
     def read(cls, text: str) -> "Task":
         """Read a task from the JSON of its executor input."""
         given = json.loads(text)
-        inputs, outputs = given.get("inputs", {}), given["outputs"]
+        inputs = given.get("inputs", {})
+        outputs = given["outputs"]
         parameters = dict(inputs.get("parameterValues", {}))
         artifacts = {
             k: dict(v.get("metadata", {})) for k, v in _single(inputs.get("artifacts", {})).items()

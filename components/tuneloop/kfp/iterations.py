@@ -77,13 +77,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--executor-input", required=True)
     given = parser.parse_args(argv)
     task = Task.read(given.executor_input)
-    url, target = task.parameters["url"], float(task.parameters[TARGET])
+    url = task.parameters["url"]
+    target = float(task.parameters[TARGET])
     loop = PodLoop.model_validate_json(given.loop)
     values = {name: handle["ref"] for name, handle in task.inputs.items()}
     values |= {"seed": encode_parameter(task.parameters["seed"])}
     values |= {"endpoint": given.endpoint, "weights": given.weights or f"{url}/weights"}
 
-    api, run_id = RunApi(given.api), task.parameters["run_id"]
+    api = RunApi(given.api)
+    run_id = task.parameters["run_id"]
     trained: Position | None = None
 
     def find_reached(start: Mapping[str, JsonMapping], after: int = 0) -> Position:
@@ -206,7 +208,8 @@ def _await_ready(process: subprocess.Popen[bytes], url: str, pod: Iterations) ->
 
 def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
     """Report the progress of the loop to KFP."""
-    last, store = position.last, Store(task.parameters["url"])
+    last = position.last
+    store = Store(task.parameters["url"])
     stride = -(-last // CURVE_POINTS)
     with ThreadPoolExecutor() as pool:  # the newest is always among them
         shown = range(last, 0, -stride)[::-1]
@@ -226,10 +229,8 @@ def report_iterations(task: Task, loop: PodLoop, position: Position) -> None:
         task.write(get_output_name(name), f"{json.dumps(handle, indent=1)}\n")
     task.describe("results", rows[-1])
     task.write("curves", render_metrics("iterations", rows, "iteration"))
-    scored, at = (
-        made[-1][step_of(loop.reward)],
-        f"{store.url}/iterations/{last}/{step_of(loop.reward)}",
-    )
+    scored = made[-1][step_of(loop.reward)]
+    at = f"{store.url}/iterations/{last}/{step_of(loop.reward)}"
     assert scored is not None, "the last iteration is committed"
     previews.write_artifact_page(task, "preview", at, scored)
 

@@ -46,7 +46,8 @@ def launch_step(
     """Return a step ``step(name, job_name=…)`` that launches `job` in the namespace ``kfp.jobs`` and ends as it does.
     `job` is a manifest with the name `NAME` and a `format_placeholder` for each of `inputs` and `parameters`, which the
     step takes as arguments. Raises UserError where the job has another name."""
-    cluster, kfp = (cluster or Cluster()).adjust_role("cpu", **SMALL), kfp or Kfp()
+    cluster = (cluster or Cluster()).adjust_role("cpu", **SMALL)
+    kfp = kfp or Kfp()
     if job["metadata"]["name"] != NAME:
         remedy = "render it with tuneloop.kfp.jobs.NAME: every run has a name of its own"
         raise UserError("metadata.name", job["metadata"]["name"], remedy)
@@ -62,6 +63,7 @@ def launch_step(
         json.dumps(job, separators=(",", ":")).replace("$(", "\\u0024(").replace("{{", "{\\u007b")
     )
     extra = ["--namespace", kfp.jobs, "--manifest", text]
-    kind, summary = str(job["kind"]).lower(), f"Launch a {job['kind']} and follow it."
+    kind = str(job["kind"]).lower()
+    summary = f"Launch a {job['kind']} and follow it."
     made = define_container_component(kind, summary, signature, ABOUT, image, command, extra)
     return make_step(made, image, cluster, kfp)

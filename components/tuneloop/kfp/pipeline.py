@@ -64,7 +64,9 @@ def build_pipeline(
     that Kubeflow Pipelines do not support, and for a step of the loop that is not among the stages."""
     steps = build_steps(name, config, specs, loop)
     parameters: dict[str, tuple[type, Any]] = {
-        **{"store": (str, inspect.Parameter.empty), "run": (str, name), "seed": (int, config.seed)},
+        "store": (str, inspect.Parameter.empty),
+        "run": (str, name),
+        "seed": (int, config.seed),
         **({TARGET: (float, config.loop.ending_reward)} if loop else {}),
     }
 
@@ -91,7 +93,9 @@ def build_steps(
     pipeline: str, config: Any, specs: Sequence[StageSpec], loop: Loop | None
 ) -> JsonObject:
     """Return name → the function that creates a stage's task."""
-    cluster, kfp, engine = config.cluster, config.kfp, JsonObject()
+    cluster = config.cluster
+    kfp = config.kfp
+    engine = JsonObject()
     if loop:
         loop.check_specs(specs)
         refused = {
@@ -112,10 +116,8 @@ def build_steps(
         engine = {"endpoint": config.engine.rollout_endpoint_url}
     passed = ["seed", *(["iteration"] if loop else []), *config.published("")]
     kinds = {"run": str, "store": str, "report": Output[HTML], "rewards": Output[Metrics]}
-    about, said = (
-        {"run": "name of the run", "store": "URL of the store"},
-        "Report on a run, however it ended.",
-    )
+    about = {"run": "name of the run", "store": "URL of the store"}
+    said = "Report on a run, however it ended."
     steps: JsonObject = {"report": define_uncached_step("report", said, kinds, about, cluster, kfp)}
     for spec in specs:
         given = spec.with_shared(engine)
@@ -163,8 +165,12 @@ class Tasks:
     def __init__(
         self, config: Any, steps: Steps, loop: Loop | None, url: str, given: JsonMapping
     ) -> None:
-        self.config, self._steps, self._loop, self._url = config, steps, loop, url
-        self._shared, self._given = {"seed": given["seed"], **config.published(url)}, given
+        self.config = config
+        self._steps = steps
+        self._loop = loop
+        self._url = url
+        self._shared = {"seed": given["seed"], **config.published(url)}
+        self._given = given
         self._names: set[str] = set()
 
     def stage(self, component: Component, name: str = "", **inputs: Any) -> Outputs:
@@ -179,7 +185,8 @@ class Tasks:
 
     def loop(self, serve: Any, **values: Any) -> None:
         assert self._loop, "the pipeline is built with its loop"
-        target, config = self._given[TARGET], self.config
+        target = self._given[TARGET]
+        config = self.config
         LoopTasks(self._loop, self._steps, config, self._url, self._shared, target, values).draw()
 
 
@@ -221,7 +228,8 @@ class LoopTasks:
 
     def finish(self, trained: JsonMapping) -> None:
         """Evaluate the last policy, and make the tasks of the loop's `finish` steps."""
-        values, check = {**self.values, **trained, "iteration": 0}, self.loop.check
+        values = {**self.values, **trained, "iteration": 0}
+        check = self.loop.check
         self.call(check, f"{check.name}-after", self.url, values)
         for step in (each for each in self.loop.finish if each.name in self.steps):
             self.call(step, step.name, self.url, values)
@@ -266,14 +274,16 @@ def iterations_step(
 ) -> template.Step:
     """Return the step that runs `tuneloop.kfp.iterations`. Raises UserError where a stage spans several nodes."""
     image = config.cluster.images.format(image="rollout")
-    settings, engine = config.loop, config.engine
+    settings = config.loop
+    engine = config.engine
     if spread := [spec.component.template for spec in specs if spec.nodes > 1]:
         remedy = f"{spread[0]} would have to run inside of a pod: set kfp.unroll to loop.iterations, or this to 1"
         raise UserError("nodes", config.nodes, remedy)
     described = describe_loop(
         loop, specs, {}, ["seed", *config.published("")], settings.evaluate_every
     )
-    roles, served = list_roles(loop, specs, settings.evaluate_every), engine.name == "vllm"
+    roles = list_roles(loop, specs, settings.evaluate_every)
+    served = engine.name == "vllm"
     server: JsonObject = {
         "port": engine.port,
         "engine_args": engine.options,
@@ -284,14 +294,16 @@ def iterations_step(
         total = cluster.count_gpus(role)
         server["devices"] = ",".join(map(str, range(total - own, total)))
     flags = [
-        *(
-            "--loop",
-            described.model_dump_json(exclude_defaults=True),
-            "--iterations",
-            str(settings.iterations),
-        ),
-        *("--per-task", str(settings.per_workflow), "--api", config.kfp.api),
-        *("--endpoint", engine.rollout_endpoint_url or ""),
+        "--loop",
+        described.model_dump_json(exclude_defaults=True),
+        "--iterations",
+        str(settings.iterations),
+        "--per-task",
+        str(settings.per_workflow),
+        "--api",
+        config.kfp.api,
+        "--endpoint",
+        engine.rollout_endpoint_url or "",
         *(("--weights", engine.weights) if engine.weights else ()),
         *(("--server", json.dumps(server, separators=(",", ":"))) if engine.name == "vllm" else ()),
     ]
@@ -301,7 +313,10 @@ def iterations_step(
     }
     shown = {"results": Metrics, "preview": Markdown, "curves": HTML}
     kinds: JsonObject = {
-        **{"url": str, "run_id": str, "seed": int, TARGET: float},
+        "url": str,
+        "run_id": str,
+        "seed": int,
+        TARGET: float,
         **{get_output_name(name): Output[types[name]] for name in loop.carry},
         **{name: Output[kind] for name, kind in shown.items()},
         "last_iteration": dsl.OutputPath(int),
@@ -309,7 +324,8 @@ def iterations_step(
     }
     signature = template.define_inputs(types, dict.fromkeys(types, True))
     signature |= {name: (kind, template.REQUIRED) for name, kind in kinds.items()}
-    command, about = ["python3", "-m", "tuneloop.kfp.iterations"], "Iterations of the loop."
+    command = ["python3", "-m", "tuneloop.kfp.iterations"]
+    about = "Iterations of the loop."
     made = template.define_container_component(
         "iterations", about, signature, ABOUT_ITERATIONS, image, command, flags
     )

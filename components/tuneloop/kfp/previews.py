@@ -10,7 +10,9 @@ from tuneloop.core.store import Store
 from tuneloop.kfp.io import Task
 from tuneloop.ui.report import render_metrics
 
-ROWS, WIDTH, BATCH = 8, 160, 64
+ROWS = 8
+WIDTH = 160
+BATCH = 64
 """Rows of a preview, characters of a cell, and rows read at a time."""
 COLUMNS = (
     "id",

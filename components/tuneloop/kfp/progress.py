@@ -8,8 +8,14 @@ from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import Stage, list_stages
 
 PHASES = {
-    **{"PENDING": "Pending", "PAUSED": "Pending", "RUNNING": "Running", "CANCELING": "Running"},
-    **{"SUCCEEDED": "Succeeded", "SKIPPED": "Skipped", "FAILED": "Failed", "CANCELED": "Failed"},
+    "PENDING": "Pending",
+    "PAUSED": "Pending",
+    "RUNNING": "Running",
+    "CANCELING": "Running",
+    "SUCCEEDED": "Succeeded",
+    "SKIPPED": "Skipped",
+    "FAILED": "Failed",
+    "CANCELED": "Failed",
 }
 """KFP's states of a run and of its tasks → those that Argo has for them."""
 
@@ -17,7 +23,8 @@ PHASES = {
 def describe_progress(client: Any, run: Run) -> dict[str, Any]:
     """Describe a run's progress: its phase, and the stages that it has committed or that are tasks of KFP. Raises
     UserError if there is no run of that name, Retryable if the API does not answer."""
-    found, stages = find_run(client, run.name), {stage.stage: stage for stage in list_stages(run)}
+    found = find_run(client, run.name)
+    stages = {stage.stage: stage for stage in list_stages(run)}
     for task in list_tasks(found):
         phase = PHASES.get(task.state, "Pending")
         known = stages.get(task.name, Stage(task.name, phase, seconds=task.seconds))

@@ -35,9 +35,11 @@ from tuneloop.kfp.retry import retry_in_process
 from tuneloop.workflow.loop_state import LoopState
 from tuneloop.workflow.settings import Cluster
 
-URL, TARGET = "url", "target_reward"
+URL = "url"
+TARGET = "target_reward"
 """Parameters of the adapter itself: where the output is committed; the mean reward that ends a loop."""
-REACHED, CONTINUED = "target_reached_at", "continued_after"
+REACHED = "target_reached_at"
+CONTINUED = "continued_after"
 """Marks of a handle that name an iteration: the one that ended the loop; the one after which another run continues."""
 
 

@@ -43,7 +43,10 @@ def stage_step(spec: StageSpec, *, dynamic: Sequence[str], cluster: Cluster, kfp
     task's name in the UI, the input artifacts, ``url`` (where the output is committed) and the `dynamic` parameters;
     the other parameters are resolved here, once. A stage of several nodes is a JobSet, which the task's pod launches in
     the namespace ``kfp.jobs``. Raises UserError at a parameter that the stage refuses."""
-    component, processes, nodes, given = spec.component, spec.processes, spec.nodes, spec.parameters
+    component = spec.component
+    processes = spec.processes
+    nodes = spec.nodes
+    given = spec.parameters
     spread = {"expected_world_size": nodes * processes} if nodes > 1 else {}
     fixed = {
         k: v
@@ -97,10 +100,8 @@ def define_uncached_step(
 ) -> Step:
     """Return the program ``tuneloop.kfp.<name>`` as a step that KFP never caches, because it reads the current state.
     `kinds` maps its inputs and outputs, none of them optional, to their types."""
-    image, signature = (
-        cluster.images.format(image="base"),
-        {name: (kind, REQUIRED) for name, kind in kinds.items()},
-    )
+    image = cluster.images.format(image="base")
+    signature = {name: (kind, REQUIRED) for name, kind in kinds.items()}
     made = define_container_component(
         name, summary, signature, about, image, ["python3", "-m", f"tuneloop.kfp.{name}"]
     )
@@ -168,8 +169,10 @@ def stage_signature(
     }
     about = {name: field.description or "" for name, field in fields.items()}
     return signature, {
-        **{URL: "where the output is committed", TARGET: "rewards of this mean end the loop"},
-        **{SAME: "input → the other input that is the same artifact", **about},
+        URL: "where the output is committed",
+        TARGET: "rewards of this mean end the loop",
+        SAME: "input → the other input that is the same artifact",
+        **about,
     }
 
 

@@ -33,7 +33,8 @@ class ApiRefusal(UserError):
 
     def __init__(self, context: str, status: int, message: str) -> None:
         super().__init__("cluster", context, f"refused ({status}): {message}")
-        self.status, self.message = status, message
+        self.status = status
+        self.message = message
 
 
 @contextmanager
@@ -199,5 +200,6 @@ def build_connection(settings: Any, namespace: str, context: str) -> Connection:
 
     api = client.ApiClient(settings)
     api.call_api = translate_api_errors(settings.host, context)(api.call_api)  # type: ignore[method-assign]
-    custom, auth = client.CustomObjectsApi(api), client.AuthorizationV1Api(api)
+    custom = client.CustomObjectsApi(api)
+    auth = client.AuthorizationV1Api(api)
     return Connection(namespace, context, settings.host, client.CoreV1Api(api), custom, auth)

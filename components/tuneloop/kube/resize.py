@@ -31,7 +31,9 @@ class PodResizer(threading.Thread):
 
     def __init__(self, asleep: Mapping[str, str]) -> None:
         super().__init__(name="resize", daemon=True)
-        self._asleep, self._files, self._said = asleep, Path(ACCOUNT_FILES), set[str]()
+        self._asleep = asleep
+        self._files = Path(ACCOUNT_FILES)
+        self._said = set[str]()
         self._phases: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._newest = False
 
@@ -46,7 +48,8 @@ class PodResizer(threading.Thread):
             return self._say(
                 f"its requests do not change while it sleeps: there is no token at {self._files}"
             )
-        awake, now = dict[str, str](), False
+        awake: dict[str, str] = {}
+        now = False
         while True:
             asleep = self._phases.get()
             if asleep == now or not self._phases.empty():  # only the newest counts
@@ -65,7 +68,8 @@ class PodResizer(threading.Thread):
     def _resize(self, requests: Mapping[str, str], when: str) -> None:
         begun = time.monotonic()
         wanted = ", ".join(f"{name} {amount}" for name, amount in requests.items()) + f" {when}"
-        pod, pause = self._patch(requests), PAUSE_S
+        pod = self._patch(requests)
+        pause = PAUSE_S
         while _read_requests(pod["status"]["containerStatuses"]) != _read_requests(
             pod["spec"]["containers"]
         ):
@@ -100,7 +104,8 @@ class PodResizer(threading.Thread):
     def _send(self, spec: JsonMapping) -> JsonObject:
         token = (self._files / "token").read_text()  # the kubelet renews it
         of = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["kubernetes.io"]
-        host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+        host = os.environ["KUBERNETES_SERVICE_HOST"]
+        port = os.environ["KUBERNETES_SERVICE_PORT"]
         url = f"https://{f'[{host}]' if ':' in host else host}:{port}/api/v1"
         url += f"/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
         how: JsonObject = {

@@ -47,11 +47,15 @@ class Execution:
         on_node: OnNode | None,
         on_log: OnLog | None,
     ) -> None:
-        metadata, spec = workflow.get("metadata", {}), workflow["spec"]
+        metadata = workflow.get("metadata", {})
+        spec = workflow["spec"]
         self.name = str(metadata.get("name") or metadata.get("generateName", "run-").rstrip("-"))
         self.templates = {template["name"]: template for template in spec["templates"]}
-        self.parameters, self.workdir, self.launcher = dict(parameters), workdir, launcher
-        self.cwd, self.grace = cwd, grace
+        self.parameters = dict(parameters)
+        self.workdir = workdir
+        self.launcher = launcher
+        self.cwd = cwd
+        self.grace = grace
         self.began = time.time()
         self.status = "Running"
         self.stopping = threading.Event()
@@ -60,7 +64,9 @@ class Execution:
         self.outputs: dict[str, str] = {}
         self.published: Scope = {}
         self._tags = _workflow_tags(workflow, self.name, workdir, parameters)
-        self.env, self._on_node, self._on_log = env, on_node, on_log
+        self.env = env
+        self._on_node = on_node
+        self._on_log = on_log
         limit = parallelism or int(spec.get("parallelism") or max(4, os.cpu_count() or 1))
         self.slots = threading.BoundedSemaphore(limit)
         self._lock = threading.RLock()
@@ -86,7 +92,8 @@ class Execution:
 
     def start(self, node: Node) -> None:
         """Record that a node runs."""
-        node.phase, node.started = "Running", time.time()
+        node.phase = "Running"
+        node.started = time.time()
         self.record(node)
 
     def set_message(self, node: Node, message: str) -> None:
@@ -96,13 +103,17 @@ class Execution:
 
     def settle(self, node: Node, result: Result) -> None:
         """Record the result of a node; a daemon that is ready keeps running."""
-        node.outputs, node.exit_code = result.parameters, result.exit_code
+        node.outputs = result.parameters
+        node.exit_code = result.exit_code
         if node.phase in DONE:
             return
         if result.daemon:
-            node.daemoned, node.message = True, ""
+            node.daemoned = True
+            node.message = ""
         else:
-            node.phase, node.message, node.finished = result.phase, result.message, time.time()
+            node.phase = result.phase
+            node.message = result.message
+            node.finished = time.time()
             node.started = node.started or node.finished
             self._follow_log(node)
         self.record(node)
@@ -213,7 +224,8 @@ class Execution:
     def end_pods(self) -> None:
         """End all pods that run."""
         with self._lock:
-            running, self._running = list(self._running.values()), {}
+            running = list(self._running.values())
+            self._running = {}
         for _, process, grace in running:
             _end_apart(process, grace)
 

@@ -129,15 +129,15 @@ def _run(execution: Execution, entry: Call, exit_handler: str | None) -> Outcome
             handler = Call(exit_handler, f"{execution.name}.onExit", "", 0, execution.parameters)
             after = _run_apart(execution, lambda: _run_entry(execution, handler))
             if after.broken and not result.broken:
-                record.phase, record.message = after.phase, after.message
+                record.phase = after.phase
+                record.message = after.message
     finally:
         execution.launcher.close()
     if execution.stopped_by is not None:
-        record.phase, record.message = (
-            "Failed",
-            f"stopped by {signal.Signals(execution.stopped_by).name}",
-        )
-    record.finished, record.outputs = time.time(), execution.outputs
+        record.phase = "Failed"
+        record.message = f"stopped by {signal.Signals(execution.stopped_by).name}"
+    record.finished = time.time()
+    record.outputs = execution.outputs
     execution.record_workflow(record)
     code = outcome_code(record.phase, execution.nodes, execution.stopped_by)
     return Outcome(record.phase, record.message, execution.nodes, execution.outputs, code)

@@ -96,13 +96,11 @@ class Graph:
         depth: int,
         scope: Scope,
     ) -> None:
-        self.execution, self.template, self.node, self.depth, self.scope = (
-            execution,
-            template,
-            node,
-            depth,
-            scope,
-        )
+        self.execution = execution
+        self.template = template
+        self.node = node
+        self.depth = depth
+        self.scope = scope
         self.tasks = {task["name"]: task for task in template["dag"]["tasks"]}
         logic = {name: parse_depends(task, self.tasks) for name, task in self.tasks.items()}
         self.waits = {name: names for name, (names, _) in logic.items()}
@@ -178,10 +176,8 @@ class Graph:
                 ]
                 started |= set(ready)
                 for name in ready:
-                    condition, facts = (
-                        self.conditions[name],
-                        dependency_scope(self.waits[name], results),
-                    )
+                    condition = self.conditions[name]
+                    facts = dependency_scope(self.waits[name], results)
                     if condition and not expressions.evaluate_boolean(condition, facts):
                         results[name] = self.skip(self._call(self.tasks[name]), "Omitted", UNMET)
                     else:

@@ -79,7 +79,8 @@ class Iterations:
         """Run the pod's iterations within `handle_signals`. `values` are the inputs of the first one, including its
         number ``iteration``. Returns the exit code and, if it is 0, the last one's number, outputs and mean reward."""
         outputs: dict[str, str] = {}
-        code, first = 0, int(values["iteration"])
+        code = 0
+        first = int(values["iteration"])
         BACKGROUND.beside = True
         end = max(first, min(self._last, first + -first % self._per_pod))
         try:
@@ -92,7 +93,8 @@ class Iterations:
                     self._seconds[step.name] for step in self._loop.steps
                 )  # not an evaluation, which is rare
                 if length and has_work and (chosen := length.choose_last(number, took_s, end)):
-                    length, end = None, chosen
+                    length = None
+                    end = chosen
                 if not length and (
                     file := os.environ.get("ARGO_PROGRESS_FILE")
                 ):  # else the end is not known yet
@@ -117,7 +119,8 @@ class Iterations:
         return code, {} if code else outputs
 
     def _iterate(self, values: Mapping[str, str]) -> dict[str, str]:
-        known, number = dict(values), int(values["iteration"])
+        known = dict(values)
+        number = int(values["iteration"])
         for step in self._loop.steps:
             known |= self._call(step, known)
         carried = {name: known[wire] for name, wire in self._loop.carry.items()}
@@ -189,7 +192,8 @@ class PodLength:
         self._gap_s = (
             max(0.0, time.time() - max(ends)) if ends else 0.0
         )  # 0 where the store's clock is ahead: unknown
-        self._begun, self._first_s = 0, 0.0
+        self._begun = 0
+        self._first_s = 0.0
 
     def has_work(self, number: int, stage: str) -> bool:
         """Say whether an iteration, which `stage` ends, is not committed yet."""
@@ -198,7 +202,8 @@ class PodLength:
     def choose_last(self, number: int, seconds: float, last: int) -> int | None:
         """Choose the pod's last iteration, at most `last`, after `number` took `seconds`; None: not yet."""
         if not self._begun:
-            self._begun, self._first_s = number, seconds
+            self._begun = number
+            self._first_s = seconds
             if number < last:
                 return None
         records = json.loads(self._store.get(RECORDS) or b"[]")
@@ -223,7 +228,8 @@ class PodLength:
 @contextlib.contextmanager
 def _fresh_state(**environment: str) -> Iterator[None]:
     """Give a stage `environment`; put the environment, the directory and torch's state back as they were before it."""
-    before, place = dict(os.environ), Path.cwd()
+    before = dict(os.environ)
+    place = Path.cwd()
     os.environ.update(environment)
     try:
         yield
@@ -268,7 +274,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         "--value", action="append", default=[], metavar="NAME=VALUE", help="first iteration's input"
     )
     given = parser.parse_args(argv)
-    last, per_pod, target = given.iterations, given.per_pod, given.target_reward
+    last = given.iterations
+    per_pod = given.per_pod
+    target = given.target_reward
     try:
         loop = PodLoop.model_validate_json(given.loop)
         pod = Iterations(

@@ -35,7 +35,8 @@ DONE = ("Succeeded", "Failed", "Error", "Skipped", "Omitted")
 BROKEN = ("Failed", "Error")
 END = "ended.json"
 KIND = b'{"kind": "node", '
-NODE, SUM = KIND + b'"id": "', b', "sum": "'
+NODE = KIND + b'"id": "'
+SUM = b', "sum": "'
 """The start of a node's line, and the text before the digest at the end of any line."""
 
 
@@ -156,8 +157,11 @@ def _read_journal(
     path: Path, size: int, mtime_ns: int
 ) -> tuple[Workflow | None, dict[str, Node], list[str]]:
     """Read a journal, with the newest line of each node. Size and time are the key of the cache."""
-    workflow, parts, damaged = None, list[str](), 0
-    lines, kept = dict[bytes, bytes](), dict[bytes, bytes]()
+    workflow = None
+    parts: list[str] = []
+    damaged = 0
+    lines: dict[bytes, bytes] = {}
+    kept: dict[bytes, bytes] = {}
     with path.open("rb") as file:
         for line in file:
             body, _, rest = line.rpartition(SUM)

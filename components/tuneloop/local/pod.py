@@ -49,10 +49,8 @@ class PodFilesystem:
             mount["mountPath"].rstrip("/")
             for mount in template["container"].get("volumeMounts", [])
         )
-        declared, empty = (
-            [source["path"] for source in self._sources.values()],
-            {*mounts} - {*SHARED},
-        )
+        declared = [source["path"] for source in self._sources.values()]
+        empty = {*mounts} - {*SHARED}
         self._paths = sorted({*declared, *empty}, key=len, reverse=True)
         self._parents = {str(PurePosixPath(path).parent) for path in declared} - {"/", *SHARED}
         shutil.rmtree(root, ignore_errors=True)
@@ -83,7 +81,8 @@ class PodFilesystem:
 
     def read_parameters(self) -> tuple[dict[str, str], list[str]]:
         """Return the output parameters that the pod wrote or that have a default, and the names of the missing ones."""
-        values, missing = {}, []
+        values = {}
+        missing = []
         for name, source in self._sources.items():
             file = self.local_path(source["path"])
             if file.exists():
@@ -104,7 +103,10 @@ class PodDaemon:
         self._log = log
         self.over = threading.Event()
         self.result = Result("Succeeded")
-        self._execution, self._node, self._process, self._grace = execution, node, process, grace
+        self._execution = execution
+        self._node = node
+        self._process = process
+        self._grace = grace
         self._closing = False
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -121,7 +123,8 @@ class PodDaemon:
             stopped = self._execution.stopping.is_set()
             words = self._log.read_last_line()
             cause = f"server died: {name_signal(code) or describe_exit(code)}{f': {words}' if words else ''}"
-            self.result.phase, self.result.message = "Failed", "stopped" if stopped else cause
+            self.result.phase = "Failed"
+            self.result.message = "stopped" if stopped else cause
         self._execution.settle(self._node, self.result)
         self.over.set()
 
@@ -169,7 +172,8 @@ def run_pod(execution: Execution, template: JsonMapping, node: Node) -> Result:
     parameters, missing = files.read_parameters()
     result = Result("Succeeded" if process.code == 0 else "Failed", "", parameters, process.code)
     if process.code == 0 and missing:
-        result.phase, result.message = "Error", f"did not write its output {', '.join(missing)}"
+        result.phase = "Error"
+        result.message = f"did not write its output {', '.join(missing)}"
     if execution.stopping.is_set() and result.broken:
         result.message = "stopped"
     elif result.phase == "Failed":
@@ -255,7 +259,8 @@ def _become_daemon(
     log: LogPart,
 ) -> Result:
     probe = container.get("readinessProbe") or {}
-    pause, address = min(float(probe.get("periodSeconds", 1)), 0.1), execution.get_address(node)
+    pause = min(float(probe.get("periodSeconds", 1)), 0.1)
+    address = execution.get_address(node)
     over = process.ended.is_set()
     while not over and not _is_ready(probe, container, address):
         if execution.stopping.is_set():

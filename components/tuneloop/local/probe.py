@@ -62,10 +62,8 @@ def try_attacks(
     if "answer" not in row:
         raise UserError("--data", str(data), "must begin with a row that has the key answer")
     if not rewards and not environments:
-        rewards, environments = (
-            list_shipped_variants("rewards"),
-            list_shipped_variants("environments"),
-        )
+        rewards = list_shipped_variants("rewards")
+        environments = list_shipped_variants("environments")
     trials: list[Trial] = []
     for name in rewards:
         # Rewards of calls and choices have answers of their own form.
@@ -92,10 +90,8 @@ def play_turn(completion: str, answer: str, metadata: JsonObject) -> float:
 def count_endings(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     """Count how attacks ended: the heads and the rows of a table, a class a row, a target a column."""
     counts = Counter((t.target, key, t.ending) for t in trials for key in (t.category, "all"))
-    targets, keys = (
-        list(dict.fromkeys(t.target for t in trials)),
-        [*dict.fromkeys(t.category for t in trials), "all"],
-    )
+    targets = list(dict.fromkeys(t.target for t in trials))
+    keys = [*dict.fromkeys(t.category for t in trials), "all"]
     cells = {
         (k, t): [f"{counts[t, k, e]}{e}" for e in ENDINGS if counts[t, k, e]]
         for t in targets
@@ -142,7 +138,8 @@ def _try_all(
             target,
             f"does not judge a wrong answer ({said}); begin --data with a row that it can",
         )
-    least, most = max(wrong), find_reward(reward).high
+    least = max(wrong)
+    most = find_reward(reward).high
     for attack, outcome in zip(attacks, outcomes[len(WRONG) :]):
         guess = attack[3] * (most - least) if attack[3] and math.isfinite(most) else 0.0
         yield Trial(target, *attack[:3], outcome, _classify(outcome, least + guess), least)

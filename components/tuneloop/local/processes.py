@@ -29,7 +29,8 @@ class Process:
     `ended`; 128 + n when signal n ended it."""
 
     def __init__(self, send: Callable[[JsonMapping], None], name: int) -> None:
-        self._send, self._name = send, name
+        self._send = send
+        self._name = name
         self.ended = threading.Event()
         self.code = -1
 

@@ -37,8 +37,11 @@ class Attempts:
         call: Call,
         attempt: Callable[[Node, Scope], Result],
     ) -> None:
-        self.execution, self.node = execution, node
-        self._strategy, self._call, self._attempt = strategy, call, attempt
+        self.execution = execution
+        self.node = node
+        self._strategy = strategy
+        self._call = call
+        self._attempt = attempt
         self._number = 0
         self._last = FIRST
         self._child = node
@@ -72,7 +75,8 @@ class Attempts:
         """Say whether another attempt follows one that ended with `result`; wait until it is due."""
         if self.execution.stopping.is_set() or self.execution.find_end_reason(self.node.name):
             return False
-        started, finished = self._child.started or time.time(), self._child.finished or time.time()
+        started = self._child.started or time.time()
+        finished = self._child.finished or time.time()
         self._last = {
             "lastRetry.status": result.phase,
             "lastRetry.exitCode": str(result.code),
@@ -121,7 +125,8 @@ class _RestartedDaemon:
     """A daemon that is restarted, at the same address, when it ends by itself; `over` is set when it stays ended."""
 
     def __init__(self, attempts: Attempts, daemon: Daemon) -> None:
-        self._attempts, self._daemon = attempts, daemon
+        self._attempts = attempts
+        self._daemon = daemon
         self.over = threading.Event()
         self.result = Result("Succeeded")
         self._closing = False
@@ -137,7 +142,8 @@ class _RestartedDaemon:
         self._thread.join()
 
     def _watch(self) -> None:
-        execution, node = self._attempts.execution, self._attempts.node
+        execution = self._attempts.execution
+        node = self._attempts.node
         while True:
             self._daemon.over.wait()
             result = self._daemon.result

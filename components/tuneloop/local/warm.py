@@ -42,44 +42,55 @@ from tuneloop.local.spawn import adopt_orphans, die_with_parent, end_all, serve_
 Kind = Literal["stages", "server"]
 
 STAGES = (
-    *("tuneloop.core.component", "httpx2", "pyarrow.parquet", "tokenizers", "safetensors.torch"),
-    *("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
+    "tuneloop.core.component",
+    "httpx2",
+    "pyarrow.parquet",
+    "tokenizers",
+    "safetensors.torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     *(f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama")),
-    *(
-        "tuneloop.algorithms.grpo",
-        "tuneloop.inference.engines._client",
-        "tuneloop.inference.engines.vllm",
-    ),
-    *("tuneloop.inference.generate", "tuneloop.training.policy_gradient", "tuneloop.rewards.exact"),
-    *("tuneloop.rewards.scoring", "tuneloop.training.epochs", "tuneloop.training.fsdp.trainer"),
+    "tuneloop.algorithms.grpo",
+    "tuneloop.inference.engines._client",
+    "tuneloop.inference.engines.vllm",
+    "tuneloop.inference.generate",
+    "tuneloop.training.policy_gradient",
+    "tuneloop.rewards.exact",
+    "tuneloop.rewards.scoring",
+    "tuneloop.training.epochs",
+    "tuneloop.training.fsdp.trainer",
     *(f"tuneloop.stages.{name}" for name in ("rollout", "reward", "policy_update", "evaluate")),
 )
 SERVER = (
-    *(
-        "tuneloop.core.component",
-        "tuneloop.inference.engines._follow",
-        "tuneloop.inference.engines._loop",
-    ),
-    *(
-        "uvicorn",
-        "fastapi",
-        "torch",
-        "transformers.models.auto.tokenization_auto",
-        "vllm.engine.arg_utils",
-    ),
-    *(
-        "vllm.v1.engine.llm_engine",
-        "vllm.model_executor.models.qwen3",
-        "vllm.model_executor.models.llama",
-    ),
+    "tuneloop.core.component",
+    "tuneloop.inference.engines._follow",
+    "tuneloop.inference.engines._loop",
+    "uvicorn",
+    "fastapi",
+    "torch",
+    "transformers.models.auto.tokenization_auto",
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.llama",
 )
 LIBRARIES: dict[Kind, Sequence[str]] = {"stages": STAGES, "server": SERVER}
 """Modules that are imported before the first fork; a fork imports all others itself."""
 
 READ_AT_IMPORT = (
-    *("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "CUDA_", "LD_"),
-    *("TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "VLLM_"),
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "GOMP_",
+    "KMP_",
+    "CUDA_",
+    "LD_",
+    "TORCH",
+    "PYTORCH_",
+    "HF_",
+    "TRANSFORMERS_",
+    "VLLM_",
 )
 READ_AT_START = ("PYTHON",)
 """Variables with these prefixes take effect when a library or the interpreter starts: a stage that wants
@@ -244,7 +255,8 @@ def _become(
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
     """Hush libraries while they are imported: that is for no run's terminal; their loggers keep the stream."""
-    terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    terminal = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:
         yield

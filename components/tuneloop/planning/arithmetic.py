@@ -20,7 +20,8 @@ from tuneloop.training.options import TrainerOptions
 from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import Stage, read_stage
 
-COMPUTING, READING = 0.4, 0.6
+COMPUTING = 0.4
+READING = 0.6
 """Shares of a device's operations and of its memory's bytes a second that are assumed to be reached."""
 
 
@@ -42,7 +43,8 @@ def estimate_seconds(workflow: Mapping[str, Any], name: str) -> tuple[dict[str, 
         )
     replicas = count_replicas(templates)
     servers = [stage for stage in stages if stage.serves for _ in range(replicas[stage.name])]
-    seconds, lines = dict[str, float](), list[str]()
+    seconds: dict[str, float] = {}
+    lines: list[str] = []
     for stage in stages:
         if stage.role == "trainer":
             told = _train(stage, stages, model, DEVICES[name])
@@ -75,14 +77,18 @@ def _train(
         if (count := stage.accelerators * stage.nodes)
         else ["it has no accelerator (cluster.trainer.gpus)"]
     )
-    if (dtype := stage.flags.get("dtype", "not given")) != "bfloat16":
+    dtype = stage.flags.get("dtype", "not given")
+    if dtype != "bfloat16":
         missing.append(f"dtype is {dtype}, and peaks are known of bfloat16")
     if missing:
         return ", and ".join(missing)
-    length, limit = stage.number("max_length"), "max_length"
+    length = stage.number("max_length")
+    limit = "max_length"
     if stage.number("updates_per_batch"):
         sizes = [_count_sequences(each, trained=True) for each in stages if each.role == "sampler"]
-        sequences, length, limit = sum(sizes), context_of(stages), "engine.args.max_model_len"
+        sequences = sum(sizes)
+        length = context_of(stages)
+        limit = "engine.args.max_model_len"
     elif stage.number("epochs"):
         return "its epochs are of rows that are not read yet: set max_steps"
     else:
@@ -98,10 +104,8 @@ def _train(
         )
     if not (sequences and length):
         return f"nothing limits its tokens ({limit})"
-    again, frozen = (
-        stage.flags.get("gradient_checkpointing") == "true",
-        stage.flags.get("lora", "null") != "null",
-    )
+    again = stage.flags.get("gradient_checkpointing") == "true"
+    frozen = stage.flags.get("lora", "null") != "null"
     each = 6 + 2 * again - 2 * frozen
     took = each * model.parameters * sequences * length / (count * device.flops * COMPUTING)
     return took, f"{each} × {model.parameters:,} × {sequences:,.0f} × {length:g} tokens, on {count}"
@@ -114,9 +118,11 @@ def _generate(
     if "tasks" in stage.flags:
         return "its tasks decide how much it generates"
     engines = [stage] if stage.accelerators else servers
-    if not (count := sum(each.accelerators * each.nodes for each in engines)):
+    count = sum(each.accelerators * each.nodes for each in engines)
+    if not count:
         return "it has no accelerator, and no server here has (cluster.sampler.gpus)"
-    sequences, most = _count_sequences(stage), stage.number("max_tokens")
+    sequences = _count_sequences(stage)
+    most = stage.number("max_tokens")
     if not (sequences and most and context):
         return "nothing limits its tokens (engine.args.max_model_len)"
     if most >= context:
@@ -127,7 +133,8 @@ def _generate(
     )
     share = math.ceil(sequences / max(1, count // (split * pipeline)))
     at_once = min(share, int(arguments.get("max_num_seqs") or 256))
-    steps, mean = math.ceil(share / at_once) * most, context - most / 2
+    steps = math.ceil(share / at_once) * most
+    mean = context - most / 2
     read = 2 * model.parameters + at_once * mean * model.kv_bytes
     a_step = (
         max(

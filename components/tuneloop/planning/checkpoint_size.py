@@ -29,8 +29,10 @@ def count_state_bytes(stage: Stage, model: Model) -> float | None:
     return float((adapters or model.parameters) * STATE_BYTES)
 
 
-def describe_checkpoint(stage: Stage, model: Model, base_dtype: str | None) -> str:
-    """Describe what a checkpoint takes in the store, with the arithmetic."""
+def describe_checkpoint(stage: Stage, model: Model | str, base_dtype: str | None) -> str:
+    """Describe what a checkpoint takes in the store, with the arithmetic. `model` may say why its shape is unknown."""
+    if not isinstance(model, Model):
+        return "not estimated"
     served = count_served_bytes(stage, model, base_dtype)
     width = choose_width(stage, base_dtype)
     text = f"model/ {model.parameters:,} × {width} = {format_size(served)}"

@@ -39,8 +39,12 @@ def estimate_cost(
     `bound`: ``at most`` or ``about``; `how` the seconds came about."""
     unfolded, grain = expand_pod(workflow)
     templates = {template["name"]: template for template in unfolded["spec"]["templates"]}
-    pods, held, parts, unknown = count_pods(unfolded), 0.0, list[str](), dict[str, int]()
-    every, servers = count_all_pods(unfolded, grain, pods)[0], 0
+    pods = count_pods(unfolded)
+    held = 0.0
+    parts: list[str] = []
+    unknown: dict[str, int] = {}
+    every = count_all_pods(unfolded, grain, pods)[0]
+    servers = 0
     calls = count_replicas(templates)
     total = REQUEUE * every
     for name, count in pods.items():

@@ -47,7 +47,8 @@ def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
         table.add_column(
             column, no_wrap=True, justify="right" if column in ("accelerators", "pods") else "left"
         )
-    model, context = memory_estimate.model_of(stages), memory_estimate.context_of(stages)
+    model = memory_estimate.model_of(stages)
+    context = memory_estimate.context_of(stages)
     facts = memory_estimate.facts_of(stages)
     sums = []
     for stage in stages:
@@ -92,12 +93,7 @@ def render_plan(name: str, workflow: Mapping[str, Any]) -> "RenderableType":
         if s.role == "trainer" and s.component and s.component.kind == "checkpoint"
     ]
     stored = facts.dtype if facts else None
-    written = [
-        f"  {stage.name}: {describe_checkpoint(stage, model, stored)}"
-        if isinstance(model, Model)
-        else f"  {stage.name}: not estimated"
-        for stage in training
-    ]
+    written = [f"  {stage.name}: {describe_checkpoint(stage, model, stored)}" for stage in training]
     lines = [
         "work at most",
         *work,
@@ -117,7 +113,8 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def count(name: str, times: int, above: tuple[str, ...]) -> None:
-        if not (tasks := list_calls(templates[name])):
+        tasks = list_calls(templates[name])
+        if not tasks:
             counts[name] += times
             return
         again = next((task for task in tasks if task.get("template") == name), {})
@@ -140,7 +137,8 @@ def count_pods(workflow: Mapping[str, Any]) -> Counter[str]:
             counts[name] = later
         elif templates[name].get("daemon") or name == TAKE:
             counts[name] *= 1 + later
-    if handler := workflow["spec"].get("onExit"):
+    handler = workflow["spec"].get("onExit")
+    if handler:
         counts[handler] = 1 + later
     return +counts
 
@@ -172,7 +170,9 @@ def count_prompts(stage: Stage) -> float | None:
 def estimate_work(stages: list[Stage], pods: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield the steps, completions and tokens of each stage, as far as its flags say."""
     for stage in stages:
-        times, value, prompts = pods[stage.name], stage.number, count_prompts(stage)
+        times = pods[stage.name]
+        value = stage.number
+        prompts = count_prompts(stage)
         if stage.role == "sampler" and prompts and (n := value("n")):
             total = times * prompts * n
             left = (

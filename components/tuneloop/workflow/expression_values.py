@@ -97,7 +97,8 @@ def apply_operator(op: type[ast.AST], left: Any, right: Any) -> Any:
         return apply(left, right)
     if op in _ORDER and not (is_number(left) and is_number(right)):
         raise ExpressionError(f"cannot compare {format_json(left)} {sign} {format_json(right)}")
-    a, b = require_number(left, sign), require_number(right, sign)
+    a = require_number(left, sign)
+    b = require_number(right, sign)
     try:
         return apply(a, b)
     except (ZeroDivisionError, ValueError):  # math.fmod raises the latter

@@ -110,8 +110,15 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _PYTHON = {
-    **{"&&": "and", "||": "or", "!": "~", "not": "~", "=~": "is", "matches": "is"},
-    **{"true": "True", "false": "False", "nil": "None"},
+    "&&": "and",
+    "||": "or",
+    "!": "~",
+    "not": "~",
+    "=~": "is",
+    "matches": "is",
+    "true": "True",
+    "false": "False",
+    "nil": "None",
     **{
         word: word
         for word in ("and", "or", "in", "not in", "==", "!=", "<=", ">=", *"-+*/%<>?:()[],")
@@ -144,7 +151,8 @@ def _translate(words: Iterator[str]) -> tuple[str, str]:
     text = ""
     for word in words:
         if word == "?":
-            (yes, colon), (no, end) = _translate(words), _translate(words)
+            yes, colon = _translate(words)
+            no, end = _translate(words)
             if colon != ":":
                 raise ExpressionError(f"unexpected {colon or 'end'!r}")
             return f"({yes}) if ({text}) else ({no})", end
@@ -163,7 +171,8 @@ def _translate(words: Iterator[str]) -> tuple[str, str]:
 def _read_words(source: str) -> Iterator[str]:
     """Yield each word of an expression as Python has it."""
     for match in _TOKEN.finditer(source.rstrip()):
-        kind, word = str(match.lastgroup), " ".join(match[str(match.lastgroup)].split(" "))
+        kind = str(match.lastgroup)
+        word = " ".join(match[str(match.lastgroup)].split(" "))
         if kind == "string":
             yield f"({values.parse_string_literal(word)!r})"  # Python would join two that follow one another
         elif kind == "member":

@@ -25,13 +25,16 @@ class StageSpec:
         nodes: int = 1,
         **parameters: Any,
     ) -> None:
-        self.component, self.processes, self.nodes = component, processes, nodes
+        self.component = component
+        self.processes = processes
+        self.nodes = nodes
         self.parameters = {**(settings.model_dump() if settings else {}), **parameters}
         if self.parameters.get("backend", "native") not in (
             None,
             "native",
         ):  # such a backend starts the ranks itself
-            self.parameters["expected_world_size"], self.processes = processes, 1
+            self.parameters["expected_world_size"] = processes
+            self.processes = 1
 
     def with_shared(self, values: Mapping[str, Any]) -> "StageSpec":
         """Return the stage with additional parameters: those of `values` that it has."""
@@ -52,12 +55,10 @@ class Step:
     an earlier step's output, such as ``reward.rewards``. An `optional` step is left out if it has no `StageSpec`."""
 
     def __init__(self, component: Component, *, optional: bool = False, **wires: str) -> None:
-        self.component, self.optional, self.wires, self.name = (
-            component,
-            optional,
-            wires,
-            component.template,
-        )
+        self.component = component
+        self.optional = optional
+        self.wires = wires
+        self.name = component.template
         self.outputs = [
             f"{self.name}.{to_kebab_case(each)}" for each in (component.output, *component.results)
         ]

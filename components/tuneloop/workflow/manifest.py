@@ -17,8 +17,13 @@ KINDS = ("container", "dag")
 UNSUPPORTED = "is not supported by the local executor; remove it, or submit to a cluster"
 
 FIELD_PATHS = (
-    *("metadata.name", "metadata.namespace", "metadata.uid"),
-    *("spec.nodeName", "spec.serviceAccountName", "status.podIP", "status.hostIP"),
+    "metadata.name",
+    "metadata.namespace",
+    "metadata.uid",
+    "spec.nodeName",
+    "spec.serviceAccountName",
+    "status.podIP",
+    "status.hostIP",
 )
 """What ``env.valueFrom.fieldRef`` may name."""
 

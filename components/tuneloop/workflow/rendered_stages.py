@@ -71,7 +71,8 @@ class Stage:
 def read_stage(template: JsonMapping) -> Stage:
     """Read what a leaf template says of its stage."""
     job = parse_applied_object(template)
-    body, group = container_of(template, job), group_of(job)
+    body = container_of(template, job)
+    group = group_of(job)
     words = [*body.get("command", ()), *body.get("args", ())]
     flags: dict[str, str] = {}
     for index, word in enumerate(words):
@@ -85,10 +86,8 @@ def read_stage(template: JsonMapping) -> Stage:
         int(count) for name, count in resources.get("limits", {}).items() if "/" in name
     )
     env = {item["name"]: item.get("value") for item in body.get("env", ())}
-    ranks, nodes = (
-        int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1")),
-        group.get("parallelism", 1),
-    )
+    ranks = int(env.get("PET_NPROC_PER_NODE") or flags.get("nproc_per_node", "1"))
+    nodes = group.get("parallelism", 1)
     world = flags.get("expected_world_size", "")
     ranks = int(world or 1) if "backend" in flags else ranks  # another backend starts them
     only_reads = (
@@ -108,7 +107,8 @@ def read_loop(workflow: JsonMapping) -> dict[str, Role]:
         name: [call["template"] for call in list_calls(template)]
         for name, template in templates.items()
     }
-    wanted, seen = [name for name, others in called.items() if name in others], set[str]()
+    wanted = [name for name, others in called.items() if name in others]
+    seen: set[str] = set()
     found: dict[str, Role] = {}
     while wanted:
         if (name := wanted.pop(0)) in seen or name not in templates:

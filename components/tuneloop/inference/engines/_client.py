@@ -28,7 +28,8 @@ from tuneloop.inference.engines._connection import Lost, open_answer, read_messa
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
-PROMPTS, TOKENS = 4096, 2**19
+PROMPTS = 4096
+TOKENS = 2**19
 """Limits of one POST: a server accepts 4 MiB; a token id takes up to 8 bytes, a seed 24, the rest of a prompt 256."""
 LOSSES = 3
 """The client gives up after so many losses of the server in a row without a finished request in between."""
@@ -76,17 +77,20 @@ class Client:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
-        self.endpoint, self.timeout_s, self._parts, self.sleeps = (
-            endpoint.rstrip("/"),
-            timeout_s,
-            parts,
-            sleeps,
-        )
-        self._patience_s, self._met = patience_s, False
-        self.context, self.version, self.digest = 0, -1, ""
+        self.endpoint = endpoint.rstrip("/")
+        self.timeout_s = timeout_s
+        self._parts = parts
+        self.sleeps = sleeps
+        self._patience_s = patience_s
+        self._met = False
+        self.context = 0
+        self.version = -1
+        self.digest = ""
         self.pulled: JsonObject = {}
-        self.deterministic, self.determinism = deterministic, JsonObject()
-        self.fail_fast, self.keep_s = False, 0.0
+        self.deterministic = deterministic
+        self.determinism = JsonObject()
+        self.fail_fast = False
+        self.keep_s = 0.0
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
         self._policy: Artifact | None = None
@@ -123,7 +127,8 @@ class Client:
 
         def attempt() -> None:
             while left := [i for i in requests if i not in results][:size]:
-                waiting, finished = [asdict(requests[i]) for i in left], len(results) + len(left)
+                waiting = [asdict(requests[i]) for i in left]
+                finished = len(results) + len(left)
                 made, before = (
                     (dict[int, list[Completion]](), len(results))
                     if self.deterministic
@@ -153,7 +158,8 @@ class Client:
 
     def score(self, ids: Sequence[int]) -> list[float]:
         results: Finished = {}
-        request, sampling = Request("score", list(ids), [0]), Sampling(0.0, 1)
+        request = Request("score", list(ids), [0])
+        sampling = Sampling(0.0, 1)
         self.generate_into({0: request}, sampling, results, lambda _: None, prompt_logprobs=True)
         return results[0][0].prompt_logprobs or []
 
@@ -186,7 +192,9 @@ class Client:
         again and `renew` has made it ready. `finished` counts the finished requests of `total`."""
         if self._renewing:  # the outer call counts this loss
             return attempt()
-        losses, before, renewed = 0, 0, True
+        losses = 0
+        before = 0
+        renewed = True
         while True:
             try:
                 if not renewed:
@@ -194,8 +202,10 @@ class Client:
                     renewed = True
                 return attempt()
             except Lost as lost:
-                now, renewed = finished(), False
-                losses, before = (1 if now > before else losses + 1), now
+                now = finished()
+                renewed = False
+                losses = 1 if now > before else losses + 1
+                before = now
                 if losses == LOSSES:
                     self._given_up = True
                     raise Retryable(
@@ -254,11 +264,9 @@ class Client:
             request = {"ref": policy.ref, "version": wanted[0], "force": force}
             request |= {"keep_s": self.keep_s} if self.keep_s else {}
             served = self._json("POST", "/load", request)
-        self.context, self.version, self.digest = (
-            served["context"],
-            served["version"],
-            served["digest"],
-        )
+        self.context = served["context"]
+        self.version = served["version"]
+        self.digest = served["digest"]
         self.pulled = served.get("pulled") or {}
         self._tensor_proof = served.get("tensors")
         self.determinism = served.get("determinism") or {}

@@ -45,13 +45,19 @@ class Follower(threading.Thread):
         base: Path | None,
     ) -> None:
         super().__init__(name="follower", daemon=True)
-        self.loop, self.store, self.directory, self.base = loop, Store(root), directory, base
-        self.poll_s, self.mode = poll_s, mode
+        self.loop = loop
+        self.store = Store(root)
+        self.directory = directory
+        self.base = base
+        self.poll_s = poll_s
+        self.mode = mode
         self.trouble = ""
-        self.pulled, self.changing = JsonObject(), -1
+        self.pulled = JsonObject()
+        self.changing = -1
         self._wake = threading.Event()
         self._one = threading.RLock()
-        self._seen, self._stopping = "", False
+        self._seen = ""
+        self._stopping = False
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._said: tuple[int, float] = (-1, 0.0)
 
@@ -115,7 +121,8 @@ class Follower(threading.Thread):
 
     def _announce(self) -> None:
         """Announce the served version, if it is new or the last announcement is old."""
-        version, now = self.loop.engine.version, time.monotonic()
+        version = self.loop.engine.version
+        now = time.monotonic()
         if (
             version < 0
             or self._stopping
@@ -146,7 +153,8 @@ class Follower(threading.Thread):
                 digest,
             ) and not force:
                 return  # a step that changed nothing gives another version the same digest
-            self.pulled, self.changing = {}, version
+            self.pulled = {}
+            self.changing = version
             comparisons: list[Readback] = []
             files_digest = digest_model(self.directory)
 

@@ -213,7 +213,8 @@ class EngineLoop(threading.Thread):
 
     def _release(self) -> None:
         """Admit the waiting requests, unless the engine sleeps or is paused."""
-        commands, self._held = self._held, []
+        commands = self._held
+        self._held = []
         for execute in commands:
             execute()
 

@@ -132,10 +132,13 @@ def _module(model: Any, name: str) -> Any:
 def _holds(model: Any, name: str, want: Tensor, every: int) -> bool | None:
     place, leaf = name.rpartition(".")[::2]
     owner, attribute = place.rpartition(".")[::2]
-    part, parts = 0, 1
+    part = 0
+    parts = 1
     for fused, names in getattr(model, "packed_modules_mapping", {}).items():
         if attribute in names and fused != attribute:
-            part, parts, place = names.index(attribute), len(names), f"{owner}.{fused}"
+            part = names.index(attribute)
+            parts = len(names)
+            place = f"{owner}.{fused}"
     layer = _module(model, place)
     tensor = getattr(layer, leaf, None)
     if tensor is None or len(sizes := getattr(layer, "output_partition_sizes", [None])) != parts:
@@ -205,7 +208,8 @@ class _Experts:
     def held(self) -> dict[str, bool | None]:
         """Return name → whether the layer holds it; all None if experts are distributed, or packed with padding."""
         identical: dict[str, bool | None] = {}
-        size, whole = self.layer.intermediate_size_per_partition, self.layer.local_num_experts
+        size = self.layer.intermediate_size_per_partition
+        whole = self.layer.local_num_experts
         for attribute, rows in (
             ("w13_weight", {"gate": 0, "up": size}),
             ("w2_weight", {"down": 0}),

@@ -26,8 +26,11 @@ class Replicas:
     name = "vllm"
 
     def __init__(self, clients: Sequence[Client]) -> None:
-        self.clients, self.live = clients, list(clients)
-        self.context, self.version, self.digest = 0, -1, ""
+        self.clients = clients
+        self.live = list(clients)
+        self.context = 0
+        self.version = -1
+        self.digest = ""
         self.replicas: dict[str, JsonObject] = {
             client.endpoint: {"requests": 0} for client in clients
         }
@@ -36,7 +39,8 @@ class Replicas:
         self.prove: Callable[[Engine], None] = lambda _: None
         self._places: dict[str, int] = {}
         for client in clients:
-            client.check, client.prove = lambda: self.check(), lambda one: self.prove(one)
+            client.check = lambda: self.check()
+            client.prove = lambda one: self.prove(one)
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         self.call_each(lambda client: client.load(policy, force=force))

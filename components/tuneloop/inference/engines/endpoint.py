@@ -149,11 +149,16 @@ class Endpoint:
     def __init__(
         self, urls: Sequence[str], options: Options, timeout_s: float, fleet: Fleet | None = None
     ) -> None:
-        self.urls, self.options, self.timeout_s, self.fleet = urls, options, timeout_s, fleet
+        self.urls = urls
+        self.options = options
+        self.timeout_s = timeout_s
+        self.fleet = fleet
         self.refitted: Refitted | None = None
         self._given = urls
-        self.context, self.max_staleness = options.max_model_len, options.max_staleness
-        self.version, self.digest = -1, ""
+        self.context = options.max_model_len
+        self.max_staleness = options.max_staleness
+        self.version = -1
+        self.digest = ""
         self.requests = self.retries = 0
         self._hook = plugins.load_variant("engines", options.hook) if options.hook else None
         self._turns = itertools.count()
@@ -166,7 +171,8 @@ class Endpoint:
                 self.fleet, make_target(policy), timeout_s=self.timeout_s, force=force
             )
             self.urls = self._given or self.refitted.urls
-        self.version, self.digest = policy.manifest.facts["version"], policy.manifest.digest
+        self.version = policy.manifest.facts["version"]
+        self.digest = policy.manifest.digest
         self.vocab_size = json.loads(policy.part("model/config.json").read_text())["vocab_size"]
 
     def generate(
@@ -191,7 +197,8 @@ class Endpoint:
     def score(self, ids: Sequence[int]) -> list[float]:
         """Score as `Engine.score` does, by the very version of the policy: wait until a replica has it."""
         self._stopping.clear()
-        request, sampling = Request("canary", list(ids), [0]), Sampling(0.0, 1, ())
+        request = Request("canary", list(ids), [0])
+        sampling = Sampling(0.0, 1, ())
         body = {"sampling": asdict(sampling), "version": self.version, "prompt_logprobs": True}
         (completion,) = self._retry(lambda url: self._whole(url, request, body, sampling))
         if completion.start_version != self.version:
@@ -220,7 +227,8 @@ class Endpoint:
 
     def _retry(self, attempt: Callable[[str], Result]) -> Result:
         """Return the result of `attempt` at a URL. Each retry uses the next URL; waits double after a full round."""
-        turn, tries = next(self._turns), 0
+        turn = next(self._turns)
+        tries = 0
         while True:
             url = self.urls[(turn + tries) % len(self.urls)]
             try:
@@ -321,7 +329,8 @@ class Endpoint:
         completion = self._parse(Completion, fields)
         if completion.start_version != completion.end_version and not completion.versions:
             raise self._wrong("gives two versions, but no version for each token")
-        ids, logprobs = completion.ids, completion.logprobs
+        ids = completion.ids
+        logprobs = completion.logprobs
         if not 0 < len(ids) <= max_tokens or len(logprobs) != len(ids):
             raise self._wrong(
                 f"gives {len(ids)} ids and {len(logprobs)} log-probabilities of {max_tokens}"
@@ -387,8 +396,11 @@ class Endpoint:
     def _prepare(self, url: str, payload: JsonObject) -> JsonObject:
         headers = {"Content-Type": "application/json", **build_token_headers()}
         fields: JsonObject = {
-            **{"url": f"{url}/generate", "payload": payload, "headers": headers},
-            **{"max_retries": self.options.max_retries, "retry_sleep": self.options.retry_sleep},
+            "url": f"{url}/generate",
+            "payload": payload,
+            "headers": headers,
+            "max_retries": self.options.max_retries,
+            "retry_sleep": self.options.retry_sleep,
         }
         if self._hook is None:
             return fields

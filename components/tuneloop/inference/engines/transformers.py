@@ -69,12 +69,12 @@ class Transformers:
         if self.device == "cpu":
             check_processor()
         self.dtype = "float32" if dtype == "auto" and self.device == "cpu" else dtype
-        self.max_model_len, self.max_num_seqs, self.attention = (
-            max_model_len,
-            max_num_seqs,
-            attn_implementation,
-        )
-        self.context, self.version, self.digest = 0, -1, ""
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.attention = attn_implementation
+        self.context = 0
+        self.version = -1
+        self.digest = ""
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         from transformers import AutoModelForCausalLM
@@ -82,7 +82,8 @@ class Transformers:
 
         if self.digest == policy.manifest.digest and not force:
             return
-        self.version, self.digest = -1, ""
+        self.version = -1
+        self.digest = ""
         disable_progress_bar()
         directory = policy.part("model")
         if self.attention and not supports_attention(find_model_class(directory), self.attention):
@@ -105,7 +106,8 @@ class Transformers:
         if "past_key_values" not in self.accepts:
             remedy = f"cannot sample from {type(model).__name__}, whose cache is of another kind; take vllm"
             raise UserError("engine", self.name, remedy)
-        self.version, self.digest = version, digest
+        self.version = version
+        self.digest = digest
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Done
@@ -140,7 +142,8 @@ class Transformers:
         )
 
     def close(self) -> None:
-        self.version, self.digest = -1, ""
+        self.version = -1
+        self.digest = ""
         self.__dict__.pop("model", None)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
@@ -150,7 +153,8 @@ class Transformers:
         for i in sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids)):
             if batch and rows + len(requests[i].seeds) > self.max_num_seqs:
                 yield batch
-                batch, rows = [], 0
+                batch = []
+                rows = 0
             batch.append(i)
             rows += len(requests[i].seeds)
         if batch:
@@ -185,7 +189,9 @@ class Transformers:
             if ended.any():
                 lengths[live[ended]], stopped[live[ended]] = step + 1, True
                 going = (~ended).nonzero().squeeze(-1)
-                live, chosen, mask = live[going], chosen[going], mask[going]
+                live = live[going]
+                chosen = chosen[going]
+                mask = mask[going]
                 cache.reorder_cache(going)
             if not len(live) or step + 1 == sampling.max_tokens:
                 break

@@ -59,10 +59,8 @@ def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> En
     """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
     vLLM's ``EngineArgs`` by name, and `OWN`: a server has its own and is not sent these, but its `Client` heeds
     ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: ours, or several servers if ``deterministic``."""
-    sleeps, deterministic = (
-        any(map(args.get, ("enable_sleep_mode", SNAPSHOT))),
-        bool(args.get(DETERMINISTIC)),
-    )
+    sleeps = any(map(args.get, ("enable_sleep_mode", SNAPSHOT)))
+    deterministic = bool(args.get(DETERMINISTIC))
     if endpoint and "," in endpoint:
         if deterministic:
             remedy = "several servers divide a batch by which of them are up: deterministic needs a single one"
@@ -122,13 +120,13 @@ class Vllm:
                 args.get(f"{way}_parallel_size", 1) != 1 for way in ("tensor", "pipeline")
             )
             check_snapshots(f"--engine-args {SNAPSHOT}", several)
-        self.sleeps, self.suspended = (
-            not self.snapshot or bool(args.get("enable_sleep_mode")),
-            list[int](),
-        )
+        self.sleeps = not self.snapshot or bool(args.get("enable_sleep_mode"))
+        self.suspended = list[int]()
         self.determinism: JsonObject = {}
         self.engine: Any = None
-        self.context, self.version, self.digest = 0, -1, ""
+        self.context = 0
+        self.version = -1
+        self.digest = ""
         self.dtype = ""
         self.files: Path | None = None
         self.tensor_proof: TensorProof | None = None
@@ -161,19 +159,20 @@ class Vllm:
                 "policy", str(model), "is a model of another shape; start another engine for it"
             )
         else:
-            before, self.version, self.digest = (
-                self.version,
-                -1,
-                "",
-            )  # neither version is served during the change
+            # neither version is served during the change
+            before = self.version
+            self.version = -1
+            self.digest = ""
             for state in self.engine.output_processor.request_states.values():
                 spans = self._spans.setdefault(
                     state.external_req_id, []
                 )  # the version that made each token
                 spans += [before] * (state.detokenizer.num_output_tokens() - len(spans))
             reload_weights(self.engine, model)
-        self.files, self.tensor_proof = model, None
-        self.version, self.digest = version, digest
+        self.files = model
+        self.tensor_proof = None
+        self.version = version
+        self.digest = digest
 
     def compare_files(self, model: Path, every: int = PROBE) -> Readback:
         """Compare the tensors that vLLM holds with those below `model`.
@@ -237,7 +236,9 @@ class Vllm:
         """End the engine, and vLLM's state of this process with it: other engines in the process end, too."""
         if self.engine is not None:
             self.engine.engine_core.shutdown()
-        self.engine, self.version, self.digest = None, -1, ""
+        self.engine = None
+        self.version = -1
+        self.digest = ""
         self.files = self.tensor_proof = None
 
     def flush(self) -> None:
@@ -252,7 +253,8 @@ class Vllm:
 
     def poison(self) -> None:
         """Serve nothing until the next change succeeds."""
-        self.version, self.digest = -1, ""
+        self.version = -1
+        self.digest = ""
         self.tensor_proof = None
 
     def sleep(self, level: int) -> None:
@@ -340,7 +342,8 @@ class Vllm:
     def step(self) -> Iterator[tuple[str, Answer]]:
         """Run one forward pass over the queued requests; yield the names and answers of finished or streamed ones."""
         for out in self.engine.step():
-            key, output = out.request_id, out.outputs[0]
+            key = out.request_id
+            output = out.outputs[0]
             new = Tokens(
                 list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version
             )

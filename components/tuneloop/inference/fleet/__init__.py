@@ -52,7 +52,8 @@ class Worker:
             )
         except Unanswered as error:
             raise Unreachable(f"worker {self}: {route}: {error}") from error
-        text, answer = content.decode(errors="replace"), None
+        text = content.decode(errors="replace")
+        answer = None
         with suppress(ValueError):
             answer = json.loads(text)
         if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
@@ -83,7 +84,8 @@ class Fleet(Protocol):
 def open_fleet(url: str) -> Fleet:
     """Open the fleet at `url`, without a request yet. Raises UserError for an unknown scheme, or a malformed URL."""
     scheme, address, _ = url.partition("://")
-    name, known = URLS.get(scheme, scheme), plugins.list_variants("fleet")
+    name = URLS.get(scheme, scheme)
+    known = plugins.list_variants("fleet")
     if not address or name not in known:
         remedy = "must be a URL: http://host:port,…, dns://name:port, service://name.namespace, dynamo://name.namespace"
         raise UserError(

@@ -14,7 +14,8 @@ class Dns:
     endpoint = None
 
     def __init__(self, name: str, port: int) -> None:
-        self.name, self.port = name, port
+        self.name = name
+        self.port = port
 
     def discover(self) -> list[Worker]:
         try:

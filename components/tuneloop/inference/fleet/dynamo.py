@@ -23,7 +23,9 @@ class Dynamo:
     """See the module."""
 
     def __init__(self, name: str, namespace: str, port: int | None) -> None:
-        self.name, self.namespace, self.port = name, namespace, port or FRONTEND_PORT
+        self.name = name
+        self.namespace = namespace
+        self.port = port or FRONTEND_PORT
 
     @property
     def host(self) -> str:

@@ -23,7 +23,9 @@ from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
 from tuneloop.kube import connection
 from tuneloop.workflow.settings import RUN_LABEL
 
-GROUP, KIND, PLURAL = "nvidia.com", "DynamoGraphDeployment", "dynamographdeployments"
+GROUP = "nvidia.com"
+KIND = "DynamoGraphDeployment"
+PLURAL = "dynamographdeployments"
 VERSIONS = ("v1beta1", "v1alpha1")
 POD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
 DOWN = (502, 503, 504)
@@ -93,7 +95,8 @@ def _item(place: Any, name: str, item: str) -> Any:
 
 def _containers(graph: JsonObject) -> list[JsonObject]:
     """List the main container of each component, as ``v1alpha1`` (services) and ``v1beta1`` (components) have it."""
-    spec, main_containers = graph.setdefault("spec", {}), []
+    spec = graph.setdefault("spec", {})
+    main_containers = []
     for service in (spec.get("services") or {}).values():
         main_containers.append(
             service.setdefault("extraPodSpec", {}).setdefault("mainContainer", {})
@@ -154,7 +157,8 @@ def bring_up(
     and `tell` says where it differs. Raises UserError if the operator gave up, Retryable if the graph is not ready in
     time, and whatever `start` raises; a graph that this call created is deleted then."""
     name = str(graph["metadata"]["name"])
-    created, started = _ensure(cluster, graph, recreate, tell), None
+    created = _ensure(cluster, graph, recreate, tell)
+    started = None
     try:
         _wait(cluster, name, timeout, tell)
         if start is not None:
@@ -174,10 +178,8 @@ def _ensure(
     cluster: connection.Connection, graph: Object, recreate: bool, tell: Callable[[str], object]
 ) -> bool:
     """Create the graph unless it exists; return whether it was created."""
-    name, (group, _, version) = (
-        str(graph["metadata"]["name"]),
-        str(graph["apiVersion"]).partition("/"),
-    )
+    name = str(graph["metadata"]["name"])
+    group, _, version = str(graph["apiVersion"]).partition("/")
     find_api_version(cluster)
     live = find_graph(cluster, name, version)
     if live is not None and not live["metadata"].get("deletionTimestamp"):
@@ -218,7 +220,8 @@ def find_drift(wanted: Any, live: Any, at: str) -> list[str]:
 def _wait(
     cluster: connection.Connection, name: str, timeout: float, tell: Callable[[str], object]
 ) -> None:
-    deadline, reported = time.monotonic() + timeout, ""
+    deadline = time.monotonic() + timeout
+    reported = ""
     while True:
         conditions = read_gates(cluster, name)
         shut = "; ".join(f"{gate.name}: {gate.why}" for gate in conditions if not gate.open)
@@ -258,7 +261,8 @@ def read_gates(cluster: connection.Connection, name: str, port: int = FRONTEND_P
 def operator_gate(graph: Object) -> Gate:
     """Check that the operator's state is ``successful``, for the graph's current generation."""
     status = graph.get("status") or {}
-    state, seen = str(status.get("state") or "not seen"), status.get("observedGeneration")
+    state = str(status.get("state") or "not seen")
+    seen = status.get("observedGeneration")
     if seen is not None and seen < graph["metadata"].get("generation", 0):
         return Gate("operator", False, f"{state}, of an earlier generation")
     return Gate("operator", state == "successful", state)

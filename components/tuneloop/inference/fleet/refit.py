@@ -42,7 +42,8 @@ class Refitted:
 
 def make_target(policy: Artifact) -> Target:
     """Name a checkpoint for workers: by its directory where the store is a volume, else by its reference."""
-    version, digest = policy.manifest.facts["version"], policy.manifest.digest
+    version = policy.manifest.facts["version"]
+    digest = policy.manifest.digest
     local = local_path(policy.url)
     model = f"{local}/{policy.manifest.root}/model" if local else f"{policy.url}@{digest}"
     return Target(f"{version}@{digest}", model)
@@ -59,7 +60,8 @@ def refit_fleet(
     """Bring all workers to `wanted`, in at most `passes` looks at the fleet, of which the last has to find no new
     worker. A worker silent for `timeout_s` seconds counts as gone. `force` updates those that have the version, too.
     Raises Retryable: a worker refused or failed; there is none; the fleet kept changing; UserError: as `discover`."""
-    done, start = Refitted(), time.monotonic()
+    done = Refitted()
+    start = time.monotonic()
     lost: Mapping[str, Unreachable] = {}
     while done.passes < passes:
         if done.passes and not done.workers and not lost:

@@ -20,7 +20,9 @@ class Service:
     endpoint = None
 
     def __init__(self, name: str, namespace: str, port: int | None) -> None:
-        self.name, self.namespace, self.port = name, namespace, port
+        self.name = name
+        self.namespace = namespace
+        self.port = port
         self.context: str | None = None
 
     def discover(self) -> list[Worker]:
