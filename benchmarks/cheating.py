@@ -177,7 +177,7 @@ def show(store: str) -> int:
     found, attacks, all_gained = Run.open("cheating", store), list_attacks(), 0
     print("iteration objective    gained  escapes     ended   attacks   mutated     texts")
     for entry in sorted(found.with_role("scorer"), key=lambda each: each.iteration or 0):
-        rows = found.samples(entry, ("completion", "score", "breakdown"))
+        rows = found.read_samples(entry, ("completion", "score", "breakdown"))
         parts = [json.loads(row["breakdown"]) for row in rows]
         texts = [row["completion"] for row in rows]
         exact = [bool({text, f"{text}\n"} & {*attacks}) for text in texts]

@@ -22,7 +22,7 @@ from tuneloop.core.artifacts import MANIFEST
 from tuneloop.formats.tokens import load_tokenizer
 from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs.run_record import Run
-from tuneloop.ui.samples import MOST
+from tuneloop.ui.samples import MOST_TOKENS
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 HIGH_CONTRAST = """
@@ -222,7 +222,7 @@ def test_tokens_are_coloured_when_they_come_near(tmp_path: Path, page: Page) -> 
     policy = commit_policy(tmp_path / "run/base-model")
     texts = [f"ab{'äö€ 漢字 word ' * 60}{number}" for number in range(40)]
     words = load_tokenizer(policy.path / "model")
-    ids = [words.encode(text)[:MOST] for text in texts]
+    ids = [words.encode(text)[:MOST_TOKENS] for text in texts]
     commit_scored_rollouts(tmp_path / "run", 1, texts, ids, policy)
     with serve(tmp_path) as site:
         page.open(f"{site}/runs/run/samples/1", "40 of 40")
@@ -234,12 +234,12 @@ def test_tokens_are_coloured_when_they_come_near(tmp_path: Path, page: Page) -> 
             len(text) > 100 and text in shown for text, shown in zip(read, said, strict=True)
         )
         counted = "document.querySelectorAll('.samples > li:{}-child .token').length"
-        assert page.evaluate(counted.format("first")) == MOST - 1, (
+        assert page.evaluate(counted.format("first")) == MOST_TOKENS - 1, (
             "all but the one that is a tool's"
         )
         assert page.evaluate(counted.format("last")) == 0
         page.evaluate("document.querySelector('.samples > li:last-child').scrollIntoView()")
-        until(lambda: page.evaluate(counted.format("last")) == MOST - 1)
+        until(lambda: page.evaluate(counted.format("last")) == MOST_TOKENS - 1)
         assert read[-1] in page.evaluate(
             "document.querySelector('.samples > li:last-child').textContent"
         )

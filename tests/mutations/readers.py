@@ -126,8 +126,8 @@ def _read_report(run: SampleRun) -> Any:
     opened = Run.open(RUN, run.store)
     with TemporaryDirectory() as scratch:
         inspect.report_run(RUN, run.store, Path(scratch) / "report.html")
-    curves = [(c.name, c.stage, c.role, c.how, c.axis, c.x, c.y) for c in opened.curves()]
-    samples = [opened.samples(entry) for entry in opened.with_role("evaluator", "scorer")]
+    curves = [(c.name, c.stage, c.role, c.method, c.axis, c.x, c.y) for c in opened.curves()]
+    samples = [opened.read_samples(entry) for entry in opened.with_role("evaluator", "scorer")]
     versions = [(e.key, e.manifest.facts["version"], e.manifest.digest) for e in opened.checkpoints]
     config = opened.record and opened.record.config
     return 0, (curves, samples, versions, config, opened.read_failures())
@@ -205,7 +205,7 @@ def _materialize(run: SampleRun) -> Any:
 
 def _collect_garbage(run: SampleRun) -> Any:
     opened = Run.open(RUN, run.store)
-    left = {(item.key, item.why) for item in find_leftovers(opened, keep=1, idle=1e12)}
+    left = {(item.key, item.reason) for item in find_leftovers(opened, keep=1, idle=1e12)}
     return 0, (sorted(left), delete_unused_versions(run.weights, delete=False))
 
 

@@ -27,12 +27,12 @@ def collect_garbage(
     run = open_run(name, store)
     found = find_leftovers(run, keep=keep, idle=idle * 3600)
     for item in found:
-        typer.echo(f"{item.key}  {format_size(item.size)}  {item.why}")
+        typer.echo(f"{item.key}  {format_size(item.size)}  {item.reason}")
     if delete:
         delete_leftovers(run, found)
     if not found:
         return typer.echo(f"{name}: nothing to delete")
-    kinds = Counter(item.why.partition(" of ")[0] for item in found)
+    kinds = Counter(item.reason.partition(" of ")[0] for item in found)
     told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     total = format_size(sum(item.size for item in found))
     typer.echo(f"{name}: {told}, {total} {'deleted' if delete else 'to delete; --delete does'}")

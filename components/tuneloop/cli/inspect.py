@@ -33,7 +33,7 @@ def show_status(
     from tuneloop.cli.show import format_store_option, show_stages
     from tuneloop.runs.completeness import describe_missing, list_missing
     from tuneloop.runs.stages import list_stages
-    from tuneloop.runs.summary import format_facts, iterations_line, reward_line
+    from tuneloop.runs.summary import describe_iterations, describe_reward, format_facts
 
     if name is None:
         return _list_runs(store, as_json)
@@ -44,10 +44,14 @@ def show_status(
     again = f"tuneloop resume {name}{format_store_option(store)}"
     hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
     typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
-    facts = {"store": run.url, "iterations": iterations_line(run), "mean reward": reward_line(run)}
+    facts = {
+        "store": run.url,
+        "iterations": describe_iterations(run),
+        "mean reward": describe_reward(run),
+    }
     if (latest := run.latest_reward()) and latest.entry.manifest.role == "scorer":
         facts["newest batch"] = (
-            f"{latest.value:.3f} ({latest.how}, iteration {latest.entry.iteration})"
+            f"{latest.value:.3f} ({latest.method}, iteration {latest.entry.iteration})"
         )
     missing = list_missing(run)
     if missing:
@@ -121,7 +125,7 @@ def track_run(
     """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: those in TUNELOOP_TRACKERS; repeat to update."""
     from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows
     from tuneloop.kube.connection import connect_to_cluster
-    from tuneloop.runs.tracking import EVERY, find_phase, list_trackers, mirror_run, mirror_store
+    from tuneloop.runs.tracking import POLL_S, find_phase, list_trackers, mirror_run, mirror_store
     from tuneloop.trackers import find_tracker
     from tuneloop.ui.report import render_page
 
@@ -149,10 +153,10 @@ def track_run(
     if name is None:
         if not follow:
             raise UserError("RUN", name, "name one, or let it --follow all runs of the store")
-        return mirror_store(store, chosen, lambda: not pause.wait(EVERY), render_page, ask)
+        return mirror_store(store, chosen, lambda: not pause.wait(POLL_S), render_page, ask)
     run = open_run(name, store)
     for each in chosen:
-        going_on = lambda: follow and not pause.wait(EVERY) and find_phase(run, ask) == "running"  # noqa: E731
+        going_on = lambda: follow and not pause.wait(POLL_S) and find_phase(run, ask) == "running"  # noqa: E731
         typer.echo(mirror_run(run, each, going_on, render_page, ask))
 
 
@@ -204,7 +208,7 @@ def _score(run: "Run", score: "Score") -> dict[str, Any]:
         "completions": run.count_scored_completions(score.entry),
         "policy_version": score.version,
     }
-    return {"mean_reward": score.value, "how": score.how, **about}
+    return {"mean_reward": score.value, "how": score.method, **about}
 
 
 def _list_runs(store: str, as_json: bool) -> None:
@@ -253,7 +257,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
                 latest = (run := Run(name, store, record)).latest_reward()
                 row |= {
                     **_progress(run),
-                    **({"mean_reward": latest.value, "how": latest.how} if latest else {}),
+                    **({"mean_reward": latest.value, "how": latest.method} if latest else {}),
                 }
         except (UserError, Retryable) as error:  # list the others nevertheless
             row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
@@ -263,7 +267,7 @@ def _rows_of_runs(store: str) -> list[dict[str, Any]]:
 
 def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:
     """Print the lines of a log that were not printed yet; a line still being written waits."""
-    from tuneloop.runs.stages import get_stage_name, iteration_of
+    from tuneloop.runs.stages import find_iteration, get_stage_name
 
     path = run.directory / node.log
     if not path.is_file():
@@ -273,7 +277,7 @@ def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> 
         data = file.read()
     whole = data if node.finished else data[: data.rfind(b"\n") + 1]
     seen[node.id] = seen.get(node.id, 0) + len(whole)
-    at = f" {iteration}" if (iteration := iteration_of(node)) else ""
+    at = f" {iteration}" if (iteration := find_iteration(node)) else ""
     for line in whole.decode(errors="replace").splitlines():
         typer.echo(f"{get_stage_name(node)}{at} | {line}" if prefix else line)
 

@@ -10,7 +10,7 @@ from tuneloop.cli.watch import LOOK_S, draw_state
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.local.journal import BROKEN, DONE, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import get_stage_name, iteration_of
+from tuneloop.runs.stages import find_iteration, get_stage_name
 from tuneloop.runs.summary import format_duration, format_number
 from tuneloop.workflow.rendered_stages import read_loop
 
@@ -79,7 +79,7 @@ class Display:
         if node.phase == "Running" and not node.daemoned:
             self.running[node.id] = node
             self.waiting.pop(node.parent, None)
-            iteration = iteration_of(node)
+            iteration = find_iteration(node)
             # An update may begin after the next batch's rollout, and a server be started anew within an iteration.
             if iteration > self.iteration or not (iteration or node.template in self.servers):
                 self._end_iteration()
@@ -131,7 +131,7 @@ class Display:
             )
         elif node.phase == "Omitted":
             self._print(f"{get_stage_name(node)}: ended after {seconds}: {node.message}")
-        elif iteration_of(node):
+        elif find_iteration(node):
             self.parts.append(f"{get_stage_name(node)} {seconds}")
         else:
             results = "  ".join(
@@ -167,7 +167,7 @@ class Display:
         began = time.monotonic()
         if began >= self.due:
             try:
-                self.run.refresh(whole=False)
+                self.run.refresh(all_iterations=False)
                 self.table = draw_state(describe_state(self.run, None))
             except (UserError, Retryable) as error:  # the run's executor reports what ends the run
                 self.table = Text(str(error))

@@ -140,7 +140,7 @@ def explain_version(
     from tuneloop.runs import questions, summary
 
     run = open_run(name, store)
-    for ref, told in questions.explain_artifact(run, questions.find_made(run, which)):
+    for ref, told in questions.explain_artifact(run, questions.find_artifact(run, which)):
         typer.echo(f"{ref}\n{summary.format_facts(told)}")
 
 
@@ -277,7 +277,7 @@ def attest_version(
     from tuneloop.runs import attestation, questions, signatures
 
     signer, run = signatures.open_signer(key, certificate or ()), open_run(name, store)
-    made = questions.find_made(run, _name_version(run, version))
+    made = questions.find_artifact(run, _name_version(run, version))
     typer.echo(f"signed: {attestation.attest_version(run, made, output, signer, builder)}")
 
 
@@ -301,7 +301,7 @@ def push_version(
     from tuneloop.runs import attestation, questions
 
     run = open_run(name, store)
-    made = questions.find_made(run, _name_version(run, version))
+    made = questions.find_artifact(run, _name_version(run, version))
     typer.echo(f"pushed: {attestation.push_version(run, made, repo, private, adapter)}")
 
 

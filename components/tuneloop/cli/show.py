@@ -12,14 +12,14 @@ from tuneloop.core.errors import EXIT_USER, NAMED, UserError, find_disk_error
 from tuneloop.core.store import normalize_url
 from tuneloop.local.journal import BROKEN, Node
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import Stage, get_stage_name
+from tuneloop.runs.stages import StageStatus, get_stage_name
 from tuneloop.runs.summary import format_duration, format_size
 
 if TYPE_CHECKING:
     from tuneloop.local.executor import Outcome
 
 
-def show_stages(stages: Iterable[Stage], places: int = 1) -> None:
+def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
     """Print a line for each stage: phase, number of successes, seconds, retries, its newest result; then, for stages
     with failed attempts, why the newest of these failed."""
     columns, shown = ("stage", "phase", "done", "seconds", "retries", "newest"), list(stages)
@@ -75,7 +75,7 @@ def show_weights(run: Run) -> None:
     """Print the checkpoints of a run: version, maker, digest, bytes, age, users, and which is the newest."""
     rows, held, users = [], run.checkpoints, dict[str, list[str]]()
     for entry in run.with_role("sampler", "evaluator"):
-        if policy := run.policy_of(entry):
+        if policy := run.find_policy(entry):
             users.setdefault(policy.key, []).append(entry.key)
     for entry in held:
         files = entry.manifest.files

@@ -88,7 +88,7 @@ def run_sweep(
     for run in runs:
         state, latest = sweep.find_state(run, cluster), run.latest_reward()
         value, told = (
-            (latest.value, f"{latest.value:.3f} ({latest.how})") if latest else (-math.inf, "")
+            (latest.value, f"{latest.value:.3f} ({latest.method})") if latest else (-math.inf, "")
         )
         rows.append(
             (

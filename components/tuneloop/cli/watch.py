@@ -55,7 +55,7 @@ def watch_run(
                 time.monotonic(),
             )  # once a run has ended, all its commits are visible
             try:
-                run.refresh(whole=False)
+                run.refresh(all_iterations=False)
                 stands = describe_state(run, cluster, ask)
                 phase, message = stands["phase"], stands["message"]
                 if phase == "elsewhere" and message and not run.entries:
@@ -121,14 +121,15 @@ def draw_sparkline(values: Sequence[float], width: int = 24) -> str:
 
 def _print_commits(run: "Run", shown: set[str], stands: Mapping[str, Any]) -> None:
     """Print a line for each artifact that is not among those `shown`, with the time of its commit."""
-    from tuneloop.runs.summary import format_duration, result_line
+    from tuneloop.runs.summary import format_duration, format_results
 
     for entry in run.entries:
         ref = f"{entry.key}@{entry.manifest.digest}"
         if ref not in shown:
             shown.add(ref)
             at = time.strftime("%H:%M:%S", time.localtime(entry.finished))
-            text = f"{at}  {entry.key}  {format_duration(entry.seconds)}  {result_line(None, entry.manifest.results)}"
+            results = format_results(None, entry.manifest.results)
+            text = f"{at}  {entry.key}  {format_duration(entry.seconds)}  {results}"
             left = _format_left(stands) if entry is run.entries[-1] else ""
             typer.echo(text.rstrip() + (f"  ({left} to go)" if left else ""))
 

@@ -189,7 +189,7 @@ def _verify_published(root: str, version: int | None, base: Path | None) -> int:
 def _verify_checkpoints(run: "Run", version: int | None) -> int:
     from tuneloop.runs.verification import find_state_entry, verify_artifact
 
-    run.refresh(whole=True)
+    run.refresh(all_iterations=True)
     held = run.checkpoints
     if not (chosen := [e for e in held if version in (None, e.manifest.facts["version"])]):
         versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
@@ -198,13 +198,15 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
     for entry in chosen:
         state = find_state_entry(run, entry)
         checked = [one for each in (entry, state) if each for one in verify_artifact(run, each)]
-        wrong = [c for c in checked if not c.good]
+        wrong = [c for c in checked if not c.is_unchanged]
         bad += len(wrong)
         at = f"version {entry.manifest.facts['version']}  {entry.key}"
         typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
         for c in wrong:
             what = (
-                f"holds SHA-256 {c.found.sha256}, not {c.want.sha256}" if c.found else "is missing"
+                f"holds SHA-256 {c.actual.sha256}, not {c.expected.sha256}"
+                if c.actual
+                else "is missing"
             )
             typer.echo(
                 f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume",

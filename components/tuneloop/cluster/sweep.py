@@ -48,7 +48,7 @@ def find_state(run: Run, cluster: Connection | None = None) -> str:
         phase = newest.lower() if (newest := get_workflow_phase(found[-1])) in DONE else "running"
     elif cluster:  # some time after a run has ended, its workflows are deleted
         phase = "succeeded" if find_phase(run) == "succeeded" else "created"
-    run.refresh(whole=False)
+    run.refresh(all_iterations=False)
     why = Store(run.url).get(STOPPED) if phase not in ("running", "succeeded") else None
     return f"{STOPPED}: {why.decode()}" if why else phase
 
@@ -80,7 +80,7 @@ def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judge
             else nullcontext()
         ):
             code = execute()
-    run.refresh(whole=False)
+    run.refresh(all_iterations=False)
     if code == 128 + signal.SIGINT or (signals and Store(run.url).get(STOPPED) is None):
         raise KeyboardInterrupt
 

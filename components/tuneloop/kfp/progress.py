@@ -5,7 +5,7 @@ from typing import Any
 
 from tuneloop.kfp.client import find_run, list_tasks
 from tuneloop.runs.run_record import Run
-from tuneloop.runs.stages import Stage, list_stages
+from tuneloop.runs.stages import StageStatus, list_stages
 
 PHASES = {
     "PENDING": "Pending",
@@ -27,7 +27,7 @@ def describe_progress(client: Any, run: Run) -> dict[str, Any]:
     stages = {stage.stage: stage for stage in list_stages(run)}
     for task in list_tasks(found):
         phase = PHASES.get(task.state, "Pending")
-        known = stages.get(task.name, Stage(task.name, phase, seconds=task.seconds))
+        known = stages.get(task.name, StageStatus(task.name, phase, seconds=task.seconds))
         stages[task.name] = replace(known, phase=phase, message=task.error)
     said = [
         (found.error and found.error.message) or "",

@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     task.write("report", render_page(run))
     task.describe(
         "rewards",
-        {f"{score.how} (version {score.version})": score.value for score in run.evaluations()},
+        {f"{score.method} (version {score.version})": score.value for score in run.evaluations()},
     )
     task.finish()
     return 0

@@ -1,1 +1,3 @@
-"""Runs as their stores hold them: records, summaries, audits, forks, mirrors in trackers, retention."""
+"""Runs as their stores hold them: records, summaries, audits, forks, mirrors in trackers,
+retention.
+"""

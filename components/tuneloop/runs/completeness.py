@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tuneloop.core.artifacts import DIGEST, split_ref
 from tuneloop.core.store import local_path
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Run
 
 NAMED = 3
 """How many of several keys a message names."""
@@ -15,15 +16,20 @@ def list_missing(run: Run) -> list[str]:
     """List the keys of artifacts that a run has committed and that are gone, in whole or in part.
 
     What the run has committed is known from the inputs of other artifacts and from the outputs of
-    its stages. The files of checkpoints that the loop has left behind may be deleted (`tuneloop.runs.retention`).
+    its stages. The files of checkpoints that the loop has gone beyond may be deleted
+    (`tuneloop.runs.retention`).
     """
-    missing = set(_list_lost(run))
-    followed = {
-        checkpoint.key for checkpoint in run.checkpoints if checkpoint.iteration is not None
-    }
-    followed -= {checkpoint.key for checkpoint in run.checkpoints[-1:]}
+    missing = set(_find_lost_keys(run))
+    replaced: set[str] = set()
+    # The newest checkpoint is the one that the loop goes on from: its files have to be there.
+    for checkpoint in run.checkpoints[:-1]:
+        if checkpoint.iteration is not None:
+            replaced.add(checkpoint.key)
     for entry in run.entries:
-        if entry.key not in followed and not _has_files(run, entry):
+        if entry.key not in replaced and not _has_files(
+            run,
+            entry,
+        ):
             missing.add(entry.key)
     return sorted(missing)
 
@@ -34,26 +40,38 @@ def describe_missing(keys: list[str]) -> str:
     return named if len(keys) <= NAMED else f"{named} and {len(keys) - NAMED} more"
 
 
-def _list_lost(run: Run) -> Iterator[str]:
+def _find_lost_keys(run: Run) -> Iterator[str]:
     """Yield the keys that references of the run name and that hold nothing, or something else."""
+    references: list[str] = []
+    for entry in run.entries:
+        references += entry.manifest.inputs.values()
     state = run.state
-    nodes = state.nodes.values() if state else ()
-    outputs = [
-        value for node in nodes if node.phase == "Succeeded" for value in node.outputs.values()
-    ]
-    inputs = [ref for entry in run.entries for ref in entry.manifest.inputs.values()]
-    for ref in inputs + outputs:
-        if f"@{DIGEST}:" in ref:
-            url, _ = split_ref(ref)
-            if url.startswith(f"{run.url}/") and run.maker(ref) is None:
-                yield url.removeprefix(f"{run.url}/")
+    if state:
+        for node in state.nodes.values():
+            if node.phase == "Succeeded":
+                references += node.outputs.values()
+    for reference in references:
+        # An output may also be a number, such as a reward.
+        if f"@{DIGEST}:" not in reference:
+            continue
+        url, _ = split_ref(reference)
+        if url.startswith(f"{run.url}/") and run.find_entry(reference) is None:
+            yield url.removeprefix(f"{run.url}/")
 
 
-def _has_files(run: Run, entry: Entry) -> bool:
-    """Return whether an artifact's directory is there."""
+def _has_files(
+    run: Run,
+    entry: Entry,
+) -> bool:
+    """Return whether an artifact's directory is there, and not empty if it is to have files."""
     root = local_path(run.url)
     # In an object store each answer would take a request.
     if root is None:
         return True
-    directory = Path(root, entry.key, entry.manifest.root)
-    return directory.is_dir() and (not entry.manifest.files or any(directory.iterdir()))
+    directory = Path(
+        root,
+        entry.path,
+    )
+    if not directory.is_dir():
+        return False
+    return not entry.manifest.files or any(directory.iterdir())

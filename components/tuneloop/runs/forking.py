@@ -1,6 +1,9 @@
-"""Forks: runs that begin at the end of another run's iteration, with other settings. A fork is its pipeline's workflow,
-started at the template where a long loop continues (`tuneloop.argo.loop`), with references to the artifacts of the
-other run. These are not copied; pins protect them from retention. ``<store>/<fork>/fork.json`` names the origin."""
+"""Forks: runs that begin at the end of another run's iteration, with other settings.
+
+A fork is its pipeline's workflow, started at the template where a long loop continues
+(`tuneloop.argo.loop`), with references to the artifacts of the other run. These are not copied;
+pins protect them from retention. ``<store>/<fork>/fork.json`` names the origin.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +12,18 @@ from tuneloop.argo.loop import CONTINUED
 from tuneloop.config.loading import Pipeline
 from tuneloop.config.pipeline import PipelineConfig
 from tuneloop.core.artifacts import DIGEST, Artifact, dump_canonical_json, dump_checked_json
+from tuneloop.core.component import Component
 from tuneloop.core.errors import UserError
 from tuneloop.core.program import parse_arguments
 from tuneloop.core.store import Store
+from tuneloop.runs.committed import Entry
 from tuneloop.runs.records import check_name
 from tuneloop.runs.replay import locate_artifact
 from tuneloop.runs.run_record import FORK, Run
 from tuneloop.training.old_checkpoints import check_trainable, pin_artifact
+from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publish import publish_version
-from tuneloop.workflow.loop import step_of
+from tuneloop.workflow.loop import Loop, step_of
 from tuneloop.workflow.manifest import (
     begin_at_template,
     find_ancestors,
@@ -27,101 +33,217 @@ from tuneloop.workflow.manifest import (
 from tuneloop.workflow.rendered_stages import container_of, read_stage
 
 
-def begin_workflow(found: Pipeline, settings: Any, run: Run, iteration: int) -> dict[str, Any]:
-    """Build the workflow of a fork, which continues from the end of an iteration of `run`; 0: from the loop's start.
-    Raises UserError if the iteration is not committed or ends the loop, or a setting changes a stage already run."""
-    workflow, loop = found.build(settings), getattr(found.module.build_argo, "loop", None)
-    made = {entry.stage: entry for entry in run.entries if entry.iteration == max(iteration, 1)}
-    if loop is None or not {step.name for step in loop.steps} <= made.keys():
-        remedy = f"{run.name}, in iteration {run.iteration} now, has not committed it"
-        if run.origin and max(iteration, 1) <= (begun := run.origin["iteration"]):
-            remedy = (
-                f"{run.name} began after iteration {begun} of {run.origin['run']}; fork that run"
-            )
-        raise UserError("ITERATION", iteration, remedy)
-    _check_done(workflow, run)
-    last = next(
-        int(p["value"])
-        for p in workflow["spec"]["arguments"]["parameters"]
-        if p["name"] == "iterations"
+def begin_workflow(
+    pipeline: Pipeline,
+    settings: Any,
+    run: Run,
+    iteration: int,
+) -> dict[str, Any]:
+    """Build the workflow of a fork, which continues from the end of an iteration of `run`.
+
+    Args:
+        pipeline: the pipeline that `run` was started with.
+        settings: the configuration of the fork.
+        run: the origin.
+        iteration: the last iteration that the fork takes over; 0: it begins with the loop.
+
+    Raises:
+        UserError: the iteration is not committed or ends the loop, or a setting would change a
+            stage that has already run.
+    """
+    # A pipeline without a loop has none on its builder, and cannot be forked.
+    workflow = pipeline.build(settings)
+    loop: Loop | None = getattr(
+        pipeline.module.build_argo,
+        "loop",
+        None,
     )
+    # Before the first iteration the carried values are the inputs of its stages.
+    source_iteration = max(iteration, 1)
+    entries = {entry.stage: entry for entry in run.entries if entry.iteration == source_iteration}
+    if loop is None or not {step.name for step in loop.steps} <= entries.keys():
+        raise UserError("ITERATION", iteration, _explain_missing(run, iteration))
+    _check_done(workflow, run)
+    arguments = _read_parameters(workflow)
+    last = int(arguments["iterations"])
     if iteration >= last:
-        raise UserError(
-            "loop.iterations", last, f"the loop would end with iteration {iteration}: set it higher"
+        remedy = f"the loop would end with iteration {iteration}: set it higher"
+        raise UserError("loop.iterations", last, remedy)
+    parameters = {"iteration": str(iteration + 1)}
+    parameters |= _collect_values(
+        loop,
+        run,
+        entries,
+        is_started=iteration > 0,
+    )
+    return begin_at_template(workflow, CONTINUED, parameters)
+
+
+def _explain_missing(run: Run, iteration: int) -> str:
+    """Explain why a fork cannot begin at the end of an iteration that `run` does not hold."""
+    if run.origin and max(iteration, 1) <= run.origin["iteration"]:
+        origin = run.origin["run"]
+        return (
+            f"{run.name} began after iteration {run.origin['iteration']} of {origin}; fork that run"
         )
-    values = dict.fromkeys((*loop.carry, *loop.constants), "")
+    return f"{run.name}, in iteration {run.iteration} now, has not committed it"
+
+
+def _collect_values(
+    loop: Loop, run: Run, entries: Mapping[str, Entry], *, is_started: bool
+) -> dict[str, str]:
+    """Return the references that an iteration of a fork begins with, by the loop's names for them.
+
+    Args:
+        loop: the pipeline's.
+        run: the origin.
+        entries: step → its artifact, in the iteration that the fork continues from.
+        is_started: the iteration is over; otherwise its inputs are what the fork begins with.
+    """
+    # A value that no step reads stays empty.
+    values = dict.fromkeys(loop.carry, "")
+    values |= dict.fromkeys(loop.constants, "")
     for step in loop.steps:
-        inputs = made[step.name].manifest.inputs
-        values |= {
-            v: locate_artifact(run, inputs[k])
-            for k, v in step.wires.items()
-            if v in values and k in inputs
-        }
-    for name, wire in loop.carry.items() if iteration else ():
-        entry = made[step_of(wire)]
-        values[name] = f"{run.url}/{entry.key}@{entry.manifest.digest}"
-    return begin_at_template(workflow, CONTINUED, {"iteration": str(iteration + 1), **values})
+        inputs = entries[step.name].manifest.inputs
+        for input_name, value_name in step.wires.items():
+            if value_name in values and input_name in inputs:
+                values[value_name] = locate_artifact(run, inputs[input_name])
+    # What the last iteration has made replaces what it began with.
+    if is_started:
+        for value_name, wire in loop.carry.items():
+            values[value_name] = run.reference(entries[step_of(wire)])
+    return values
 
 
-def record_fork(name: str, workflow: Mapping[str, Any], run: Run, settings: Any) -> None:
-    """Record and pin a fork's origin, and publish what its servers pull. Raises UserError for a bad or taken name."""
+def record_fork(
+    name: str,
+    workflow: Mapping[str, Any],
+    run: Run,
+    settings: Any,
+) -> None:
+    """Record a fork's origin, pin the artifacts that it uses, and publish what its servers pull.
+
+    Args:
+        name: the fork's.
+        workflow: as `begin_workflow` has built it.
+        run: the origin.
+        settings: the configuration of the fork.
+
+    Raises:
+        UserError: the name is bad or taken, or a checkpoint lacks the trainer's state.
+    """
     check_name(name, "--name")
     store = Store(f"{run.store_url}/{name}")
-    given = {p["name"]: str(p.get("value")) for p in workflow["spec"]["arguments"]["parameters"]}
-    values = {key: value for key, value in given.items() if f"@{DIGEST}:" in value}
-    data = dump_checked_json(
-        {"run": run.name, "iteration": int(given["iteration"]) - 1, "values": values}, FORK
-    )
-    if (standing := store.get(FORK)) != data and (standing or store.parts()):
+    parameters = _read_parameters(workflow)
+    references = {key: value for key, value in parameters.items() if f"@{DIGEST}:" in value}
+    origin = {
+        "run": run.name,
+        "iteration": int(parameters["iteration"]) - 1,
+        "values": references,
+    }
+    data = dump_checked_json(origin, FORK)
+    # A fork that was interrupted here is recorded again, by the same file.
+    existing = store.get(FORK)
+    if existing != data and (existing or store.parts()):
         raise UserError("--name", name, "is the name of another run; choose one that is free")
-    is_reset = getattr(getattr(settings, "update", None), "reset_optimizer", False)
-    for ref in values.values():
-        if not is_reset:
-            check_trainable(Artifact(ref))
-        pin_artifact(Artifact(ref), f"fork-{name}")
+    update = getattr(settings, "update", None)
+    resets_optimizer = getattr(update, "reset_optimizer", False)
+    for reference in references.values():
+        # Without the trainer's state the first update of the fork would be another.
+        if not resets_optimizer:
+            check_trainable(Artifact(reference))
+        pin_artifact(Artifact(reference), f"fork-{name}")
     store.put(FORK, data)
-    if published := settings.published(store.url) if isinstance(settings, PipelineConfig) else {}:
-        made = Artifact(values["policy"])
-        about = {"source": made.manifest.digest, "encoding": settings.engine.encoding}
-        publish_version(
-            published["weights"], made.manifest.facts["version"], made.part("model"), **about
-        )
+    published = settings.published(store.url) if isinstance(settings, PipelineConfig) else {}
+    if published:
+        _publish_policy(published["weights"], references["policy"], settings.engine.encoding)
+
+
+def _publish_policy(url: str, reference: str, encoding: Encoding | None) -> None:
+    """Publish the policy that a fork begins with below `url`, where its servers pull weights."""
+    policy = Artifact(reference)
+    publish_version(
+        url,
+        policy.manifest.facts["version"],
+        policy.part("model"),
+        source=policy.manifest.digest,
+        encoding=encoding,
+    )
+
+
+def _read_parameters(workflow: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters that a workflow is started with, name → value."""
+    parameters = workflow["spec"]["arguments"]["parameters"]
+    return {parameter["name"]: str(parameter.get("value")) for parameter in parameters}
 
 
 def _check_done(workflow: Mapping[str, Any], run: Run) -> None:
     """Refuse settings that would change the output of a stage that the fork does not repeat."""
+    # A fork of a fork goes by the stages of the run that the first one came from.
     while run.origin:
         run = Run(run.origin["run"], run.store_url)
-    done = {
+    params_by_stage = {
         entry.manifest.stage: entry.manifest.params
         for entry in run.entries
         if entry.iteration is None
     }
+    templates = {template["name"]: template for template in workflow["spec"]["templates"]}
     calls = {
-        t["name"]: [call["template"] for call in list_calls(t)]
-        for t in workflow["spec"]["templates"]
+        name: [call["template"] for call in list_calls(template)]
+        for name, template in templates.items()
     }
-    repeated = {CONTINUED, *find_ancestors(CONTINUED, calls)}
-    for name, template in (
-        (t["name"], t) for t in workflow["spec"]["templates"] if t["name"] not in repeated
-    ):
-        if component := read_stage(template).component:
-            flags = component.inputs, component.output, component.Params.model_fields
-            given = parse_arguments(
-                container_of(template, parse_applied_object(template))["args"], name, None, *flags
+    # A fork enters at the template where the loop continues, below those that call it.
+    repeated = find_ancestors(CONTINUED, calls) | {CONTINUED}
+    for name, template in templates.items():
+        component = read_stage(template).component
+        if component and name not in repeated:
+            params = _read_params(component, name, template)
+            _check_params(run, name, params, params_by_stage.get(component.name))
+
+
+def _read_params(
+    component: Component,
+    name: str,
+    template: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the parameters that the template `name` gives its stage, as the stage's manifest
+    would have them.
+    """
+    container = container_of(template, parse_applied_object(template))
+    fields = component.Params.model_fields
+    arguments = parse_arguments(
+        container["args"],
+        name,
+        None,
+        component.inputs,
+        component.output,
+        fields,
+    )
+    params = component.validate({key: arguments[key] for key in arguments.keys() & fields.keys()})
+    return params.model_dump(mode="json", exclude=component.untracked)
+
+
+def _check_params(
+    run: Run,
+    stage: str,
+    params: Mapping[str, Any],
+    committed: Mapping[str, Any] | None,
+) -> None:
+    """Raise UserError unless a stage of `run` had these parameters; `committed` are those that it
+    had, if it ran.
+    """
+    if committed is None:
+        remedy = f"no longer has {stage} to compare settings with; run it anew"
+        raise UserError("RUN", run.name, remedy)
+    # A parameter that only one of the two has came with another release.
+    for key in sorted(params.keys() & committed):
+        if dump_canonical_json(params[key]) != dump_canonical_json(committed[key]):
+            remedy = (
+                f"{run.name} ran {stage} with {committed[key]!r}, "
+                "and a fork does not repeat that: run it anew"
             )
-            params = component.validate(
-                {k: given[k] for k in given.keys() & component.Params.model_fields.keys()}
+            raise UserError(
+                f"{stage}.{key}",
+                params[key],
+                remedy,
             )
-            asked, then = (
-                params.model_dump(mode="json", exclude=component.untracked),
-                done.get(component.name),
-            )
-            if then is None:
-                raise UserError(
-                    "RUN", run.name, f"no longer has {name} to compare settings with; run it anew"
-                )
-            for key in sorted(asked.keys() & then):
-                if dump_canonical_json(asked[key]) != dump_canonical_json(then[key]):
-                    remedy = f"{run.name} ran {name} with {then[key]!r}, and a fork does not repeat that: run it anew"
-                    raise UserError(f"{name}.{key}", asked[key], remedy)

@@ -21,7 +21,9 @@ SCHEDULE_LENGTH = 31
 DIGITS = 8
 """The length of the prompts' digest in the name of a schedule's run."""
 NAME = re.compile(r"^(?!sessions$)[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
-"""Pattern of a run's name. Below a store's ``sessions`` a gateway keeps the sessions of its clients."""
+"""Pattern of a run's name. Below a store's ``sessions`` a gateway keeps the sessions of its
+clients.
+"""
 
 
 class Record(BaseModel, frozen=True):
@@ -40,32 +42,52 @@ class Record(BaseModel, frozen=True):
 
 
 def get_run_directory(name: str, store: str) -> Path:
-    """Return the directory of a run's local state."""
-    return (local_path(store) or Path(ROOT).absolute()) / name
+    """Return the directory of a run's local state: in the store if that is a directory, else in
+    ``./runs``.
+    """
+    # An object store cannot hold the lock and the logs of an executor.
+    root = local_path(store) or Path(ROOT).absolute()
+    return root / name
 
 
 def write_record(record: Record, workflow: str, replaced: Record | None = None) -> None:
-    """Write configuration, workflow and then the record of a new run. Raises UserError for a bad or taken name."""
+    """Write configuration, workflow and then the record of a new run.
+
+    Args:
+        record: the new run's.
+        workflow: the YAML that is executed.
+        replaced: the record of a run of the same name that this one takes the place of.
+
+    Raises:
+        UserError: the name is bad or taken.
+    """
     check_name(record.run)
-    place = Store(str(get_run_directory(record.run, record.store)))
+    directory = Store(str(get_run_directory(record.run, record.store)))
+    # Until the new record is written there is none: no reader joins the old one with new files.
     if replaced:
-        place.delete("run.json")
-    place.put("config.yaml", yaml.safe_dump(record.config, sort_keys=False).encode())
-    place.put("workflow.yaml", workflow.encode())
+        directory.delete("run.json")
+    config = yaml.safe_dump(record.config, sort_keys=False)
+    directory.put("config.yaml", config.encode())
+    directory.put("workflow.yaml", workflow.encode())
+    # The record comes last: a run that has one is whole.
+    data = dump_checked_json(
+        record.model_dump(mode="json"),
+        f"{record.run}/run.json",
+    )
     try:
-        place.create(
-            "run.json", dump_checked_json(record.model_dump(mode="json"), f"{record.run}/run.json")
-        )
+        directory.create("run.json", data)
     except Conflict:
-        raise UserError(
-            "--run", record.run, "was started by another process just now; choose another name"
-        ) from None
+        remedy = "was started by another process just now; choose another name"
+        raise UserError("--run", record.run, remedy) from None
 
 
 def check_name(name: str, field: str = "--run") -> None:
     """Raise UserError unless `name` can name a run: it becomes part of names in Kubernetes."""
     if not NAME.match(name):
-        remedy = "use at most 40 lower-case letters, digits and dashes, a letter or digit at the ends; not 'sessions'"
+        remedy = (
+            "use at most 40 lower-case letters, digits and dashes, "
+            "a letter or digit at the ends; not 'sessions'"
+        )
         raise UserError(field, name, remedy)
 
 
@@ -73,34 +95,56 @@ def check_schedule_name(name: str) -> None:
     """Raise UserError unless `name` can name a schedule; the names of its runs are longer."""
     check_name(name, "--name")
     if len(name) > SCHEDULE_LENGTH:
-        remedy = f"is too long for a schedule, since its runs extend it: at most {SCHEDULE_LENGTH} characters"
+        remedy = (
+            "is too long for a schedule, since its runs extend it: "
+            f"at most {SCHEDULE_LENGTH} characters"
+        )
         raise UserError("--name", name, remedy)
 
 
 def read_record(name: str, store: str) -> Record | None:
-    """Read the record of the run `name`, if it was started on this machine."""
+    """Read the record of the run `name`; None if it was not started on this machine.
+
+    Raises:
+        UserError: `name` cannot name a run.
+        Corrupt: the record is damaged.
+    """
     check_name(name)
-    place = get_run_directory(name, store)
-    told = load_checked_json(
-        Store(str(place)).get("run.json"), f"{name}/run.json", str(place.parent), "restore it"
+    directory = get_run_directory(name, store)
+    fields = load_checked_json(
+        Store(str(directory)).get("run.json"),
+        f"{name}/run.json",
+        str(directory.parent),
+        "restore it",
     )
+    if not fields:
+        return None
     try:
-        return Record.model_validate(told) if told else None
+        return Record.model_validate(fields)
     except ValidationError as error:
-        raise Corrupt("run", f"{place}/run.json", "is not a run's record; restore it") from error
+        remedy = "is not a run's record; restore it"
+        raise Corrupt("run", f"{directory}/run.json", remedy) from error
 
 
 def list_runs(store: str = ROOT) -> list[str]:
-    """List the runs below `store` that were started here, also damaged ones; in an object store, everybody's runs."""
-    here = {path.parent.name for path in get_run_directory("x", store).parent.glob("*/run.json")}
-    if local_path(store) is None:  # the local state of all object stores' runs is in one folder
-        here = {name for name in here if NAME.match(name) and _is_of(name, store)} | {
-            *Store(store).parts()
-        }
-    return sorted(name for name in here if NAME.match(name))
+    """List the runs below `store` that were started here, also damaged ones; in an object store,
+    everybody's runs.
+    """
+    directory = get_run_directory("x", store).parent
+    names = {
+        path.parent.name for path in directory.glob("*/run.json") if NAME.match(path.parent.name)
+    }
+    if local_path(store) is None:
+        # The local state of the runs in all object stores is in one folder.
+        names = {name for name in names if _lies_in(name, store)}
+        names |= {name for name in Store(store).parts() if NAME.match(name)}
+    return sorted(names)
 
 
-def _is_of(name: str, store: str) -> bool:
+def _lies_in(name: str, store: str) -> bool:
+    """Return whether a run lies in `store`; a damaged record is taken to, so that somebody sees
+    it.
+    """
     try:
         record = read_record(name, store)
     except Corrupt:
@@ -109,12 +153,21 @@ def _is_of(name: str, store: str) -> bool:
 
 
 def read_records(store: str = ROOT) -> list[Record]:
-    """Read the records of the runs below `store`, oldest first. Raises Corrupt where one is damaged."""
-    found = (read_record(name, store) for name in list_runs(store))
-    return sorted((record for record in found if record), key=lambda r: r.created)
+    """Read the records of the runs below `store`, oldest first. Raises Corrupt if one is
+    damaged.
+    """
+    records = [read_record(name, store) for name in list_runs(store)]
+    # A run that others have started has no record here.
+    return sorted(
+        (record for record in records if record),
+        key=lambda record: record.created,
+    )
 
 
-def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_leaves(
+    config: Mapping[str, Any],
+    prefix: str = "",
+) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of every setting; an empty section counts as a setting."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -123,11 +176,17 @@ def list_leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{key}", value
 
 
-def find_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys in which two configurations differ."""
-    a, b = dict(list_leaves(ours)), dict(list_leaves(theirs))
-    return sorted(
+def find_differences(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+) -> list[str]:
+    """List the dotted keys in which two configurations differ, sorted."""
+    our_settings = dict(list_leaves(ours))
+    their_settings = dict(list_leaves(theirs))
+    # As JSON, since a configuration that was read from a file has lists where ours has tuples.
+    return [
         key
-        for key in {*a, *b}
-        if dump_canonical_json(a.get(key)) != dump_canonical_json(b.get(key))
-    )
+        for key in sorted(our_settings.keys() | their_settings.keys())
+        if dump_canonical_json(our_settings.get(key))
+        != dump_canonical_json(their_settings.get(key))
+    ]

@@ -1,5 +1,9 @@
-"""Replay: compute an artifact of a run again, from the inputs and parameters that its manifest names. A stage is a
-function of these: a digest that differs is a fault, and the first difference is named. The run stays as it is."""
+"""Replay: compute an artifact of a run again, from the inputs and parameters that its manifest
+names.
+
+A stage is a function of these: a digest that differs is a fault, and the first difference is
+named. The run stays as it is.
+"""
 
 import dataclasses
 import tempfile
@@ -9,139 +13,286 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.core.artifacts import STATED, Artifact, Manifest, split_ref
-from tuneloop.core.component import find_component
+from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import Corrupt, UserError
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Run
 
 DECIDING = ("device", "threads", "code", "packages")
 """The entries of an artifact's provenance that may change its bits."""
+COMPARED = (
+    "format",
+    "stage",
+    "role",
+    "kind",
+    "params",
+    "inputs",
+    "files",
+    "results",
+    "facts",
+)
+"""The fields of manifests in the order in which they are compared: what an artifact was made from
+comes first.
+"""
+CONTEXT = 60
+"""How many characters before the first difference of two lines are shown."""
+SHOWN = 200
+"""How many characters of each of two lines are shown."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed:
-    """The comparison of an artifact with the result of computing it again."""
+class Replay:
+    """The comparison of an artifact with the result of computing it again.
+
+    Attributes:
+        entry: the artifact of the run.
+        manifest: of the result.
+        difference: the first one, in words; None if the two are equal.
+    """
 
     entry: Entry
     manifest: Manifest
     difference: str | None
 
 
-def replay_iteration(run: Run, iteration: int, stage: str | None = None) -> Iterator[Replayed]:
-    """Compute an iteration's artifacts again (0: those outside the loop), in this process and in their order; with
-    `stage`, the last part of an artifact's key, only that one. Raises UserError if there is none, an input is missing,
-    or it was not made by one of tuneloop's own stages in one process."""
-    chosen = [
-        e for e in run.entries if (e.iteration or 0) == iteration and stage in (None, e.stage)
-    ]
+def replay_iteration(
+    run: Run,
+    iteration: int,
+    stage: str | None = None,
+) -> Iterator[Replay]:
+    """Compute an iteration's artifacts again, in this process and in their order.
+
+    Args:
+        run: the run that made them.
+        iteration: its number; 0: the artifacts outside the loop.
+        stage: only the artifact whose key ends with this; None: all.
+
+    Raises:
+        UserError: there is none, an input is missing, or it was not made by one of tuneloop's own
+            stages in one process.
+    """
+    entries = [entry for entry in run.entries if (entry.iteration or 0) == iteration]
+    chosen = [entry for entry in entries if stage in (None, entry.stage)]
     if not chosen:
-        known = (
-            ", ".join(sorted({e.stage for e in run.entries if (e.iteration or 0) == iteration}))
-            or "none"
-        )
-        raise UserError(
-            "iteration", iteration, f"has no {stage or 'artifact'} in {run.name}; known: {known}"
-        )
+        names = ", ".join(sorted({entry.stage for entry in entries})) or "none"
+        remedy = f"has no {stage or 'artifact'} in {run.name}; known: {names}"
+        raise UserError("iteration", iteration, remedy)
     for entry in chosen:
-        yield _replay(run, entry)
+        yield _replay_entry(run, entry)
 
 
-def find_departure(one: Run, two: Run) -> str | None:
-    """Find the first artifact in which two runs differ, and how; None if all artifacts that both have are equal."""
-    others = {entry.key: entry for entry in two.entries}
-    for entry in sorted(one.entries, key=lambda entry: (entry.iteration or 0, entry.started)):
-        other = others.get(entry.key)
-        if other and other.manifest.digest != entry.manifest.digest:
-            ours, theirs = (Artifact(f"{run.url}/{entry.key}") for run in (one, two))
-            return f"{entry.key}: {_find_difference(ours, theirs)}"
+def find_departure(
+    first: Run,
+    second: Run,
+) -> str | None:
+    """Find the first artifact in which two runs differ.
+
+    Returns:
+        Its key and how it differs; None if all artifacts that both have are equal.
+    """
+    counterparts = {entry.key: entry for entry in second.entries}
+    # By iteration, since a stage of a resumed run may have begun again after later ones.
+    for entry in sorted(
+        first.entries,
+        key=lambda entry: (entry.iteration or 0, entry.started),
+    ):
+        counterpart = counterparts.get(entry.key)
+        if counterpart and counterpart.manifest.digest != entry.manifest.digest:
+            difference = _find_difference(
+                Artifact(f"{first.url}/{entry.key}"),
+                Artifact(f"{second.url}/{entry.key}"),
+            )
+            return f"{entry.key}: {difference}"
     return None
 
 
 def locate_artifact(run: Run, ref: str) -> str:
-    """Return the reference to an artifact where the run lies now; `ref` itself where the run does not hold it."""
-    here = run.maker(ref)
-    return f"{run.url}/{here.key}@{here.manifest.digest}" if here else ref
+    """Return the reference to an artifact where the run lies now; `ref` itself if the run does
+    not hold it.
+    """
+    entry = run.find_entry(ref)
+    return run.reference(entry) if entry else ref
 
 
-def _replay(run: Run, entry: Entry) -> Replayed:
-    made = entry.manifest
-    if (component := find_component(f"tuneloop.stages.{made.stage}")) is None:
-        raise UserError(
-            "stage", made.stage, "is not one of tuneloop's own: only these can be replayed"
-        )
-    if (processes := made.notes.get("world_size", 1)) != 1:
-        remedy = f"was made by {processes} processes, and another number gives other bits: run the stage under torchrun"
-        raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
+def _replay_entry(run: Run, entry: Entry) -> Replay:
+    """Compute one artifact again, in a temporary directory, and compare."""
+    committed = entry.manifest
+    component = _find_replayable(run, entry)
+    # The run stays as it is: the result is written elsewhere.
     with tempfile.TemporaryDirectory(prefix="tuneloop-replay-") as scratch:
-        known = component.Params.model_fields.keys()
-        given = {name: value for name, value in made.params.items() if name in known}
-        if "state_every" in known:  # no training continues from this one
-            given["state_every"] = made.params["iteration"] + 1
-        given |= {name: locate_artifact(run, ref) for name, ref in made.inputs.items()}
-        again = component(out=scratch, **given)
-        if again.digest == made.digest:
-            return Replayed(entry, again, None)
-        difference = _find_difference(Artifact(f"{run.url}/{entry.key}"), Artifact(scratch))
-        then, now = made.provenance, again.provenance
-        others = [
-            f"{k} {then.get(k)} then, {now.get(k)} now"
-            for k in DECIDING
-            if then.get(k) != now.get(k)
+        manifest = component(
+            out=scratch,
+            **_collect_arguments(run, component, committed),
+        )
+        if manifest.digest == committed.digest:
+            return Replay(entry, manifest, None)
+        reasons = [
+            _find_difference(
+                Artifact(f"{run.url}/{entry.key}"),
+                Artifact(scratch),
+            )
         ]
-        return Replayed(entry, again, "; ".join([difference, *others]))
+    for name in DECIDING:
+        former = committed.provenance.get(name)
+        current = manifest.provenance.get(name)
+        if former != current:
+            reasons.append(f"{name} {former} then, {current} now")
+    return Replay(entry, manifest, "; ".join(reasons))
 
 
-def _find_difference(committed: Artifact, again: Artifact) -> str:
-    """Find the first difference of two artifacts: in what they were made from, in files, in what is said of them."""
-    one, two = (_state(artifact.manifest) for artifact in (committed, again))
-    for field in (*STATED[:6], "files", *STATED[6:8]):
-        for name in sorted(
-            {*one[field], *two[field]}, key=lambda name: (".safetensors" not in name, name)
-        ):
-            ours, theirs = (stated[field].get(name) for stated in (one, two))
-            if ours != theirs and field == "files" and ours and theirs:
-                try:
-                    return f"file {name}: {_compare_files(committed.part(name), again.part(name))}"
-                except (
-                    Corrupt
-                ):  # retention deletes the files of old checkpoints, and keeps what is said of them
-                    return f"file {name}: SHA-256 {ours['sha256']}, {theirs['sha256']}; its bytes are gone"
-            if ours != theirs:
+def _find_replayable(run: Run, entry: Entry) -> Component:
+    """Return the stage that made an artifact; raise UserError if it cannot be computed again
+    here.
+    """
+    stage = entry.manifest.stage
+    component = find_component(f"tuneloop.stages.{stage}")
+    if component is None:
+        remedy = "is not one of tuneloop's own: only these can be replayed"
+        raise UserError("stage", stage, remedy)
+    processes = entry.manifest.notes.get("world_size", 1)
+    # Sums over several processes are rounded otherwise.
+    if processes != 1:
+        remedy = (
+            f"was made by {processes} processes, and another number gives other bits: "
+            "run the stage under torchrun"
+        )
+        raise UserError(
+            "artifact",
+            f"{run.url}/{entry.key}",
+            remedy,
+        )
+    return component
+
+
+def _collect_arguments(
+    run: Run,
+    component: Component,
+    manifest: Manifest,
+) -> dict[str, Any]:
+    """Return the parameters and inputs of a stage, as a manifest of its artifact names them."""
+    fields = component.Params.model_fields.keys()
+    # An artifact of an earlier release may state parameters that the stage no longer has.
+    arguments = {name: value for name, value in manifest.params.items() if name in fields}
+    if "state_every" in fields:
+        # No training continues from the result: its trainer's state is not written.
+        arguments["state_every"] = manifest.params["iteration"] + 1
+    for name, reference in manifest.inputs.items():
+        arguments[name] = locate_artifact(run, reference)
+    return arguments
+
+
+def _find_difference(committed: Artifact, replayed: Artifact) -> str:
+    """Find the first difference of two artifacts: in what they were made from, in files, in what
+    is said of them.
+    """
+    first = _list_statements(committed.manifest)
+    second = _list_statements(replayed.manifest)
+    for field in COMPARED:
+        # Of files, the weights come first: the others follow from them.
+        names = sorted(
+            first[field].keys() | second[field].keys(),
+            key=lambda name: (".safetensors" not in name, name),
+        )
+        for name in names:
+            ours = first[field].get(name)
+            theirs = second[field].get(name)
+            if ours == theirs:
+                continue
+            if field != "files" or not ours or not theirs:
                 return f"{field} {name}".rstrip() + f": {ours!r}, {theirs!r}"
+            try:
+                difference = _compare_files(committed.part(name), replayed.part(name))
+            except Corrupt:
+                # Retention deletes the files of old checkpoints, and keeps what is said of them.
+                digests = f"SHA-256 {ours['sha256']}, {theirs['sha256']}"
+                return f"file {name}: {digests}; its bytes are gone"
+            return f"file {name}: {difference}"
     return "the manifests"
 
 
-def _state(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """Return what a manifest states: field → name → value; the name is empty for a field without names."""
-    told = manifest.model_dump(mode="json", include={*STATED})
-    told["inputs"] = {name: split_ref(ref)[1] for name, ref in manifest.inputs.items()}
-    return {
-        field: value if isinstance(value, dict) else {"": value} for field, value in told.items()
-    }
+def _list_statements(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Return what a manifest states: field → name → value; the name is empty for a field without
+    names.
+    """
+    fields = manifest.model_dump(
+        mode="json",
+        include=set(STATED),
+    )
+    statements: dict[str, dict[str, Any]] = {}
+    for field, value in fields.items():
+        statements[field] = value if isinstance(value, dict) else {"": value}
+    # Of an input only the digest is stated: it may lie anywhere.
+    statements["inputs"] = {name: split_ref(ref)[1] for name, ref in manifest.inputs.items()}
+    return statements
 
 
-def _compare_files(one: Path, two: Path) -> str:
+def _compare_files(first: Path, second: Path) -> str:
     """Say where two files differ first: tensor and element, or line."""
-    if one.suffix == ".safetensors":
-        from safetensors import safe_open
+    if first.suffix == ".safetensors":
+        difference = _compare_tensors(first, second)
+        if difference:
+            return difference
+    if first.suffix in (".json", ".jsonl"):
+        return _compare_lines(first.read_bytes(), second.read_bytes())
+    return "the bytes differ"
 
-        with safe_open(one, "pt") as left, safe_open(two, "pt") as right:
-            for name in sorted({*left.keys(), *right.keys()}):
-                if name not in left.keys() or name not in right.keys():  # noqa: SIM118 (these are no mappings)
-                    return f"tensor {name}: only in one of the two"
-                ours, theirs = left.get_tensor(name), right.get_tensor(name)
-                if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-                    return f"tensor {name}: {ours.dtype} {tuple(ours.shape)}, {theirs.dtype} {tuple(theirs.shape)}"
-                if (places := (ours.nan_to_num() != theirs.nan_to_num()).nonzero()).numel():
-                    at = tuple(places[0].tolist())
-                    return f"tensor {name}, element {list(at)}: {ours[at]:g}, {theirs[at]:g} ({len(places)} differ)"
-    lines = enumerate(
-        zip_longest(one.read_bytes().splitlines(), two.read_bytes().splitlines()), start=1
+
+def _compare_tensors(first: Path, second: Path) -> str | None:
+    """Name the first tensor in which two files in the safetensors format differ; None if all are
+    equal.
+    """
+    from safetensors import safe_open
+
+    with safe_open(first, "pt") as left_file, safe_open(second, "pt") as right_file:
+        left_names = set(left_file.keys())
+        right_names = set(right_file.keys())
+        for name in sorted(left_names | right_names):
+            if name not in left_names or name not in right_names:
+                return f"tensor {name}: only in one of the two"
+            ours = left_file.get_tensor(name)
+            theirs = right_file.get_tensor(name)
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                return (
+                    f"tensor {name}: {ours.dtype} {tuple(ours.shape)}, "
+                    f"{theirs.dtype} {tuple(theirs.shape)}"
+                )
+            # A nan equals no other, but here the same nan is the same value.
+            positions = (ours.nan_to_num() != theirs.nan_to_num()).nonzero()
+            if positions.numel():
+                index = tuple(positions[0].tolist())
+                return (
+                    f"tensor {name}, element {list(index)}: "
+                    f"{ours[index]:g}, {theirs[index]:g} ({len(positions)} differ)"
+                )
+    return None
+
+
+def _compare_lines(first: bytes, second: bytes) -> str:
+    """Show the first lines that differ, from a little before the first character that does."""
+    pairs = zip_longest(
+        first.splitlines(),
+        second.splitlines(),
+        fillvalue=b"",
     )
-    number, pair = next(((n, pair) for n, pair in lines if pair[0] != pair[1]), (0, (b"", b"")))
-    if not number or one.suffix not in (".json", ".jsonl"):
-        return "the bytes differ"
-    left, right = ((line or b"").decode() for line in pair)
-    start = max(
-        0, next((i for i, both in enumerate(zip(left, right)) if both[0] != both[1]), 0) - 60
-    )
-    return f"line {number}: {left[start:][:200]}, {right[start:][:200]}"
+    for number, (left_line, right_line) in enumerate(
+        pairs,
+        start=1,
+    ):
+        if left_line != right_line:
+            left_text = left_line.decode()
+            right_text = right_line.decode()
+            start = max(
+                0,
+                _find_first_difference(left_text, right_text) - CONTEXT,
+            )
+            end = start + SHOWN
+            return f"line {number}: {left_text[start:end]}, {right_text[start:end]}"
+    return "the bytes differ"
+
+
+def _find_first_difference(left_text: str, right_text: str) -> int:
+    """Return the index of the first character that differs; 0 if one text begins with the other."""
+    for index, (left_character, right_character) in enumerate(zip(left_text, right_text)):
+        if left_character != right_character:
+            return index
+    return 0

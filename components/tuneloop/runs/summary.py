@@ -7,22 +7,26 @@ from statistics import median, variance
 
 from tuneloop.formats.held_out import HeldOutFacts
 from tuneloop.runs.alarms import find_alarms
-from tuneloop.runs.run_record import Curve, Entry, Run, Score
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Curve, Run, Score
 
 RECENT = 20
 """Iterations whose median is what the next ones are expected to take."""
+LARGEST_WHOLE = 1e15
+"""From here on a float no longer shows every whole number exactly."""
 
 
 def format_duration(seconds: float) -> str:
     """Format seconds as ``3.2 s``, ``2 min 05 s`` or ``1 h 02 min``."""
     if seconds < 60:
         return f"{max(seconds, 0):.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
+    minutes, remainder = divmod(
+        round(seconds),
+        60,
     )
+    if minutes < 60:
+        return f"{minutes} min {remainder:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def format_size(count: float) -> str:
@@ -34,70 +38,141 @@ def format_size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def summarize_run(
-    run: Run, report: Path | None = None, mirrors: Mapping[str, str] | None = None
+def format_facts(facts: Mapping[str, str]) -> str:
+    """Format facts as aligned lines, one per fact that is known."""
+    lines: list[str] = []
+    for name, text in facts.items():
+        if text:
+            # A path is easier to copy than its URL.
+            path = text.replace("file://", "")
+            lines.append(f"  {name:<12} {path}")
+    return "\n".join(lines)
+
+
+def format_results(
+    iteration: int | None,
+    results: Mapping[str, float | str | None],
 ) -> str:
-    """Summarize the results of a run, one aligned line per fact."""
-    model = next((entry for entry in reversed(run.entries) if entry.manifest.kind == "model"), None)
-    by_stage = {
-        stage: sum(seconds for _, seconds in points)
+    """Format results in one line, with their iteration."""
+    texts: list[str] = []
+    if iteration is not None:
+        texts.append(f"iteration {iteration}")
+    for name, value in results.items():
+        # A result that could not be measured is null; in the outputs of a pod it is text.
+        if value is not None and value != "null":
+            texts.append(f"{name} {format_number(value) or value}")
+    return "  ".join(texts)
+
+
+def format_number(value: float | str) -> str:
+    """Format a number, or its text, whole or with four significant digits; return an empty string
+    for other text.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    if number.is_integer() and abs(number) < LARGEST_WHOLE:
+        return f"{number:,.0f}"
+    return f"{number:.4g}"
+
+
+def summarize_run(
+    run: Run,
+    report: Path | None = None,
+    mirrors: Mapping[str, str] | None = None,
+) -> str:
+    """Summarize the results of a run, one aligned line per fact.
+
+    Args:
+        run: the run.
+        report: its report, if it was just written; else the one that lies beside the run's state.
+        mirrors: tracker → where the run is mirrored, or why it is not.
+    """
+    # All iterations of a stage together.
+    seconds = [
+        f"{stage} {sum(seconds for _, seconds in points):.1f}"
         for stage, points in run.phase_seconds().items()
-    }
+    ]
+    models = [entry for entry in run.entries if entry.manifest.kind == "model"]
+    last_report = run.directory / "report.html"
+    if report is None and last_report.exists():
+        report = last_report
     facts = {
-        "mean reward": reward_line(run),
-        "eval loss": held_out_line(run),
+        "mean reward": describe_reward(run),
+        "eval loss": str(find_held_out(run) or ""),
         "alarms": "; ".join(find_alarms(run.curves())),
-        "iterations": iterations_line(run),
-        "seconds": "  ".join(f"{stage} {seconds:.1f}" for stage, seconds in by_stage.items()),
+        "iterations": describe_iterations(run),
+        "seconds": "  ".join(seconds),
         "ran on": ", ".join(list_devices(run.entries)),
-        "model": f"{run.url}/{model.key}/{model.manifest.root}" if model else "",
-        "report": str(
-            report
-            or (run.directory / "report.html" if (run.directory / "report.html").exists() else "")
-        ),
-        **(mirrors or {}),
+        "model": f"{run.url}/{models[-1].path}" if models else "",
+        "report": str(report or ""),
     }
+    facts.update(mirrors or {})
     return format_facts(facts)
 
 
-def format_facts(facts: Mapping[str, str]) -> str:
-    """Format facts as aligned lines, one per fact that is known."""
-    return "\n".join(
-        f"  {name:<12} {text.replace('file://', '')}" for name, text in facts.items() if text
-    )
+def describe_reward(
+    run: Run,
+    scores: Sequence[Score] = (),
+) -> str:
+    """Describe the first and the last reward of a run, and how they were measured; empty if there
+    are none.
 
-
-def reward_line(run: Run, scores: Sequence[Score] = ()) -> str:
-    """Say what the reward was before and after, and how it was measured; by default on held-out prompts, if any."""
+    Args:
+        run: the run.
+        scores: its rewards, oldest first; by default those on held-out prompts, if any, else
+            those in training.
+    """
+    # Rewards on held-out prompts are comparable; those in training are of other prompts each time.
     scores = scores or run.evaluations() or run.training_rewards()
     if not scores:
         return ""
-    first, last = scores[0], scores[-1]
+    first = scores[0]
+    last = scores[-1]
+    # Both were measured alike, over the number of completions that the last one has.
+    method = describe_score(
+        run,
+        last,
+    )
     if first is last:
-        return f"{first.value:.3f} ({describe_score(run, first)}, policy version {first.version})"
-    about = f"{describe_score(run, last)}; policy version {first.version} → {last.version}"
-    return f"{first.value:.3f} → {last.value:.3f} ({about})"
+        return f"{first.value:.3f} ({method}, policy version {first.version})"
+    versions = f"policy version {first.version} → {last.version}"
+    return f"{first.value:.3f} → {last.value:.3f} ({method}; {versions})"
 
 
-def held_out_line(run: Run) -> str:
-    """Say the loss on held-out demonstrations before and after, and how it was measured."""
-    losses = find_held_out(run)
-    return str(losses) if losses else ""
+def describe_score(
+    run: Run,
+    score: Score,
+) -> str:
+    """Describe how a mean reward was obtained, with the number of its completions."""
+    count = run.count_scored_completions(score.entry)
+    return f"{score.method}, {count} completions" if count else score.method
 
 
 def find_held_out(run: Run) -> HeldOutFacts | None:
-    """Find the newest losses on held-out demonstrations; None where none were measured."""
-    facts = [HeldOutFacts.read(entry.manifest.facts) for entry in run.with_role("trainer")]
-    return next((losses for losses in reversed(facts) if losses), None)
+    """Find the newest losses on held-out demonstrations; None if none were measured."""
+    for entry in reversed(run.with_role("trainer")):
+        losses = HeldOutFacts.read(entry.manifest.facts)
+        if losses:
+            return losses
+    return None
 
 
-def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
+def judge_run(
+    run: Run,
+    curves: Iterable[Curve],
+    alarms: Sequence[str],
+) -> str:
     """Say in one sentence, with the numbers, whether a run improved.
 
     It goes by the mean reward, else by the loss on held-out demonstrations, else by the training
     loss. A reward within two standard errors may be chance.
     """
-    gain, noise, measurement = _measure_gain(run, curves)
+    gain, noise, measurement = _measure_gain(
+        run,
+        curves,
+    )
     if gain is None:
         return "It is not known whether the run goes well: nothing was measured twice."
     if gain > noise:
@@ -115,84 +190,112 @@ def judge_run(run: Run, curves: Iterable[Curve], alarms: Sequence[str]) -> str:
     return f"The run {beginnings.get(run.phase, 'went')} {course}{alarm}: {measurement}."
 
 
-def _measure_gain(run: Run, curves: Iterable[Curve]) -> tuple[float | None, float, str]:
-    """Return how much a run gained, the noise of that, and the measurement; None: no gain is known."""
-    candidates = (run.evaluations(), run.training_rewards())
-    scores = next((candidate for candidate in candidates if len(candidate) > 1), [])
-    if scores:
-        samples = [run.samples(score.entry, ("score",)) for score in (scores[0], scores[-1])]
-        values = [
-            [row["score"] for row in rows if row.get("score") is not None] for rows in samples
-        ]
-        errors = [variance(scored) / len(scored) for scored in values if len(scored) > 1]
-        measurement = f"mean reward {reward_line(run, scores)}"
-        return scores[-1].value - scores[0].value, 2 * sum(errors) ** 0.5, measurement
-    if losses := find_held_out(run):
+def _measure_gain(
+    run: Run,
+    curves: Iterable[Curve],
+) -> tuple[float | None, float, str]:
+    """Measure how much a run gained.
+
+    Returns:
+        The gain, its noise, both in the unit of what was measured, and the measurement in words;
+        a gain of None if nothing was measured twice.
+    """
+    # What was measured on held-out prompts says most.
+    for scores in (
+        run.evaluations(),
+        run.training_rewards(),
+    ):
+        if len(scores) > 1:
+            gain = scores[-1].value - scores[0].value
+            variances = [
+                _estimate_variance(
+                    run,
+                    score,
+                )
+                for score in (scores[0], scores[-1])
+            ]
+            noise = 2 * sum(variances) ** 0.5
+            return gain, noise, f"mean reward {describe_reward(run, scores)}"
+    losses = find_held_out(run)
+    if losses:
         return losses.loss_before - losses.loss_after, 0.0, f"held-out loss {losses}"
-    training = (curve.y for curve in curves if curve.name == "loss" and len(curve.y) > 1)
-    loss = next(training, None)
-    if loss is None:
-        return None, 0.0, ""
-    # A nan is neither a gain nor within the noise.
-    return loss[0] - loss[-1], 0.0, f"loss {loss[0]:.3g} → {loss[-1]:.3g}"
+    for curve in curves:
+        if curve.name == "loss" and len(curve.y) > 1:
+            # A nan is neither a gain nor within the noise.
+            first = curve.y[0]
+            last = curve.y[-1]
+            return first - last, 0.0, f"loss {first:.3g} → {last:.3g}"
+    return None, 0.0, ""
 
 
-def describe_score(run: Run, score: Score) -> str:
-    """Describe how a mean reward was obtained, with the number of its completions."""
-    count = run.count_scored_completions(score.entry)
-    return f"{score.how}, {count} completions" if count else score.how
-
-
-def estimate_loop_end(run: Run, most: int | None) -> float | None:
-    """Estimate when the last of `most` iterations will have ended, in Unix seconds; None before two have."""
-    ended = {
-        entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration
-    }
-    newest = sorted(ended)[-RECENT - 1 :]
-    if len(newest) < 2 or not most or newest[-1] >= most:
-        return None
-    each = median((ended[b] - ended[a]) / (b - a) for a, b in pairwise(newest))
-    return ended[newest[-1]] + each * (most - newest[-1])
-
-
-def iterations_line(run: Run, most: int | None = None) -> str:
-    """Say how many of the requested iterations ran, and for a fork, where it began."""
-    state = run.state
-    asked = state.workflow.parameters.get("iterations") if state else most
-    if not run.iteration and not asked:
-        return ""
-    began = (
-        f", forked from {run.origin['run']} after {run.origin['iteration']}" if run.origin else ""
+def _estimate_variance(
+    run: Run,
+    score: Score,
+) -> float:
+    """Estimate the variance of a mean reward, by the scores that it is the mean of; 0 if there
+    are fewer than two.
+    """
+    rows = run.read_samples(
+        score.entry,
+        ("score",),
     )
-    return f"{run.iteration}" + (f" of at most {asked}" if asked else "") + began
+    values = [row["score"] for row in rows if row.get("score") is not None]
+    return variance(values) / len(values) if len(values) > 1 else 0.0
+
+
+def estimate_loop_end(
+    run: Run,
+    iterations: int | None,
+) -> float | None:
+    """Estimate when the last of so many iterations will have ended, in Unix seconds; None before
+    two have.
+    """
+    ends: dict[int, float] = {}
+    for entry in run.with_role("trainer"):
+        if entry.iteration:
+            ends[entry.iteration] = entry.finished
+    # Early iterations may have been slower, as completions get longer or shorter.
+    newest = sorted(ends)[-RECENT - 1 :]
+    if len(newest) < 2 or not iterations or newest[-1] >= iterations:
+        return None
+    # An iteration that committed nothing here leaves a gap.
+    seconds = [(ends[end] - ends[start]) / (end - start) for start, end in pairwise(newest)]
+    return ends[newest[-1]] + median(seconds) * (iterations - newest[-1])
+
+
+def describe_iterations(
+    run: Run,
+    limit: int | None = None,
+) -> str:
+    """Describe how many of the requested iterations ran, and for a fork, where it began; empty if
+    the run has no loop.
+
+    Args:
+        run: the run.
+        limit: how many were requested, of a run that is executed elsewhere.
+    """
+    state = run.state
+    requested = state.workflow.parameters.get("iterations") if state else limit
+    if not run.iteration and not requested:
+        return ""
+    text = f"{run.iteration}"
+    if requested:
+        text += f" of at most {requested}"
+    if run.origin:
+        text += f", forked from {run.origin['run']} after {run.origin['iteration']}"
+    return text
 
 
 def list_devices(entries: Iterable[Entry]) -> list[str]:
-    """List every device that the stages report to have run on, and the processor features that were not used."""
-    provenances = [entry.manifest.provenance for entry in entries]
-    devices = sorted({str(device) for each in provenances if (device := each.get("device"))})
-    limits = {
-        f"AMX not used: {each['processor'].get('why')}"
-        for each in provenances
-        if "processor" in each
-    }
-    return [*devices, *sorted(limits)]
-
-
-def result_line(iteration: int | None, results: Mapping[str, float | str | None]) -> str:
-    """Format results in one line, with their iteration."""
-    shown = [f"iteration {iteration}"] if iteration is not None else []
-    for name, value in results.items():
-        # A result that could not be measured is null; in the outputs of a pod it is text.
-        if value is not None and value != "null":
-            shown.append(f"{name} {format_number(value) or value}")
-    return "  ".join(shown)
-
-
-def format_number(value: float | str) -> str:
-    """Format a number, or its text, whole or with four significant digits; return an empty string for other text."""
-    try:
-        number = float(value)
-    except ValueError:
-        return ""
-    return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else f"{number:.4g}"
+    """List every device that the stages report to have run on, and the processor features that
+    were not used.
+    """
+    devices: set[str] = set()
+    limits: set[str] = set()
+    for entry in entries:
+        provenance = entry.manifest.provenance
+        if provenance.get("device"):
+            devices.add(str(provenance["device"]))
+        if "processor" in provenance:
+            limits.add(f"AMX not used: {provenance['processor'].get('why')}")
+    return sorted(devices) + sorted(limits)

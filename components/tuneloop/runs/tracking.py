@@ -1,6 +1,6 @@
-"""Mirror a run into a tracker (`tuneloop.trackers`): a trainer's curves by optimizer step, those of weights by version,
-all others by iteration, samples as tables. Only what is committed is mirrored, so it can be done at any time, by any
-process, repeatedly; a tracker that is slow or away holds no stage up, and makes none fail."""
+"""Mirror runs into trackers while they go on. A tracker that is slow or away holds no stage up,
+and makes none fail.
+"""
 
 import itertools
 import os
@@ -8,303 +8,323 @@ import select
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
-from xxhash import xxh3_128_hexdigest
-
-from tuneloop.core.artifacts import Manifest, find_manifest, split_ref
-from tuneloop.core.errors import Retryable, UserError, find_disk_error, print_diagnostic
+from tuneloop.core.errors import Retryable, UserError, print_diagnostic
 from tuneloop.core.store import Store
-from tuneloop.runs.delivery import find_delivery, get_measurements
-from tuneloop.runs.records import NAME, list_leaves, read_record
-from tuneloop.runs.run_record import Entry, Run
-from tuneloop.trackers import Rows, Tracker, find_tracker
+from tuneloop.runs.mirroring import Mirror, find_last_commit
+from tuneloop.runs.records import NAME, read_record
+from tuneloop.runs.run_record import Run
+from tuneloop.trackers import Tracker, find_tracker
 
-ANSWERS, PATIENCE, EVERY = 3.0, 60.0, 2.0
-"""Seconds that a finished run waits for a mirror silently, and then at most; seconds between two looks at a run."""
-AWAY, DAY = 60.0, 86400.0
-"""Seconds after which a failed run is mirrored again, and after which a run without commits counts as ended."""
-TABLE, BETWEEN = 16, 10
-"""The samples in a table; one batch in so many iterations has a table, and every evaluation."""
+SILENT_WAIT_S = 3.0
+"""Seconds that a finished run waits for a mirror without a word."""
+LONGEST_WAIT_S = 60.0
+"""Seconds that it waits after that, at most."""
+POLL_S = 2.0
+"""Seconds between two looks at a run."""
+RETRY_S = 60.0
+"""Seconds after which a run that could not be mirrored is tried again."""
+IDLE_S = 86400.0
+"""Seconds after which a run without commits counts as ended."""
 
 
 def read_report(run: Run) -> str:
-    """Read the report that was last written beside the run's state; empty where there is none."""
+    """Read the report that was last written beside the run's state; empty if there is none."""
     path = run.directory / "report.html"
     return path.read_text("utf-8") if path.is_file() else ""
 
 
-class Mirror:
-    """The mirror of a run in a tracker. Raises UserError if that is unknown, not installed, unreachable or refuses."""
-
-    def __init__(self, run: Run, chosen: str) -> None:
-        self.run, self.name, self.tracker = run, chosen.partition("+")[0], find_tracker(chosen)
-        self._logged, self._mirrored, record = dict[str, int](), set[str](), run.record
-        if why := self.tracker.find_trouble():
-            told = f"{why}: nothing was mirrored; run `tuneloop track` later to mirror everything"
-            raise UserError("tracker", self.name, told)
-        started = (
-            record.created if record else min((e.started for e in run.entries), default=time.time())
-        )
-        key, pipeline = (
-            (record.id, record.pipeline)
-            if record
-            else (xxh3_128_hexdigest(run.url.encode()), "tuneloop")
-        )
-        settings = dict(list_leaves(record.config if record else {}))
-        with self._name_errors():
-            self.tracker.open_run(key, run.name, pipeline, settings, started)
-
-    def update(self) -> None:
-        """Mirror what the run, as it was last read, has committed since."""
-        fresh = [entry for entry in self.run.entries if entry.key not in self._mirrored]
-        with self._name_errors():
-            self.tracker.log_rows(collect_rows(self.run, fresh, self._logged))
-            for ref, made in find_referred(self.run, fresh, self._mirrored):
-                self.tracker.log_artifact(ref, made)
-        self._mirrored |= {entry.key for entry in fresh}
-
-    def close(self, phase: str, render: Callable[[Run], str]) -> str:
-        """Attach the report, write that the run stands at `phase`, and say where the mirror is, in one line."""
-        run, page = self.run, ""
-        try:
-            page = render(run)
-        except (
-            UserError,
-            Retryable,
-        ) as error:  # the curves of a damaged run are there all the same
-            print_diagnostic(f"report: {error}", 0)
-        notes = "\n".join(f"- `{curve.stage}/{curve.name}`: {curve.how}" for curve in run.curves())
-        with self._name_errors():
-            if page:
-                self.tracker.log_report(page)
-            at = self.tracker.close_run(phase, find_newest(run), f"{notes}\n\n{run.url}")
-        return at + (f", {run.iteration} iterations" if run.iteration else "")
-
-    @contextmanager
-    def _name_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            own = type(error).__module__.startswith((self.name, "sqlite3"))
-            if own or (isinstance(error, OSError) and not find_disk_error(error)):
-                raise UserError(
-                    self.name, self.tracker.address, " ".join(str(error).split())
-                ) from error
-            raise
-
-
 def mirror_run(
     run: Run,
-    chosen: str = "mlflow",
-    going_on: Callable[[], bool] = lambda: False,
+    tracker: str = "mlflow",
+    should_continue: Callable[[], bool] = lambda: False,
     render: Callable[[Run], str] = read_report,
-    ask: Callable[[str], str] = lambda name: "",
+    ask_phase: Callable[[str], str] = lambda name: "",
 ) -> str:
-    """Mirror `run` into the tracker that `chosen` names, and return where, in one line. Raises what a `Mirror` does.
-    `going_on` waits a moment and says whether to look again (default: no); `render` makes the report to attach."""
-    mirror, more = Mirror(run, chosen), True
-    while more:
-        more = going_on()
-        run.refresh(whole=False if more else None)
+    """Mirror a run into a tracker.
+
+    Args:
+        run: the run.
+        tracker: ``NAME`` or ``NAME+ADDRESS``.
+        should_continue: waits a moment and says whether to look again.
+        render: makes the report to attach, an HTML page.
+        ask_phase: says how a run that is executed elsewhere stands, by its name; empty if it does
+            not know.
+
+    Returns:
+        Where the mirror is, in one line.
+
+    Raises:
+        UserError: the tracker is unknown, not installed, unreachable or refuses.
+    """
+    mirror = Mirror(run, tracker)
+    is_followed = True
+    while is_followed:
+        is_followed = should_continue()
+        # The last look lists all iterations, as late commits may be among them.
+        run.refresh(all_iterations=False if is_followed else None)
         mirror.update()
-    return mirror.close(find_phase(run, ask), render)
+    return mirror.close(find_phase(run, ask_phase), render)
+
+
+@dataclass
+class FollowedRun:
+    """A run below a store that is mirrored into one tracker, look by look.
+
+    Attributes:
+        name: the run's.
+        store: its URL.
+        tracker: ``NAME`` or ``NAME+ADDRESS``.
+        first_seen: when there first was a folder of this name, Unix seconds.
+        mirror: what the run is mirrored by while it goes on.
+        closed_at: when the run had last committed as its mirror was closed, Unix seconds.
+        next_look: when it is looked at again, Unix seconds.
+    """
+
+    name: str
+    store: str
+    tracker: str
+    first_seen: float
+    mirror: Mirror | None = None
+    closed_at: float | None = None
+    next_look: float = 0.0
+
+    def _open_run(self) -> Run:
+        """Open the run, also one that has committed nothing yet."""
+        return Run(self.name, self.store, read_record(self.name, self.store))
+
+    def look(
+        self,
+        render: Callable[[Run], str],
+        ask_phase: Callable[[str], str],
+    ) -> None:
+        """Mirror what was committed since the last look, and close the mirror if the run has
+        ended.
+        """
+        mirror = self.mirror
+        # After an error the run is mirrored anew: the tracker may have taken a part.
+        self.mirror = None
+        run = mirror.run if mirror else self._open_run()
+        run.refresh(all_iterations=False)
+        last_commit = find_last_commit(run) if run.entries else self.first_seen
+        age = time.time() - last_commit
+        is_live = bool(run.entries) and age < IDLE_S and last_commit != self.closed_at
+        if mirror or is_live:
+            mirror = mirror or Mirror(run, self.tracker)
+            mirror.update()
+            phase = find_phase(run, ask_phase)
+            if phase == "running":
+                self.mirror = mirror
+            else:
+                self.closed_at = last_commit
+                print_diagnostic(f"{run.name}: {phase}: {mirror.close(phase, render)}", 0)
+        self.next_look = time.time() + max(POLL_S, age / 10)
+
+
+@dataclass
+class Outage:
+    """Whether a store answers: it is said once when it no longer does, and once when it does
+    again.
+    """
+
+    store: str
+    message: str = ""
+
+    def report(self, message: str) -> None:
+        """Report a change; an empty message says that the store answers."""
+        if bool(message) != bool(self.message):
+            print_diagnostic(message or f"{self.store}: answers again", 0)
+        self.message = message
 
 
 def mirror_store(
     store: str,
-    chosen: Sequence[str],
-    going_on: Callable[[], bool],
+    trackers: Sequence[str],
+    should_continue: Callable[[], bool],
     render: Callable[[Run], str] = read_report,
-    ask: Callable[[str], str] = lambda name: "",
+    ask_phase: Callable[[str], str] = lambda name: "",
 ) -> None:
-    """Mirror the runs below `store`, new ones too, until `going_on` says no; the arguments are `mirror_run`'s. A folder
-    is read again after a tenth of the time since its last commit, or since it was first seen if it has none. A run
-    without a commit for a day is ignored; one that fails is tried again in a minute, and the failure is printed."""
-    mirrors, done, due = (
-        dict[tuple[str, str], Mirror](),
-        dict[tuple[str, str], float](),
-        dict[tuple[str, str], float](),
-    )
-    seen, away = dict[str, float](), ""
-    while going_on():
-        names, before, away = list[str](), away, ""
+    """Mirror the runs below a store, new ones too, until `should_continue` says no.
+
+    A folder is read again after a tenth of the time since its last commit, or since it was first
+    seen if it has none. A run without a commit for a day is ignored; one that fails is tried again
+    in a minute, and the failure is printed. The other arguments are `mirror_run`'s.
+    """
+    followed: dict[tuple[str, str], FollowedRun] = {}
+    outage = Outage(store)
+    while should_continue():
+        message = ""
+        names: list[str] = []
         try:
             names = sorted(Store(store).parts())
         except Retryable as error:
-            away = str(error)
-        for at in itertools.product(filter(NAME.match, names), chosen):
-            if time.time() < due.get(at, 0.0):
+            message = str(error)
+        for name, tracker in itertools.product(filter(NAME.match, names), trackers):
+            if (name, tracker) not in followed:
+                followed[name, tracker] = FollowedRun(name, store, tracker, time.time())
+            run = followed[name, tracker]
+            if time.time() < run.next_look:
                 continue
             try:
-                mirror = mirrors.pop(at, None)
-                run = mirror.run if mirror else Run(at[0], store, read_record(at[0], store))
-                run.refresh(whole=False)
-                newest = find_newest(run) if run.entries else seen.setdefault(at[0], time.time())
-                age = time.time() - newest
-                if mirror or (run.entries and age < DAY and done.get(at) != newest):
-                    mirror = mirror or Mirror(run, at[1])
-                    mirror.update()
-                    if (phase := find_phase(run, ask)) == "running":
-                        mirrors[at] = mirror
-                    else:
-                        done[at] = newest
-                        print_diagnostic(f"{run.name}: {phase}: {mirror.close(phase, render)}", 0)
-                wait = max(EVERY, age / 10)
+                run.look(render, ask_phase)
             except UserError as error:
-                print_diagnostic(f"{at[0]}: {error}", 0)
-                wait = AWAY
+                print_diagnostic(f"{name}: {error}", 0)
+                run.next_look = time.time() + RETRY_S
             except Retryable as error:
-                away, wait = f"{at[0]}: {error}", AWAY
-            due[at] = time.time() + wait
-        if bool(away) != bool(before):
-            print_diagnostic(away or f"{store}: answers again", 0)
+                message = f"{name}: {error}"
+                run.next_look = time.time() + RETRY_S
+        outage.report(message)
 
 
-def find_phase(run: Run, ask: Callable[[str], str] = lambda name: "") -> str:
-    """Return `Run.phase`; of a run elsewhere, what `ask` says of its name, else by its artifacts: ``failed`` if a stage
-    says so (as on KFP), ``succeeded`` once its export is evaluated, ``running`` if it committed within a day."""
+def find_phase(run: Run, ask_phase: Callable[[str], str] = lambda name: "") -> str:
+    """Return the phase of a run, also of one that is executed elsewhere.
+
+    Of such a run it is what `ask_phase` says of its name. Otherwise its artifacts tell: it has
+    ``failed`` if a stage says so (as on KFP), has ``succeeded`` once its export is evaluated, and
+    is ``running`` if it committed within a day.
+    """
     if run.phase != "elsewhere":
         return run.phase
-    if asked := ask(run.name):
-        return asked
+    phase = ask_phase(run.name)
+    if phase:
+        return phase
     if run.read_failures():
         return "failed"
-    judged = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
-    if any(
-        e.manifest.kind == "model" and e.manifest.inputs.get("policy", "") in judged
-        for e in run.entries
-    ):
-        return "succeeded"
-    return "running" if time.time() - find_newest(run) < DAY else run.phase
-
-
-def find_newest(run: Run) -> float:
-    """Return when a run last committed, Unix seconds; now, where it has not yet."""
-    return max((entry.finished for entry in run.entries), default=time.time())
-
-
-def collect_rows(run: Run, fresh: Sequence[Entry], logged: dict[str, int]) -> Rows:
-    """Collect what `fresh` artifacts tell; `logged` counts the points of each curve, and is brought up to date."""
-    rows: dict[tuple[str, int, float], dict[str, Any]] = defaultdict(dict)
-    for curve in run.curves({entry.key for entry in fresh}) if fresh else ():
-        name = f"{curve.stage}/{curve.name}"
-        first = logged.get(name, 0)
-        logged[name] = first + len(curve.x)
-        for index, (x, y, at) in enumerate(zip(curve.x, curve.y, curve.at)):
-            # Several optimizer steps of one iteration share an x: their own count is the step then.
-            place = (
-                ("optimizer_step", first + index + 1)
-                if curve.role == "trainer"
-                else ("iteration", int(x))
-            )
-            rows[*place, at][name] = float(y)
-    for entry in fresh:
-        stage, role, step, at = (
-            entry.manifest.stage,
-            entry.manifest.role,
-            entry.iteration or 0,
-            entry.finished,
-        )
-        due = role == "evaluator" or (role == "scorer" and step % BETWEEN == 1)
-        if due and (samples := run.samples(entry)[:TABLE]):
-            rows["iteration", step, at][f"samples/{entry.stage}"] = samples
-        if entry.iteration is not None:
-            stated = {f"{stage}/{k}": float(v) for k, v in entry.manifest.scalars.items()}
-            rows["iteration", step, at] |= {k: v for k, v in stated.items() if k not in logged}
-            rows["iteration", step, at][f"seconds/{stage}"] = entry.seconds
-            if role == "sampler" and (one := find_delivery(run, entry)):
-                rows["version", one.version, at] |= {
-                    f"weights/{k}": v for k, v in get_measurements(one).items()
-                }
-    return rows
-
-
-def find_referred(
-    run: Run, fresh: Sequence[Entry], seen: set[str]
-) -> Iterator[tuple[str, Manifest]]:
-    """Yield models among `fresh` artifacts, and prompts; `seen` remembers those that lie in another run."""
-    for entry in fresh:
-        if entry.manifest.kind in ("prompts", "model"):
-            yield f"{run.url}/{entry.key}@{entry.manifest.digest}", entry.manifest
-        ref = entry.manifest.inputs.get("prompts")
-        if ref and ref not in seen and not run.maker(ref):
-            seen.add(ref)
-            if made := find_manifest(split_ref(ref)[0]):
-                yield ref, made
+    # A model is exported from the last policy, which the last evaluation measures.
+    evaluated = {entry.manifest.inputs.get("policy") for entry in run.with_role("evaluator")}
+    for entry in run.entries:
+        if entry.manifest.kind == "model" and entry.manifest.inputs.get("policy", "") in evaluated:
+            return "succeeded"
+    return "running" if time.time() - find_last_commit(run) < IDLE_S else run.phase
 
 
 def list_trackers() -> list[str]:
-    """List what ``TUNELOOP_TRACKERS`` names, by default MLflow if installed. Raises UserError if one is named twice."""
-    listed = os.environ.get("TUNELOOP_TRACKERS", "mlflow" if find_spec("mlflow") else "").split()
-    names = [each.partition("+")[0] for each in listed]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            "TUNELOOP_TRACKERS", " ".join(listed), f"names {twice} twice; name each tracker once"
-        )
-    return listed
+    """List what ``TUNELOOP_TRACKERS`` names, by default MLflow if installed.
+
+    Raises:
+        UserError: a tracker is named twice.
+    """
+    default = "mlflow" if find_spec("mlflow") else ""
+    trackers = os.environ.get("TUNELOOP_TRACKERS", default).split()
+    names = [tracker.partition("+")[0] for tracker in trackers]
+    for name in names:
+        # Results are by name: the second would hide the first.
+        if names.count(name) > 1:
+            remedy = f"names {name} twice; name each tracker once"
+            raise UserError("TUNELOOP_TRACKERS", " ".join(trackers), remedy)
+    return trackers
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that mirrors a run into a tracker, until its standard input closes."""
+
+    name: str
+    tracker: Tracker
+    process: subprocess.Popen[str]
+
+    def end_input(self) -> None:
+        """Tell the process that the run has ended."""
+        if self.process.stdin:
+            self.process.stdin.close()
+            # `communicate` would close it a second time.
+            self.process.stdin = None
+
+    def wait(self) -> str:
+        """Wait for the process, but not long; return its last line, empty if it failed or was
+        given up.
+        """
+        waits = {
+            SILENT_WAIT_S: f"takes in the rest, {LONGEST_WAIT_S:g} s at most",
+            LONGEST_WAIT_S: "is given up",
+        }
+        for timeout, outcome in waits.items():
+            try:
+                output, _ = self.process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                trouble = self.tracker.find_trouble()
+                print_diagnostic(f"{self.name}: {trouble or outcome}", 0)
+                # A tracker that is away is not waited for.
+                if trouble:
+                    break
+                continue
+            if self.process.returncode:
+                return ""
+            return output.strip().rpartition("\n")[2]
+        self.process.kill()
+        self.process.wait()
+        return ""
 
 
 @contextmanager
 def mirror_in_background(run: Run, *, enabled: bool = True) -> Iterator[dict[str, str]]:
-    """Mirror `run` while the block runs, each tracker in another process: no stage waits for it, or for its imports.
-    Yields a mapping that is filled at the end of the block: tracker → where the mirror is, or why there is none."""
-    told, children = dict[str, str](), dict[str, tuple[Tracker, subprocess.Popen[str]]]()
-    for each in list_trackers() if enabled else ():
-        name, tracker = each.partition("+")[0], find_tracker(each)
-        if trouble := tracker.find_trouble():
+    """Mirror a run while the block runs, each tracker in another process: no stage waits for it,
+    or for its imports.
+
+    Yields:
+        A mapping that is filled at the end of the block: tracker → where the mirror is, or why
+        there is none.
+    """
+    mirrors: dict[str, str] = {}
+    children: list[Child] = []
+    for choice in list_trackers() if enabled else ():
+        name = choice.partition("+")[0]
+        tracker = find_tracker(choice)
+        trouble = tracker.find_trouble()
+        if trouble:
             print_diagnostic(f"{name}: {trouble}: the run goes on without it", 0)
-            told[name] = f"not mirrored: {trouble}; `tuneloop track {run.name}` does it later"
-            continue
-        command, pipe = (
-            [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, each],
-            subprocess.PIPE,
-        )
-        with (run.directory / f"{name}.log").open(
-            "w"
-        ) as log:  # in a new session: Ctrl-C is meant for the run
-            child = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, text=True
-            )
-        children[name] = tracker, child
+            mirrors[name] = f"not mirrored: {trouble}; `tuneloop track {run.name}` does it later"
+        else:
+            children.append(Child(name, tracker, _start_process(run, name, choice)))
     try:
-        yield told
+        yield mirrors
     finally:
-        for _, child in children.values():
-            child.stdin = child.stdin and child.stdin.close()  # the children run until it closes
-        for name, (tracker, child) in children.items():
-            later = f"see {run.directory}/{name}.log; `tuneloop track {run.name}` tries again"
-            told[name] = _wait_for_mirror(name, tracker, child) or f"not mirrored whole: {later}"
+        # All of them take in the rest at the same time.
+        for child in children:
+            child.end_input()
+        for child in children:
+            remedy = (
+                f"see {run.directory}/{child.name}.log; `tuneloop track {run.name}` tries again"
+            )
+            mirrors[child.name] = child.wait() or f"not mirrored whole: {remedy}"
 
 
-def _wait_for_mirror(name: str, tracker: Tracker, child: subprocess.Popen[str]) -> str:
-    """Return the last line of the process that mirrors, once it has seen the run's end; empty where it failed."""
-    for patience, then in (
-        (ANSWERS, f"takes in the rest, {PATIENCE:g} s at most"),
-        (PATIENCE, "is given up"),
-    ):
-        try:
-            out, _ = child.communicate(timeout=patience)
-            return "" if child.returncode else out.strip().rpartition("\n")[2]
-        except subprocess.TimeoutExpired:
-            trouble = tracker.find_trouble()
-            print_diagnostic(f"{name}: {trouble or then}", 0)
-            if trouble:
-                break
-    child.kill()
-    child.wait()
-    return ""
+def _start_process(run: Run, name: str, choice: str) -> subprocess.Popen[str]:
+    """Start a process that runs this module, with its log beside the run's state."""
+    command = [sys.executable, "-m", "tuneloop.runs.tracking", run.name, run.store_url, choice]
+    with (run.directory / f"{name}.log").open("w") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            # Ctrl-C is meant for the run, and not for its mirrors.
+            start_new_session=True,
+        )
+
+
+def wait_for_input() -> bool:
+    """Wait a moment; return whether standard input is still open, as it is while the run's
+    process lives.
+    """
+    readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
+    return not readable
+
+
+def main() -> None:
+    """Mirror a run until standard input closes, however the run's process ends. Arguments: run,
+    store, tracker.
+    """
+    # The run's own processes come first.
+    os.nice(10)
+    name, store, tracker = sys.argv[1:]
+    print(mirror_run(Run.open(name, store), tracker, wait_for_input), flush=True)
 
 
 if __name__ == "__main__":
-    os.nice(10)
-    name, store, chosen = sys.argv[1:]
-    # Mirror until standard input closes, as it does whenever and however the run's process ends.
-    said = mirror_run(
-        Run.open(name, store), chosen, lambda: not select.select([sys.stdin], [], [], EVERY)[0]
-    )
-    print(said, flush=True)
+    main()

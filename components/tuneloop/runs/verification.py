@@ -7,44 +7,58 @@ from pathlib import Path
 
 from tuneloop.core.artifacts import File, find_manifest, hash_file
 from tuneloop.core.store import Store
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Run
 from tuneloop.training.old_checkpoints import STATE
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A file of a checkpoint, hashed again: what was `found`, or None if it is missing."""
+class FileCheck:
+    """A file of an artifact that was hashed again.
+
+    Attributes:
+        key: where it lies below the run's URL.
+        expected: its size and digests in the manifest.
+        actual: its size and digests now; None if it is missing.
+    """
 
     key: str
-    want: File
-    found: File | None
+    expected: File
+    actual: File | None
 
     @property
-    def good(self) -> bool:
-        return self.found == self.want
+    def is_unchanged(self) -> bool:
+        """Whether the file is there, and as it was committed."""
+        return self.actual == self.expected
 
 
 def find_state_entry(run: Run, checkpoint: Entry) -> Entry | None:
-    """Find the trainer's state below a checkpoint; None where there is none. Raises Corrupt for a damaged manifest."""
-    made = find_manifest(f"{run.url}/{checkpoint.key}/{STATE}")
-    return (
-        Entry(f"{checkpoint.key}/{STATE}", checkpoint.stage, checkpoint.iteration, made)
-        if made
-        else None
-    )
+    """Find the trainer's state below a checkpoint; None if there is none.
+
+    Raises:
+        Corrupt: its manifest is damaged.
+    """
+    key = f"{checkpoint.key}/{STATE}"
+    manifest = find_manifest(f"{run.url}/{key}")
+    if manifest is None:
+        return None
+    return Entry(key, checkpoint.stage, checkpoint.iteration, manifest)
 
 
-def verify_artifact(run: Run, entry: Entry) -> Iterator[Checked]:
-    """Hash every file of an artifact again, one at a time."""
+def verify_artifact(run: Run, entry: Entry) -> Iterator[FileCheck]:
+    """Hash every file of an artifact again, one at a time, sorted by name."""
     store = Store(run.url)
-    there = set(store.keys(f"{entry.key}/{entry.manifest.root}"))
-    for name, want in sorted(entry.manifest.files.items()):
-        key = f"{entry.key}/{entry.manifest.root}/{name}"
-        if key not in there:
-            yield Checked(key, want, None)
+    # One listing costs less than a request for each file.
+    present = set(store.keys(entry.path))
+    for name, expected in sorted(entry.manifest.files.items()):
+        key = f"{entry.path}/{name}"
+        if key not in present:
+            yield FileCheck(key, expected, None)
         elif store.root is not None:
-            yield Checked(key, want, hash_file(store.root / key))
+            yield FileCheck(key, expected, hash_file(store.root / key))
         else:
+            # A checkpoint may be larger than the disk: it is downloaded a file at a time.
             with tempfile.TemporaryDirectory() as scratch:
-                store.download(key, Path(scratch) / "file")
-                yield Checked(key, want, hash_file(Path(scratch) / "file"))
+                copy = Path(scratch) / "file"
+                store.download(key, copy)
+                yield FileCheck(key, expected, hash_file(copy))

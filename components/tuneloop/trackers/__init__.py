@@ -1,5 +1,8 @@
-"""Trackers, which show curves and samples of runs; one file each, found by name (docs/tracking.md). A mirror may be
-killed at any point and begun again, so a tracker takes the same thing only once, or begins its copy of the run anew."""
+"""Trackers, which show curves and samples of runs; one file each, found by name (docs/tracking.md).
+
+A mirror may be killed at any point and begun again, so a tracker takes the same thing only once,
+or begins its copy of the run anew.
+"""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -10,11 +13,18 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.plugins import load_variant
 
 Rows = Mapping[tuple[str, int, float], Mapping[str, float | list[dict[str, Any]]]]
-"""(axis, step, Unix seconds) → name → value, or table of samples. Axes are iteration, optimizer_step and version."""
+"""(axis, step, Unix seconds) → name → value, or table of samples. Axes are iteration,
+optimizer_step and version.
+"""
+EXTRAS = ("mlflow", "tensorboard", "trackio", "wandb")
+"""The trackers whose library of the same name comes with an extra of tuneloop."""
 
 
 class Tracker(Protocol):
-    """One tool at an `address`; empty: the tool's own default. Only from `open_run` on its library is imported."""
+    """One tool at an `address`; empty: the tool's own default.
+
+    Its library is imported from `open_run` on, as a run is started where it may be missing.
+    """
 
     address: str
 
@@ -26,30 +36,55 @@ class Tracker(Protocol):
         return ""
 
     def open_run(
-        self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float
+        self,
+        key: str,
+        name: str,
+        pipeline: str,
+        settings: Mapping[str, Any],
+        started: float,
     ) -> None:
-        """Find or make the place of the run that has this key, always the same 32 hexadecimal digits."""
+        """Find or make the place of a run.
+
+        Args:
+            key: always the same 32 hexadecimal digits for the same run.
+            name: the run's, which other runs may have in other stores.
+            pipeline: the name of its pipeline.
+            settings: dotted key → value.
+            started: Unix seconds.
+        """
 
     def log_rows(self, rows: Rows) -> None:
         """Add what is new."""
 
-    def log_artifact(self, ref: str, made: Manifest) -> None:
+    def log_artifact(self, ref: str, manifest: Manifest) -> None:
         """Note prompts that the run was given, or a model that it has exported, by reference."""
 
     def log_report(self, page: str) -> None:
         """Attach the run's report, an HTML page, in place of an earlier one."""
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
-        """Write how the run stands (`Run.phase`, Unix seconds, Markdown about its curves); return where it is shown."""
+        """Write how the run stands.
+
+        Args:
+            phase: as `Run.phase`.
+            ended: Unix seconds.
+            notes: Markdown about its curves.
+
+        Returns:
+            Where the run is shown.
+        """
 
 
-def find_tracker(chosen: str) -> Tracker:
-    """Find the tracker ``NAME`` or ``NAME+ADDRESS``. Raises UserError if it is unknown, or its library is missing."""
-    name, _, address = chosen.partition("+")
-    kind: type[Tracker] = load_variant("trackers", name, "Tracker")
-    # These come with extras. A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.
-    if name in ("mlflow", "tensorboard", "trackio", "wandb") and not getattr(
-        find_spec(name), "origin", None
-    ):
-        raise UserError("tracker", name, f"is not installed; install tuneloop[{name}]")
-    return kind(address)
+def find_tracker(choice: str) -> Tracker:
+    """Find the tracker ``NAME`` or ``NAME+ADDRESS``. Raises UserError if it is unknown, or its
+    library is missing.
+    """
+    # An address may have a plus, a name has none.
+    name, _, address = choice.partition("+")
+    tracker: type[Tracker] = load_variant("trackers", name, "Tracker")
+    if name in EXTRAS:
+        spec = find_spec(name)
+        # A folder ./wandb, as W&B makes one, is found as a package, too, but without an origin.
+        if spec is None or spec.origin is None:
+            raise UserError("tracker", name, f"is not installed; install tuneloop[{name}]")
+    return tracker(address)

@@ -1,5 +1,8 @@
-"""TensorBoard: a directory of event files for each run, below ``./tensorboard`` or, by ``tensorboard+DIRECTORY``,
-there. An earlier mirror's files are deleted, as one may end inside a record. TensorBoard has float32, and no tables."""
+"""TensorBoard: a directory of event files for each run, below ``./tensorboard`` or the address.
+
+An earlier mirror's files are deleted, as one may end inside a record. TensorBoard has float32,
+and no tables.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,17 +12,24 @@ from tuneloop import trackers
 
 
 class Tracker(trackers.Tracker):
-    """A directory of event files."""
+    """A directory of event files, ``tensorboard+DIRECTORY``."""
 
     def open_run(
-        self, key: str, name: str, pipeline: str, settings: Mapping[str, Any], started: float
+        self,
+        key: str,
+        name: str,
+        pipeline: str,
+        settings: Mapping[str, Any],
+        started: float,
     ) -> None:
         """Begin a file in place of those that are there."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.directory = Path(self.address or "tensorboard").absolute() / f"{name}-{key[:8]}"
-        for old in self.directory.glob("events.*"):
-            old.unlink()
+        root = Path(self.address or "tensorboard").absolute()
+        # Two stores may have runs of the same name.
+        self.directory = root / f"{name}-{key[:8]}"
+        for old_file in self.directory.glob("events.*"):
+            old_file.unlink()
         self.writer = EventFileWriter(str(self.directory))
         self.file = max(self.directory.glob("events.*"))
 
@@ -28,17 +38,24 @@ class Tracker(trackers.Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        # The writer would go on into a file that nobody can open any more.
         if not self.file.exists():
-            raise FileNotFoundError(
-                f"{self.file} was deleted: another mirror of this run has begun"
-            )
+            message = f"{self.file} was deleted: another mirror of this run has begun"
+            raise FileNotFoundError(message)
         for (_, step, at), row in rows.items():
-            values = [
-                Summary.Value(tag=k, simple_value=v) for k, v in row.items() if isinstance(v, float)
-            ]
-            self.writer.add_event(Event(step=step, wall_time=at, summary=Summary(value=values)))
+            summary = Summary()
+            for name, value in row.items():
+                if isinstance(value, float):
+                    summary.value.add(tag=name, simple_value=value)
+            event = Event(
+                step=step,
+                wall_time=at,
+                summary=summary,
+            )
+            self.writer.add_event(event)
         self.writer.flush()
 
     def close_run(self, phase: str, ended: float, notes: str) -> str:
+        """Close the file; return its directory."""
         self.writer.close()
         return str(self.directory)

@@ -1,5 +1,7 @@
-"""The application behind ``tuneloop ui``: a page whose scripts request the runs' artifacts as JSON. The page inserts
-them as text, never as markup, and the browser is told to run no other scripts."""
+"""The application behind ``tuneloop ui``: a page whose scripts request the runs' artifacts as JSON.
+
+The page inserts them as text, never as markup, and the browser is told to run no other scripts.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -26,13 +28,13 @@ from tuneloop.ui import describe, samples
 from tuneloop.ui.report import STATIC
 from tuneloop.workflow.settings import RUN_LABEL
 
-FILES = [(f"/static/{path.name}", path.name) for path in STATIC.iterdir()]
-FILES += [(page, "index.html") for page in ("/", "/compare", "/runs/{rest:path}")]
+PAGES = ("/", "/compare", "/runs/{rest:path}")
+"""The paths of the page, which reads from its address what it shows."""
 UNCOMMITTED = f"{RUN_LABEL},workflows.argoproj.io/phase!=Succeeded"
 """Selects the workflows whose runs may have committed nothing: active and failed ones."""
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 """Content security policy: only the page's own scripts run, whatever a completion contains."""
 HEADERS = {
@@ -40,6 +42,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
+Describe = Callable[[Run, Request], Any]
+"""Computes the answer to a request about a run."""
 
 
 def build_app(
@@ -48,67 +52,127 @@ def build_app(
     hosts: Sequence[str] = ("*",),
     ask: describe.Ask | None = None,
 ) -> Starlette:
-    """Build the application for the runs below `store`, a path or URL; `cluster`, or `ask`, knows the state of runs
-    there. It answers only for the host names `hosts`, as another site may point its name here (DNS rebinding)."""
-    hosted = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    locks, known = dict[str, threading.Lock](), dict[str, Run]()
+    """Build the application for the runs below a store.
 
-    def list_submitted(selector: str) -> set[str]:
-        try:
-            return list_cluster_runs(cluster, normalize_url(store), selector) if cluster else set()
-        except (UserError, Retryable):  # show the store's runs while the cluster is unavailable
+    Args:
+        store: a path or URL.
+        cluster: the cluster that executes runs, if any: it knows their state.
+        hosts: the host names for which the application answers. Another site may point its own
+            name here (DNS rebinding).
+        ask: asks another executor for the state of a run.
+    """
+    runs = OpenRuns(store, cluster)
+    # Only what lies beside this module is ever read, whatever path is asked for.
+    files = {f"/static/{path.name}": path.name for path in STATIC.iterdir()}
+    files |= dict.fromkeys(PAGES, "index.html")
+    routes = [_route_file(path, name) for path, name in files.items()]
+    routes += [
+        Route("/api/runs", lambda _: _answer(runs.list_names())),
+        _route_run(runs, "", lambda run, _: describe.describe_run(run)),
+        _route_run(runs, "/now", lambda run, _: describe.describe_state(run, cluster, ask)),
+        _route_run(runs, "/weights", lambda run, _: describe.describe_weights(run)),
+        _route_run(runs, "/samples/{at:path}", _read_samples),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
+            Middleware(GZipMiddleware, compresslevel=1),
+        ],
+        exception_handlers={
+            UserError: _refuse,
+            Retryable: _refuse,
+            HTTPException: _refuse,
+            Exception: _refuse,
+        },
+    )
+
+
+class OpenRuns:
+    """The runs below a store that were requested, kept open between requests."""
+
+    def __init__(self, store: str, cluster: Connection | None) -> None:
+        self.store = store
+        self.cluster = cluster
+        self._runs: dict[str, Run] = {}
+        self._locks: dict[str, threading.Lock] = {}
+
+    def list_names(self) -> dict[str, Any]:
+        """List the runs that have committed something, or that are on the cluster."""
+        names = set(list_runs(self.store))
+        # While the cluster is unavailable, the store's runs are shown.
+        with suppress(UserError, Retryable):
+            names |= self._list_submitted(UNCOMMITTED)
+        return {"store": self.store, "runs": sorted(names)}
+
+    def _list_submitted(self, selector: str) -> set[str]:
+        """List the runs of this store among the cluster's workflows that a label selector
+        selects.
+        """
+        if self.cluster is None:
             return set()
+        return list_cluster_runs(self.cluster, normalize_url(self.store), selector)
 
-    def answer_runs(_: Request) -> Response:
-        return _answer(
-            {"store": store, "runs": sorted({*list_runs(store), *list_submitted(UNCOMMITTED)})}
-        )
+    def use(self, name: str, describe_it: Callable[[Run], Any], *, all_iterations: bool) -> Any:
+        """Read a run's current state, and describe it.
 
-    def read_on(run: Run | None, name: str, *, whole: bool) -> Run:
-        """Return a run in its current state: the known object, unless the run was deleted or replaced by another."""
-        if run and run.record == read_record(name, store):
-            # all of 1,000 iterations take 60 ms: much for a key of a search
-            run.refresh(whole=None if whole else False)
+        Args:
+            name: the run's.
+            describe_it: computes what is returned.
+            all_iterations: list all of its iterations in a directory: of 1,000 this takes 60 ms,
+                which is much for each key that is typed into a search.
+
+        Raises:
+            UserError: there is no such run.
+        """
+        # One request at a time refreshes a run.
+        with self._locks.setdefault(name, threading.Lock()), name_disk_errors():
+            run = self._read_on(name, all_iterations=all_iterations)
+            self._runs[name] = run
+            return describe_it(run)
+
+    def _read_on(self, name: str, *, all_iterations: bool) -> Run:
+        """Return a run in its current state: the open one, unless it was deleted or replaced by
+        another.
+        """
+        run = self._runs.pop(name, None)
+        if run and run.record == read_record(name, self.store):
+            run.refresh(all_iterations=None if all_iterations else False)
             if run.entries:
                 return run
         try:
-            return Run.open(name, store)
+            return Run.open(name, self.store)
         except UserError:
+            # It may have been submitted, and have committed nothing yet.
             with suppress(UserError):
-                if cluster and list_cluster_runs(
-                    cluster, normalize_url(store), f"{RUN_LABEL}={name}"
-                ):
-                    return Run(name, store)  # submitted, but without a commit
+                if self._list_submitted(f"{RUN_LABEL}={name}"):
+                    return Run(name, self.store)
             raise
 
-    def route_run(path: str, tell: Callable[[Run, Request], Any]) -> Route:
-        def answer(request: Request) -> Response:
-            name = request.path_params["name"]
-            with locks.setdefault(name, threading.Lock()), name_disk_errors():
-                # One request at a time refreshes a run.
-                known[name] = run = read_on(known.pop(name, None), name, whole=path == "/now")
-                return _answer(tell(run, request))
 
-        return Route(f"/api/runs/{{name}}{path}", answer)
+def _route_file(path: str, name: str) -> Route:
+    """Answer a path with a file of the page."""
+    return Route(path, lambda _: FileResponse(STATIC / name, headers=HEADERS))
 
-    return Starlette(
-        routes=[
-            *(
-                Route(path, lambda _, name=name: FileResponse(STATIC / name, headers=HEADERS))
-                for path, name in FILES
-            ),
-            Route("/api/runs", answer_runs),
-            route_run("", lambda run, _: describe.describe_run(run)),
-            route_run("/now", lambda run, _: describe.describe_state(run, cluster, ask)),
-            route_run("/weights", lambda run, _: describe.describe_weights(run)),
-            route_run(
-                "/samples/{at:path}",
-                lambda run, r: samples.read_page(run, r.path_params["at"], r.query_params),
-            ),
-        ],
-        middleware=[hosted, Middleware(GZipMiddleware, compresslevel=1)],
-        exception_handlers=dict.fromkeys((UserError, Retryable, HTTPException, Exception), _refuse),
-    )
+
+def _route_run(runs: OpenRuns, path: str, describe_run: Describe) -> Route:
+    """Answer a path below a run's with what `describe_run` makes of the run."""
+
+    def answer(request: Request) -> Response:
+        value = runs.use(
+            request.path_params["name"],
+            lambda run: describe_run(run, request),
+            # The page asks for the state every few seconds: all else goes by what that has listed.
+            all_iterations=path == "/now",
+        )
+        return _answer(value)
+
+    return Route(f"/api/runs/{{name}}{path}", answer)
+
+
+def _read_samples(run: Run, request: Request) -> dict[str, Any]:
+    """Read the completions that a request asks for."""
+    return samples.read_page(run, request.path_params["at"], request.query_params)
 
 
 def _answer(value: Any, status: int = 200) -> Response:
@@ -117,7 +181,11 @@ def _answer(value: Any, status: int = 200) -> Response:
 
 
 def _refuse(request: Request, error: Exception) -> Response:
+    """Answer with what went wrong, for the page to show."""
     if isinstance(error, HTTPException):
-        return _answer({"error": str(error)}, error.status_code)
-    status = 404 if isinstance(error, UserError) else 503 if isinstance(error, Retryable) else 500
+        status = error.status_code
+    elif isinstance(error, UserError):
+        status = 404
+    else:
+        status = 503 if isinstance(error, Retryable) else 500
     return _answer({"error": str(error)}, status)

@@ -1,4 +1,6 @@
-"""The data of a run that the pages show, as JSON: its current state, its artifacts, and its weights."""
+"""The data of a run that the pages show, as JSON: its current state, its artifacts, and its
+weights.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,86 +10,116 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.store import Store
 from tuneloop.kube.connection import Connection
 from tuneloop.runs.alarms import find_alarms
+from tuneloop.runs.committed import Entry
 from tuneloop.runs.completeness import describe_missing, list_missing
 from tuneloop.runs.delivery import list_deliveries
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import list_cluster_stages, list_stages
-from tuneloop.runs.summary import estimate_loop_end, iterations_line, list_devices, reward_line
+from tuneloop.runs.summary import (
+    describe_iterations,
+    describe_reward,
+    estimate_loop_end,
+    list_devices,
+)
 from tuneloop.weights import live
 from tuneloop.weights.inspect import list_versions
 
 Ask = Callable[[Run], dict[str, Any]]
-"""Asks another executor than Argo for the state of a run: its ``phase``, ``message`` and ``stages``."""
+"""Asks another executor than Argo for the state of a run: its ``phase``, ``message`` and
+``stages``.
+"""
+SPARKLINE_POINTS = 60
+"""About so many rewards are drawn as a line that is a hundred pixels wide."""
+PROGRAM = ("tuneloop", "python", "image")
+"""The entries of a manifest's provenance that are listed beside its packages."""
 
 
-def describe_state(run: Run, cluster: Connection | None, ask: Ask | None = None) -> dict[str, Any]:
-    """Describe the state of a run: its phase, its stages and what each waits for, and its rewards for a sparkline."""
-    state, stands = run.state, dict[str, Any](phase=run.phase, message="", stages=list_stages(run))
-    asked = state.workflow.parameters.get("iterations") if state else None
-    most = int(asked) if asked else None
-    if state:
-        stands["message"] = "; ".join(filter(None, [state.note, state.workflow.message]))
-    else:
-        try:
-            if cluster:
-                seen = read_status(cluster, run.name)
-                stages = list_cluster_stages(seen.nodes, seen.waiting)
-                stands = {"phase": seen.phase.lower(), "message": seen.message, "stages": stages}
-                most = seen.iterations
-            elif ask:
-                stands = ask(run)
-        except UserError as error:  # its workflows are deleted by now, or are on another cluster
-            stands["message"] = str(error)
+def describe_state(
+    run: Run,
+    cluster: Connection | None,
+    ask: Ask | None = None,
+) -> dict[str, Any]:
+    """Describe the state of a run: its phase, its stages and what each waits for, and its rewards
+    for a sparkline.
+
+    Args:
+        run: the run.
+        cluster: the cluster that executes it, if it is not executed here.
+        ask: asks another executor, if there is no cluster.
+    """
+    status: dict[str, Any] = {
+        "phase": run.phase,
+        "message": "",
+        "stages": list_stages(run),
+    }
+    limit: int | None = None
+    state = run.state
+    try:
+        if state:
+            notes = [state.note, state.workflow.message]
+            status["message"] = "; ".join(note for note in notes if note)
+            limit = int(state.workflow.parameters.get("iterations") or 0) or None
+        elif cluster:
+            report = read_status(cluster, run.name)
+            limit = report.iterations
+            status = {
+                "phase": report.phase.lower(),
+                "message": report.message,
+                "stages": list_cluster_stages(report.nodes, report.waiting),
+            }
+        elif ask:
+            status = ask(run)
+    except UserError as error:
+        # Its workflows were deleted, or are on another cluster: what it has committed is shown.
+        status["message"] = str(error)
     rewards = [score.value for score in run.training_rewards() or run.evaluations()]
-    return {
-        **{
-            "name": run.name,
-            "record": run.record,
-            "committed": len(run.entries),
-            "iteration": run.iteration,
-        },
-        **{"iterations": iterations_line(run, most), "reward": reward_line(run)},
-        "loop_end": estimate_loop_end(run, most) if stands["phase"] == "running" else None,
-        "evaluation": next((e.key for e in reversed(run.with_role("evaluator"))), None),
-        **{
-            "rewards": rewards[:: max(1, len(rewards) // 60)],
-            **stands,
-        },  # about 60, for a line a hundred pixels wide
+    evaluations = run.with_role("evaluator")
+    return status | {
+        "name": run.name,
+        "record": run.record,
+        "committed": len(run.entries),
+        "iteration": run.iteration,
+        "iterations": describe_iterations(run, limit),
+        "reward": describe_reward(run),
+        "loop_end": estimate_loop_end(run, limit) if status["phase"] == "running" else None,
+        "evaluation": evaluations[-1].key if evaluations else None,
+        "rewards": rewards[:: max(1, len(rewards) // SPARKLINE_POINTS)],
     }
 
 
 def describe_run(run: Run) -> dict[str, Any]:
-    """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow."""
+    """Describe all artifacts of a run, its curves, its alarms, its settings and its workflow.
+
+    Returns:
+        What the page of a run shows. ``templates`` has the graphs of the workflow, ``bytes`` is the
+        size of all artifacts, ``medians`` has the seconds that a stage of the loop takes, and
+        ``note`` says in words what is missing.
+    """
     curves = run.curves()
-    workflow: dict[str, Any] = {}
+    artifacts = [_describe_artifact(run, entry) for entry in run.entries]
+    # A report of what is left is better than none.
     notes: list[str] = []
     missing = list_missing(run)
     if missing:
         notes.append(f"{describe_missing(missing)} in {run.url} is missing; restore it from a copy")
+    templates: list[dict[str, Any]] = []
     if run.record and (run.directory / "workflow.yaml").is_file():
         workflow = run.read_workflow()
+        templates = [template for template in workflow["spec"]["templates"] if "dag" in template]
     elif run.record:
         notes.append(f"the graph is left out: {run.directory}/workflow.yaml is missing")
-    phases, artifacts = (
-        run.phase_seconds().items(),
-        [_describe_artifact(run, entry) for entry in run.entries],
-    )
     return {
-        **{
-            "name": run.name,
-            "record": run.record,
-            "url": run.url,
-            "devices": list_devices(run.entries),
-        },
-        **{"curves": curves, "alarms": find_alarms(curves), "failures": run.read_failures()},
-        "templates": [each for each in workflow["spec"]["templates"] if "dag" in each]
-        if workflow
-        else [],
-        **{"artifacts": artifacts, "bytes": sum(each["bytes"] for each in artifacts)},
-        "phases": [
-            {"stage": k, "points": p, "times": len(p), "seconds": sum(s for _, s in p)}
-            for k, p in phases
-        ],
+        "name": run.name,
+        "record": run.record,
+        "url": run.url,
+        "devices": list_devices(run.entries),
+        "curves": curves,
+        "alarms": find_alarms(curves),
+        "failures": run.read_failures(),
+        "templates": templates,
+        "artifacts": artifacts,
+        "bytes": sum(artifact["bytes"] for artifact in artifacts),
+        "phases": _list_phases(run),
         "note": "; ".join(notes),
         "medians": run.seconds_an_iteration(),
         "packages": _list_packages(run),
@@ -95,8 +127,11 @@ def describe_run(run: Run) -> dict[str, Any]:
 
 
 def describe_weights(run: Run) -> dict[str, Any]:
-    """Describe the published versions of a run, their delivery times, and which replica serves which version."""
+    """Describe the published versions of a run, their delivery times, and which replica serves
+    which version.
+    """
     published = Store(run.weights_url)
+    # Who serves is read first: a version that appears meanwhile is then also among the published.
     served = live.list_served_versions(published)
     return {
         "published": list_versions(published),
@@ -105,36 +140,61 @@ def describe_weights(run: Run) -> dict[str, Any]:
     }
 
 
+def _list_phases(run: Run) -> list[dict[str, Any]]:
+    """List the stages of a run with the seconds that each worked: in an iteration, and in all."""
+    return [
+        {
+            "stage": stage,
+            "points": points,
+            "times": len(points),
+            "seconds": sum(seconds for _, seconds in points),
+        }
+        for stage, points in run.phase_seconds().items()
+    ]
+
+
 def _list_packages(run: Run) -> list[tuple[str, str]]:
-    """List the packages and versions that the stages ran with."""
-    own, found = ("tuneloop", "python", "image"), set[tuple[str, str]]()
-    for about in (entry.manifest.provenance for entry in run.entries):
-        found.update((name, str(about.get(name))) for name in own)
-        found.update((name, str(version)) for name, version in about.get("packages", {}).items())
-    return sorted(found)
+    """List the packages and versions that the stages ran with, sorted by name."""
+    packages: set[tuple[str, str]] = set()
+    for entry in run.entries:
+        provenance = entry.manifest.provenance
+        for name in PROGRAM:
+            packages.add((name, str(provenance.get(name))))
+        # A run that was resumed after an update has two versions of a package.
+        for name, version in provenance.get("packages", {}).items():
+            packages.add((name, str(version)))
+    return sorted(packages)
 
 
 def _describe_artifact(run: Run, entry: Entry) -> dict[str, Any]:
-    made = entry.manifest
+    """Describe an artifact by what its manifest states, measured and notes."""
+    manifest = entry.manifest
+    provenance = manifest.provenance
+    inputs: dict[str, str] = {}
+    for name, reference in manifest.inputs.items():
+        # What lies in another run has no place on this page: its reference is shown.
+        source = run.find_entry(reference)
+        inputs[name] = source.key if source else reference
     return {
-        **{
-            name: getattr(entry, name)
-            for name in ("key", "stage", "iteration", "started", "seconds")
-        },
-        **{name: getattr(made, name) for name in ("role", "kind", "digest", "results")},
-        **{name: made.provenance.get(name) for name in ("device", "world_size", "code", "image")},
-        **{
-            "efficiency": made.notes.get("efficiency"),
-            "tokens_per_s": made.timings.get("tokens_per_s"),
-        },
-        "inputs": {
-            name: maker.key if (maker := run.maker(ref)) else ref
-            for name, ref in made.inputs.items()
-        },
-        "version": made.facts.get("version", run.version_of(entry)),
-        "bytes": sum(file.size for file in made.files.values()),
-        "model_bytes": sum(
-            file.size for name, file in made.files.items() if name.startswith("model/")
-        ),
-        "params": made.params if entry.iteration is None else {},
+        "key": entry.key,
+        "stage": entry.stage,
+        "iteration": entry.iteration,
+        "started": entry.started,
+        "seconds": entry.seconds,
+        "role": manifest.role,
+        "kind": manifest.kind,
+        "digest": manifest.digest,
+        "results": manifest.results,
+        "device": provenance.get("device"),
+        "world_size": provenance.get("world_size"),
+        "code": provenance.get("code"),
+        "image": provenance.get("image"),
+        "efficiency": manifest.notes.get("efficiency"),
+        "tokens_per_s": manifest.timings.get("tokens_per_s"),
+        "inputs": inputs,
+        "version": manifest.facts.get("version", run.find_version(entry)),
+        "bytes": sum(file.size for file in manifest.files.values()),
+        "model_bytes": entry.model_bytes,
+        # In the loop they are the same each time, but for the iteration.
+        "params": manifest.params if entry.iteration is None else {},
     }

@@ -1,4 +1,6 @@
-"""Files of artifacts that a page shows: proved when they are read, and again once they have changed."""
+"""Files of artifacts that a page shows: proved when they are read, and again once they have
+changed.
+"""
 
 import os
 from collections import OrderedDict
@@ -66,24 +68,29 @@ class ProvedFiles(Generic[Content]):
             Corrupt: it differs from its manifest, or cannot be read.
             UserError: the artifact has no such file.
         """
+        # It is taken out, so that it is the last one when it is put back.
         key = (ref, name)
         proved = self._files.pop(key, None)
         if proved is None or not proved.is_unchanged():
             proved = self._prove(ref, name)
+        # The file that was not shown for longest is closed first.
         self._files[key] = proved
         while len(self._files) > self._capacity:
             self._files.popitem(last=False)
         return proved
 
     def use(self, ref: str, name: str, work: Callable[[Content], Result]) -> Result:
-        """Call `work` with a file's content, parts of which it may read late, and return the result.
+        """Call `work` with a file's content, parts of which it may read late, and return the
+        result.
 
         Raises:
-            Unavailable: the file was changed meanwhile, each time, so that the result is not proved.
+            Unavailable: the file was changed meanwhile, each time, so that the result is not
+                proved.
             Corrupt, UserError: as `open`.
         """
         for _ in range(TRIES):
             proved = self.open(ref, name)
+            # Only a result that was read from unchanged bytes is proved.
             try:
                 with explain_unreadable(proved.url):
                     result = work(proved.content)

@@ -1,4 +1,6 @@
-"""The completions of an iteration or of an evaluation, a page at a time: found, ordered, and with their tokens."""
+"""The completions of an iteration or of an evaluation, a page at a time: found, ordered, and with
+their tokens.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,18 +15,22 @@ import pyarrow.parquet as pq
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import FILE, read_rows
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Run
 from tuneloop.ui.proved_files import ProvedFiles
 
-SIZE = 50
+PAGE_SIZE = 50
 """Completions on a page."""
-MOST = 400
+MOST_TOKENS = 400
 """The tokens of a completion that a page of several shows; a single completion is shown whole."""
 BATCH = 1 << 14
 """The number of rows whose texts are in memory at once during a search."""
 FILES = ("rewards.parquet", FILE, "samples.parquet")
+"""The files with completions, the one with most columns first."""
 TOKENS = ("completion_ids", "logprobs", "loss_mask", "policy_versions")
-CHOICES, TEXTS = ("id", "group", "outcome"), ("prompt", "completion", "answer")
+"""The columns with a value for each token."""
+FILTERS = ("id", "group", "outcome")
+TEXTS = ("prompt", "completion", "answer")
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,11 @@ class TokenTexts:
     decoder: str
 
 
-def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
+def read_page(
+    run: Run,
+    at: str,
+    query: Mapping[str, str],
+) -> dict[str, Any]:
     """Read a page of the completions of an iteration or of an evaluation.
 
     Only the page's row groups and the searched columns are read from the file. The file is proved
@@ -52,7 +62,7 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         at: the number of the iteration, or the key of the evaluation.
-        wanted: filters ``id``, ``group`` or ``outcome``, and ``search``, a text in the row;
+        query: filters ``id``, ``group`` or ``outcome``, and ``search``, a text in the row;
             ``place``, the row that is shown whole; ``sort``, by ``score`` or ``advantage``, in
             descending order after ``-``; ``page``, from 1.
 
@@ -66,13 +76,17 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
         entries = [entry for entry in run.with_role("evaluator") if entry.key == at]
     entry, name = _choose_file(run, at, entries)
     ref = f"{run.url}/{entry.key}@{entry.manifest.digest}"
-    page = COMPLETIONS.use(ref, name, lambda opened: _read_rows(opened, wanted))
+    page = COMPLETIONS.use(
+        ref,
+        name,
+        lambda opened: _read_rows(opened, query),
+    )
     texts, note = _find_token_texts(run, entries)
     ids = {number for row in page["rows"] for number in row.get("completion_ids", ())}
     return page | {
         "key": entry.key,
-        "version": run.version_of(entry),
-        "size": SIZE,
+        "version": run.find_version(entry),
+        "size": PAGE_SIZE,
         "iteration": run.iteration,
         "evaluations": [evaluation.key for evaluation in run.with_role("evaluator")],
         "decoder": texts.decoder,
@@ -81,7 +95,11 @@ def read_page(run: Run, at: str, wanted: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _choose_file(run: Run, at: str, entries: Sequence[Entry]) -> tuple[Entry, str]:
+def _choose_file(
+    run: Run,
+    at: str,
+    entries: Sequence[Entry],
+) -> tuple[Entry, str]:
     """Choose the artifact and the file that has most of what a page shows."""
     for name in FILES:
         for entry in reversed(entries):
@@ -91,25 +109,28 @@ def _choose_file(run: Run, at: str, entries: Sequence[Entry]) -> tuple[Entry, st
     raise UserError("completions", at, remedy)
 
 
-def _read_rows(opened: CompletionFile, wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Read the rows of the page that is wanted, and what is said of all rows."""
+def _read_rows(
+    opened: CompletionFile,
+    query: Mapping[str, str],
+) -> dict[str, Any]:
+    """Read the rows of the page that is asked for, and what is said of all rows."""
     file = opened.file
-    places = _select_places(file, opened.table, wanted)
-    sort_key = wanted.get("sort", "")
-    values = opened.order.get(sort_key.removeprefix("-"))
-    if values is not None:
-        sign = -1 if sort_key.startswith("-") else 1
-        places = places[np.argsort(sign * values[places], kind="stable")]
-    number = wanted.get("page", "")
-    page = max(int(number[:9]), 1) if number.isdecimal() else 1
-    shown = places[SIZE * (page - 1) : SIZE * page].tolist()
+    selected = _sort_places(
+        opened,
+        query,
+        _select_places(file, opened.table, query),
+    )
+    page_number = query.get("page", "")
+    # An address may say anything: nine digits are more pages than there are.
+    page = max(int(page_number[:9]), 1) if page_number.isdecimal() else 1
+    places = selected[PAGE_SIZE * (page - 1) : PAGE_SIZE * page].tolist()
     columns = [column for column in file.schema_arrow.names if column != "prompt_ids"]
-    rows = read_rows(file, shown, columns)
-    limit = None if "place" in wanted else MOST
-    for place, row in zip(shown, rows):
+    rows = read_rows(file, places, columns)
+    limit = None if "place" in query else MOST_TOKENS
+    for number, row in zip(places, rows):
         row["length"] = len(row.get("completion_ids", ()))
-        row["place"] = place
-        row["advantage"] = opened.order["advantage"][place]
+        row["place"] = number
+        row["advantage"] = opened.order["advantage"][number]
         for column in TOKENS:
             if column in row:
                 row[column] = row[column][:limit]
@@ -118,17 +139,41 @@ def _read_rows(opened: CompletionFile, wanted: Mapping[str, str]) -> dict[str, A
         outcomes = pc.value_counts(opened.table["outcome"]).to_pylist()
     return {
         "total": opened.table.num_rows,
-        "found": len(places),
+        "found": len(selected),
         "rows": rows,
         "outcomes": outcomes,
     }
 
 
-def _find_token_texts(run: Run, entries: Sequence[Entry]) -> tuple[TokenTexts, str]:
+def _sort_places(
+    opened: CompletionFile,
+    query: Mapping[str, str],
+    places: Any,
+) -> Any:
+    """Return the places of rows in the order that is asked for."""
+    sort_key = query.get("sort", "")
+    values = opened.order.get(sort_key.removeprefix("-"))
+    if values is None:
+        return places
+    sign = -1 if sort_key.startswith("-") else 1
+    # Rows with equal values stay in the order of the file.
+    return places[
+        np.argsort(
+            sign * values[places],
+            kind="stable",
+        )
+    ]
+
+
+def _find_token_texts(
+    run: Run,
+    entries: Sequence[Entry],
+) -> tuple[TokenTexts, str]:
     """Find the texts of tokens in the policy's tokenizer; without one, say why there are none."""
-    policies = [policy for policy in map(run.policy_of, entries) if policy]
+    policies = [policy for policy in map(run.find_policy, entries) if policy]
     if not policies:
         return NO_TEXTS, ""
+    # Where an iteration is asked for, its rollout and its reward have the same policy.
     policy = policies[0]
     if TOKENIZER not in policy.manifest.files:
         return NO_TEXTS, ""
@@ -141,9 +186,10 @@ def _find_token_texts(run: Run, entries: Sequence[Entry]) -> tuple[TokenTexts, s
 
 
 def _open_completions(path: Path) -> CompletionFile:
+    # The columns of texts and tokens are read when a page shows them.
     file = pq.ParquetFile(path)
     names = file.schema_arrow.names
-    table = file.read([column for column in (*CHOICES, "score") if column in names])
+    table = file.read([column for column in (*FILTERS, "score") if column in names])
     return CompletionFile(file, table, _compute_order(table))
 
 
@@ -168,36 +214,79 @@ COMPLETIONS = ProvedFiles(_open_completions, capacity=8)
 TOKEN_TEXTS = ProvedFiles(_read_token_texts, capacity=4)
 
 
-def _select_places(file: pq.ParquetFile, table: pa.Table, wanted: Mapping[str, str]) -> Any:
-    """Return the places of the rows that are wanted."""
-    keep = np.ones(table.num_rows, bool)
-    if place := wanted.get("place"):
-        keep = np.arange(table.num_rows).astype(str) == place
-    for column in {*CHOICES} & {*table.column_names} & {name for name in wanted if wanted[name]}:
-        keep &= pc.fill_null(pc.equal(table[column], wanted[column]), False).to_numpy()
-    if text := wanted.get("search"):
-        found = [np.zeros(0, bool)]
-        for batch in file.iter_batches(BATCH, columns=list(TEXTS)):
-            has = (
-                pc.fill_null(pc.match_substring(each, text, ignore_case=True), False)
-                for each in batch.columns
+def _select_places(
+    file: pq.ParquetFile,
+    table: pa.Table,
+    query: Mapping[str, str],
+) -> Any:
+    """Return the places of the rows that are asked for, an array of whole numbers in ascending
+    order.
+    """
+    is_selected = np.ones(table.num_rows, bool)
+    row_number = query.get("place")
+    if row_number:
+        is_selected = np.arange(table.num_rows).astype(str) == row_number
+    for column in FILTERS:
+        value = query.get(column)
+        if value and column in table.column_names:
+            is_equal = pc.equal(table[column], value)
+            # A row without the value is null, and not selected.
+            is_selected &= pc.fill_null(is_equal, False).to_numpy()
+    text = query.get("search")
+    if text:
+        is_selected &= _search_text(file, text)
+    return np.flatnonzero(is_selected)
+
+
+def _search_text(file: pq.ParquetFile, text: str) -> Any:
+    """Return for each row of a file whether it has a text in one of its columns, in upper or
+    lower case.
+    """
+    matches = [np.zeros(0, bool)]
+    # The texts of a large file do not fit in memory together.
+    for batch in file.iter_batches(
+        BATCH,
+        columns=list(TEXTS),
+    ):
+        is_match = np.zeros(batch.num_rows, bool)
+        for column in batch.columns:
+            has_text = pc.match_substring(
+                column,
+                text,
+                ignore_case=True,
             )
-            found.append(np.any([each.to_numpy(zero_copy_only=False) for each in has], axis=0))
-        keep &= np.concatenate(found)
-    return np.flatnonzero(keep)
+            is_match |= pc.fill_null(has_text, False).to_numpy(zero_copy_only=False)
+        matches.append(is_match)
+    return np.concatenate(matches)
 
 
 def _compute_order(table: pa.Table) -> dict[str, Any]:
-    """Compute the values for sorting, NaN if there is none: the score, and the unscaled advantage, which is the score
-    minus its group's mean, as in GRPO (arXiv 2402.03300)."""
-    none = np.full(table.num_rows, np.nan)
-    scores = table["score"].cast(pa.float64()).to_numpy() if "score" in table.column_names else none
+    """Compute the values for sorting, NaN if a row has none, as arrays of float64.
+
+    They are the score, and the unscaled advantage, which is the score minus its group's mean, as in
+    GRPO (arXiv 2402.03300).
+    """
+    size = table.num_rows
+    absent = np.full(size, np.nan)
+    scores = absent
+    if "score" in table.column_names:
+        scores = table["score"].cast(pa.float64()).to_numpy()
     if "group" not in table.column_names:
-        return {"score": scores, "advantage": none}
-    groups, has = (
-        table["group"].combine_chunks().dictionary_encode().indices.to_numpy(),
-        np.isfinite(scores),
+        return {"score": scores, "advantage": absent}
+    # Groups are numbered, so that sums over them are one call.
+    groups = table["group"].combine_chunks().dictionary_encode().indices.to_numpy()
+    is_scored = np.isfinite(scores)
+    sums = np.bincount(
+        groups[is_scored],
+        scores[is_scored],
+        minlength=size,
     )
-    sums = np.bincount(groups[has], scores[has], minlength=table.num_rows)
-    counts = np.bincount(groups[has], minlength=table.num_rows)
-    return {"score": scores, "advantage": scores - (sums / np.maximum(counts, 1))[groups]}
+    counts = np.bincount(
+        groups[is_scored],
+        minlength=size,
+    )
+    means = sums / np.maximum(counts, 1)
+    return {
+        "score": scores,
+        "advantage": scores - means[groups],
+    }

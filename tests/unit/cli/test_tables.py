@@ -7,14 +7,14 @@ import pytest
 
 from tuneloop.cli.show import show_stages
 from tuneloop.cli.tables import print_table
-from tuneloop.runs.stages import Stage
+from tuneloop.runs.stages import StageStatus
 
 NAMES = ("data-prep", "evaluate-before", "policy-update")
 STAGES = [
-    Stage(
+    StageStatus(
         "data-prep", "Succeeded", done=1, seconds=1.5, retries=0, results={"train": 512, "eval": 64}
     ),
-    Stage(
+    StageStatus(
         "evaluate-before",
         "Interrupted",
         done=1,
@@ -22,7 +22,7 @@ STAGES = [
         retries=0,
         results={"mean_reward": 0.4375},
     ),
-    Stage(
+    StageStatus(
         "policy-update",
         "Running",
         progress="3/9",
@@ -31,7 +31,7 @@ STAGES = [
         retries=12,
         iteration=60,
     ),
-    Stage(
+    StageStatus(
         "export",
         "Failed",
         retries=1,

@@ -145,7 +145,7 @@ def test_a_run_elsewhere_has_ended_by_one_rule_for_watch_and_track(
     assert tracking.find_phase(Run.open("far", "runs")) == "running", (
         "what was exported is not evaluated yet"
     )
-    monkeypatch.setattr(tracking, "DAY", 0.0)
+    monkeypatch.setattr(tracking, "IDLE_S", 0.0)
     assert (
         tracking.find_phase(Run.open("far", "runs")) == "elsewhere"
         and run_cli(["watch", "far"]) == 75

@@ -156,7 +156,7 @@ def test_of_an_object_store_only_what_is_new_is_asked(
             del objects[key]
         again = Run("run", "s3://bucket")
         assert len(again.entries) == len(run.entries), "it is settled: the index has it"
-        again.refresh(whole=True)
+        again.refresh(all_iterations=True)
         assert len(again.entries) == len(run.entries) - 1
         assert len(Run("run", "s3://bucket").entries) == len(run.entries) - 1, (
             "who looks at all mends the index"

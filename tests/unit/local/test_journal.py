@@ -11,7 +11,7 @@ from tuneloop.local.journal import Journal, Node, State, Workflow, read_state
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.stages import list_stages
-from tuneloop.runs.summary import iterations_line
+from tuneloop.runs.summary import describe_iterations
 
 
 def write(directory: Path) -> Path:
@@ -126,7 +126,7 @@ def test_no_bad_byte_stands_in_the_way_of_who_looks_at_a_run(
                 del data[at : at + (1 if change == "drop" else rng.randrange(200))]
         path.write_bytes(data)
         phases.add(run.phase)
-        iterations_line(run)
+        describe_iterations(run)
         show_stages(list_stages(run))
     assert "interrupted" in phases and phases <= {"created", "interrupted", "failed"}
     capsys.readouterr()

@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_dead_attempts_go_and_what_a_resume_needs_stays(run: Run) -> None:
-    dead = {item.key: (item.why, item.size) for item in find_leftovers(run, idle=-1)}
+    dead = {item.key: (item.reason, item.size) for item in find_leftovers(run, idle=-1)}
     resume = dead.pop("sft/resume")
     assert resume[0] == "resume point of a stage that has committed"
     assert dead == {
@@ -71,7 +71,7 @@ def test_writes_that_did_not_end_go(run: Run) -> None:
     for key in (*left, "weights/.latest.lock"):
         Path(run.directory, key).parent.mkdir(parents=True, exist_ok=True)
         Path(run.directory, key).write_bytes(b"12")
-    assert [(item.key, item.why, item.size) for item in find_leftovers(run, idle=-1)] == [
+    assert [(item.key, item.reason, item.size) for item in find_leftovers(run, idle=-1)] == [
         (key, "unfinished write", 2) for key in left
     ]
     assert find_leftovers(run, idle=3600) == []

@@ -35,10 +35,10 @@ def test_a_run_is_read_from_its_artifacts(store: Path) -> None:
 
 def test_rewards_say_how_they_were_obtained(store: Path) -> None:
     run = Run.open("demo", str(store))
-    assert [(s.value, s.version, s.how) for s in run.evaluations()] == [
+    assert [(s.value, s.version, s.method) for s in run.evaluations()] == [
         (0.5, 1, "greedy, held-out prompts"), (1.0, 3, "greedy, held-out prompts")
     ]  # fmt: skip
-    assert [(s.value, s.version, s.how) for s in run.training_rewards()] == [
+    assert [(s.value, s.version, s.method) for s in run.training_rewards()] == [
         (0.5, 1, "temperature 1, training prompts"), (0.75, 2, "temperature 1, training prompts")
     ]  # fmt: skip
     latest = run.latest_reward()
@@ -95,7 +95,7 @@ def test_equal_bytes_at_two_places_are_told_apart(tmp_path: Path) -> None:
         (1, 0),
         (5, 4),
     ]
-    assert [run.version_of(e) for e in run.with_role("sampler")] == [1, 2, 3, 4]
+    assert [run.find_version(e) for e in run.with_role("sampler")] == [1, 2, 3, 4]
 
 
 def test_what_is_committed_later_is_seen_and_what_is_deleted_is_not(tmp_path: Path) -> None:
@@ -118,13 +118,15 @@ def test_a_flipped_byte_is_found_by_name(tmp_path: Path) -> None:
     entry = run.checkpoints[-1]
     at = tmp_path / "bad" / entry.key / entry.manifest.root
     weights, rows = at / "model" / "weights.json", at / "metrics.jsonl"
-    assert all(c.good for c in verify_artifact(run, entry))
+    assert all(c.is_unchanged for c in verify_artifact(run, entry))
     data = bytearray(weights.read_bytes())
     data[0] ^= 1
     weights.write_bytes(data)
     rows.unlink()
     assert {
-        c.key.rpartition("/")[2]: bool(c.found) for c in verify_artifact(run, entry) if not c.good
+        c.key.rpartition("/")[2]: bool(c.actual)
+        for c in verify_artifact(run, entry)
+        if not c.is_unchanged
     } == {
         "weights.json": True,
         "metrics.jsonl": False,
@@ -148,9 +150,9 @@ def test_verify_reads_object_stores_too(store: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Store, "__init__", remote)
     entry = run.checkpoints[-1]
-    assert all(c.good for c in verify_artifact(run, entry))
+    assert all(c.is_unchanged for c in verify_artifact(run, entry))
     (store / "demo" / entry.key / entry.manifest.root / "metrics.jsonl").unlink()
-    assert [c.found for c in verify_artifact(run, entry) if not c.good] == [None]
+    assert [c.actual for c in verify_artifact(run, entry) if not c.is_unchanged] == [None]
 
 
 def record(store: Path, **config: object) -> Record:

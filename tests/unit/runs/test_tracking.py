@@ -141,7 +141,7 @@ def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
     """Those of a cluster, of which there is no record here; a tracker that is away is tried again."""
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "fleet")
     monkeypatch.setenv("no_proxy", "*")
-    for name in ("EVERY", "AWAY"):
+    for name in ("POLL_S", "RETRY_S"):
         monkeypatch.setattr(tracking, name, 0.0)
     store, asked = tmp_path / "store", {"argo": "running"}
     for name in ("argo", "kfp"):
@@ -185,10 +185,13 @@ def test_all_runs_of_a_store_are_mirrored_as_they_come_and_end(
     away = f"mlflow+http://127.0.0.1:{free_port()}"
     looks = follow()
     tracking.mirror_store(
-        str(store), [away, "mlflow"], lambda: next(looks), ask=lambda name: asked.get(name, "")
+        str(store),
+        [away, "mlflow"],
+        lambda: next(looks),
+        ask_phase=lambda name: asked.get(name, ""),
     )
     shutil.rmtree(store / "new")
-    monkeypatch.setattr(tracking, "DAY", 0.0)
+    monkeypatch.setattr(tracking, "IDLE_S", 0.0)
     toy.make(f"{store}/old", 1)
     looks = iter([True, False])
     tracking.mirror_store(str(store), ["mlflow"], lambda: next(looks))
@@ -275,7 +278,7 @@ def test_the_command_follows_a_run_of_a_store_to_its_end_and_attaches_a_report(
     client: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "elsewhere")
-    monkeypatch.setattr(tracking, "EVERY", 0.0)
+    monkeypatch.setattr(tracking, "POLL_S", 0.0)
     toy.make(f"{tmp_path}/e", 1)
     assert run_cli(["track", "e", "--store", str(tmp_path), "--follow"]) == 0
     assert "run e, 1 iterations" in capsys.readouterr().out
@@ -305,7 +308,7 @@ def test_what_mlflow_refuses_is_said_in_one_line(
 def test_a_follower_mirrors_what_is_committed_while_it_runs_and_ends_with_its_reader(
     client: Any, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
+    monkeypatch.setattr(tracking, "LONGEST_WAIT_S", 3600.0)
     toy.make(f"{tmp_path}/f", 1, whole=False)
     run = run_record.Run.create(
         Record(run="f", pipeline="toy", path="", config={}, store=f"file://{tmp_path}"), ""
@@ -380,7 +383,7 @@ def test_a_server_that_does_not_answer_is_said_at_once_and_ends_no_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlflow, "ANSWERS", 0.2 if listens else 60.0)
+    monkeypatch.setattr(mlflow, "ANSWER_S", 0.2 if listens else 60.0)
     if listens:
         silent.listen()
     why = "timed out" if listens else "Connection refused"
@@ -423,8 +426,8 @@ def test_a_server_that_went_away_meanwhile_is_not_waited_for(
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
-    monkeypatch.setattr(mlflow, "ANSWERS", 60.0)
+    monkeypatch.setattr(tracking, "LONGEST_WAIT_S", 3600.0)
+    monkeypatch.setattr(mlflow, "ANSWER_S", 60.0)
     run = started(tmp_path, "gone", 1)
     with tracking.mirror_in_background(run) as told:
         for _ in range(2):  # the process that follows the run has also found it well
@@ -432,7 +435,7 @@ def test_a_server_that_went_away_meanwhile_is_not_waited_for(
         server.shutdown()
         server.server_close()
         assert (run.directory / "mlflow.log").exists()
-        monkeypatch.setattr(tracking, "ANSWERS", 0.2)
-        monkeypatch.setattr(mlflow, "ANSWERS", 0.2)
+        monkeypatch.setattr(tracking, "SILENT_WAIT_S", 0.2)
+        monkeypatch.setattr(mlflow, "ANSWER_S", 0.2)
     assert "does not answer" in capsys.readouterr().err
     assert told["mlflow"].startswith("not mirrored whole: ")

@@ -16,7 +16,8 @@ from tuneloop.argo.claims import role_of
 from tuneloop.core.component import Component, find_component
 from tuneloop.core.errors import UserError
 from tuneloop.local.journal import Node
-from tuneloop.runs.run_record import Entry, Run
+from tuneloop.runs.committed import Entry
+from tuneloop.runs.run_record import Run
 from tuneloop.workflow.pod_loop import find_pod
 
 

@@ -342,7 +342,7 @@ def test_trackers_that_are_away_or_fail_hold_up_neither_the_run_nor_the_others(
     for name in ("mlflow", "tensorboard", "wandb"):
         pytest.importorskip(name)
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(tracking, "PATIENCE", 3600.0)
+    monkeypatch.setattr(tracking, "LONGEST_WAIT_S", 3600.0)
     away, broken, well = (
         f"mlflow+http://127.0.0.1:{free_port()}",
         f"wandb+{tmp_path}/file",

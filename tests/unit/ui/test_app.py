@@ -28,7 +28,7 @@ from tuneloop.local.journal import Journal, Node, Workflow, lock_workdir
 from tuneloop.runs.records import Record
 from tuneloop.runs.run_record import Run
 from tuneloop.ui.app import STATIC, build_app
-from tuneloop.ui.samples import MOST, SIZE
+from tuneloop.ui.samples import MOST_TOKENS, PAGE_SIZE
 from tuneloop.weights.publish import publish_version
 from tuneloop.workflow.settings import QUEUE_LABEL, RUN_LABEL
 
@@ -259,16 +259,20 @@ def test_a_store_in_s3_is_shown_alike(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_pages_of_completions(client: TestClient, tmp_path: Path) -> None:
-    commit_rollouts(tmp_path / "r", 2 * SIZE + 4)
+    commit_rollouts(tmp_path / "r", 2 * PAGE_SIZE + 4)
     for page, rows in (
-        (1, range(SIZE)),
-        (2, range(SIZE, 2 * SIZE)),
-        (3, range(2 * SIZE, 2 * SIZE + 4)),
+        (1, range(PAGE_SIZE)),
+        (2, range(PAGE_SIZE, 2 * PAGE_SIZE)),
+        (3, range(2 * PAGE_SIZE, 2 * PAGE_SIZE + 4)),
         (9, range(0)),
     ):
         shown = client.get(f"/api/runs/r/samples/1?page={page}").json()
         assert [row["completion"] for row in shown["rows"]] == [f"{row:05d}" for row in rows]
-        assert (shown["total"], shown["found"], shown["version"]) == (2 * SIZE + 4, 2 * SIZE + 4, 1)
+        assert (shown["total"], shown["found"], shown["version"]) == (
+            2 * PAGE_SIZE + 4,
+            2 * PAGE_SIZE + 4,
+            1,
+        )
     row = client.get("/api/runs/r/samples/1?place=7").json()["rows"][0]
     assert (row["place"], row["id"], row["advantage"]) == (7, "p1", pytest.approx(1 / 3))
     assert json.loads(row["breakdown"]) == {"exact": 1.0}
@@ -321,11 +325,11 @@ def test_tokens_have_their_text_where_the_tokenizer_is_there(
 
 def test_a_long_completion_is_cut_but_by_itself(client: TestClient, tmp_path: Path) -> None:
     policy = commit_policy(tmp_path / "r/sft")
-    commit_scored_rollouts(tmp_path / "r", 1, ["long"] * 4, [[5] * (MOST + 9)] * 4, policy)
+    commit_scored_rollouts(tmp_path / "r", 1, ["long"] * 4, [[5] * (MOST_TOKENS + 9)] * 4, policy)
     row = client.get("/api/runs/r/samples/1").json()["rows"][0]
-    assert (len(row["completion_ids"]), row["length"]) == (MOST, MOST + 9)
+    assert (len(row["completion_ids"]), row["length"]) == (MOST_TOKENS, MOST_TOKENS + 9)
     (row,) = client.get("/api/runs/r/samples/1?place=2").json()["rows"]
-    assert len(row["completion_ids"]) == len(row["logprobs"]) == MOST + 9
+    assert len(row["completion_ids"]) == len(row["logprobs"]) == MOST_TOKENS + 9
 
 
 def test_weights_say_how_they_are_stored_and_who_serves_them(

@@ -224,7 +224,7 @@ function showCurves(curves) {
     const key = each.name === "mean_reward" ? each.name : `${each.name} ${each.axis} ${each.stage}`;
     if (!quantities.has(key)) quantities.set(key, { ...each, series: [] });
     quantities.get(key).series.push({
-      name: `${each.stage}: ${each.how}`,
+      name: `${each.stage}: ${each.method}`,
       points: each.x.map((x, i) => [x, each.y[i]]),
       dots: each.role === "evaluator",
     });
