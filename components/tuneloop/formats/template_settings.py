@@ -4,7 +4,9 @@ checkpoint.
 Arguments stand before the template as defaults, so that every program that renders it, ours or
 another, does so alike: all stages, vLLM, and whoever loads the export."""
 
+import datetime
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from tuneloop.formats.chat_rendering import (
 
 SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Understood"}]
 NEXT = {"role": "user", "content": "b"}
+TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+"""What shows today's date in a template, by the function that transformers and vLLM give it."""
+HAS_TODAY = re.compile(r"\bstrftime_now is defined\b")
 SET_BY_CALLERS = {
     "messages",
     "tools",
@@ -53,6 +58,31 @@ def set_chat_template(tokenizer: Any, file: str | None, arguments: Mapping[str, 
         name: write_arguments(template, arguments)
         for name, template in tokenizer.chat_template.items()
     }
+
+
+def fix_date(tokenizer: Any, date: datetime.date) -> bool:
+    """Write `date` into a tokenizer's chat template in place of the day on which it is rendered, and
+    return whether the template shows one.
+
+    A run that is resumed on another day has the same prompts so, and every program renders alike."""
+    template = tokenizer.chat_template
+    if not template:
+        return False
+    if isinstance(template, str):
+        tokenizer.chat_template = write_date(template, date)
+        return bool(tokenizer.chat_template != template)
+    tokenizer.chat_template = {name: write_date(text, date) for name, text in template.items()}
+    return bool(tokenizer.chat_template != template)
+
+
+def write_date(template: str, date: datetime.date) -> str:
+    """Return `template` with `date` in place of its calls of ``strftime_now``, and as if that were
+    always defined: programs without it would show a date of the template's own."""
+    dated = TODAY.sub(lambda call: json.dumps(date.strftime(call["format"])), template)
+    # A format that is computed is left, and with it the test whether there is such a function.
+    if "strftime_now" in HAS_TODAY.sub("", dated):
+        return dated
+    return HAS_TODAY.sub("true", dated)
 
 
 def read_template(file: str) -> str:

@@ -1,12 +1,13 @@
 """The policy to start from: a Hugging Face model, or a tiny one made here with a tokenizer for the prompts."""
 
+import datetime
 import hashlib
 import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
@@ -18,7 +19,12 @@ from tuneloop.formats.model_files import (
     copy_companions,
 )
 from tuneloop.formats.prompt_lengths import check_prompts
-from tuneloop.formats.template_settings import find_turn_end, read_template, set_chat_template
+from tuneloop.formats.template_settings import (
+    find_turn_end,
+    fix_date,
+    read_template,
+    set_chat_template,
+)
 from tuneloop.training.pretrained import Pretrained, load_pretrained
 from tuneloop.weights.codec import Encoding
 from tuneloop.weights.publication import Weights, publish_checkpoint
@@ -47,6 +53,13 @@ def template_digest(params: Any) -> dict[str, str]:
     except UserError:  # the stage says so, if it runs
         return {}
     return {"chat_template_digest": hashlib.sha256(template.encode()).hexdigest()}
+
+
+def check_date(text: str | None) -> str | None:
+    """Refuse what is no date of the calendar."""
+    if text is not None:
+        datetime.date.fromisoformat(text)
+    return text
 
 
 @component(
@@ -88,6 +101,14 @@ def base_model(
             description="arguments of the chat template, such as enable_thinking, for every stage"
         ),
     ] = {},  # noqa: B006
+    template_date: Annotated[
+        str | None,
+        AfterValidator(check_date),
+        Field(
+            description="day that a chat template shows as today, YYYY-MM-DD; none: the day on "
+            "which the base model is written"
+        ),
+    ] = None,
     vocab_size: Annotated[
         int, Field(ge=260, description="maximum vocabulary of a tiny model")
     ] = 512,
@@ -155,6 +176,7 @@ def base_model(
             policy = pretrained.model
             tokenizer = pretrained.tokenizer
         set_chat_template(tokenizer, chat_template, template_args)
+        set_date(stage, tokenizer, template_date)
         set_turn_end(stage, policy, tokenizer)
     own_context = get_context(policy.config)
     if completion_tokens and prompts is not None:
@@ -217,6 +239,15 @@ def note_surplus_tokens(stage: Stage, pretrained: Pretrained) -> None:
     stage.facts["surplus_tokens"] = len(tokens)
     names = ", ".join(tokens[:3]) + (", …" if len(tokens) > 3 else "")
     stage.log(f"the tokenizer has {len(tokens)} more tokens than the model has embeddings: {names}")
+
+
+def set_date(stage: Stage, tokenizer: Any, date: str | None) -> None:
+    """Write a day into a chat template that shows today's, and record it."""
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    day = datetime.date.fromisoformat(date) if date else today
+    if fix_date(tokenizer, day):
+        stage.facts["template_date"] = day.isoformat()
+        stage.log(f"the chat template shows today's date: {day} from here on (model.template_date)")
 
 
 def get_context(config: Any) -> int:
