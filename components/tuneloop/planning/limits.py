@@ -36,6 +36,8 @@ from tuneloop.planning.plan import count_pods
 from tuneloop.runs.summary import format_size
 from tuneloop.stages.base_model import TINY, base_model
 from tuneloop.stages.data_prep import data_prep
+from tuneloop.stages.sft import sft
+from tuneloop.training.delegation import CONVERSATION_CHOICES, explain_undelegated
 from tuneloop.workflow.manifest import parse_applied_object
 from tuneloop.workflow.pod_loop import expand_pod
 from tuneloop.workflow.rendered_stages import Stage, container_of, read_stage
@@ -157,6 +159,26 @@ def check_adapters(subject: Subject) -> Iterator[Limit]:
         setting = subject.name_setting(stage, "lora")
         for error in check_target_modules(subject.facts, setting, stage.read_json("lora")):
             yield Limit(error)
+
+
+def check_conversations(subject: Subject) -> Iterator[Limit]:
+    """Find choices of how conversations are learned that a trainer of another backend does not
+    know: it reads their text, and not the rows that tuneloop makes of them."""
+    if not any(stage.component is sft and is_delegated(stage) for stage in subject.stages):
+        return
+    for stage in subject.stages:
+        if stage.component is not data_prep:
+            continue
+        for name, default in CONVERSATION_CHOICES.items():
+            value = stage.flags.get(name, default)
+            if value != default:
+                remedy = explain_undelegated(name, default)
+                yield Limit(UserError(subject.name_setting(stage, name), value, remedy))
+
+
+def is_delegated(stage: Stage) -> bool:
+    """Return whether a stage trains by another backend than tuneloop's own."""
+    return stage.flags.get("backend", "null") not in ("null", "native")
 
 
 def check_chat_template(subject: Subject) -> Iterator[Limit]:
@@ -379,6 +401,7 @@ def suggest_savings(stage: Stage, parts: list[tuple[str, float]]) -> str:
 CHECKS = (
     check_base_model,
     check_adapters,
+    check_conversations,
     check_chat_template,
     check_data_files,
     check_context,

@@ -11,7 +11,12 @@ from tuneloop.core.component import Input, Results, Stage
 from tuneloop.core.errors import UserError
 from tuneloop.training import checkpoint, epochs
 from tuneloop.training.corpora import read_corpus, report_split_conversations
-from tuneloop.training.delegation import WARMUP, BackendOptions, train_by_backend
+from tuneloop.training.delegation import (
+    WARMUP,
+    BackendOptions,
+    check_conversation_choices,
+    train_by_backend,
+)
 from tuneloop.training.held_out import open_held_out_loss
 from tuneloop.training.lengths import fit_corpus
 from tuneloop.weights.publication import Weights
@@ -62,12 +67,15 @@ def sft(
     ``facts.held_out``.
 
     Raises:
-        UserError: no demonstrations, a missing column, more that are longer than `max_length` or the model's context
+        UserError: no demonstrations, a missing column, choices for conversations that another
+            backend does not know, more that are longer than `max_length` or the model's context
             than may be dropped (``data.too_long``).
         Interrupted: after SIGTERM, once a resume point is committed.
     """
     from tuneloop.training.fsdp.trainer import Trainer
 
+    if options.backend:
+        check_conversation_choices(prompts)
     ranks = checkpoint.open_ranks(stage, options)
     with stage.timed("data"):
         if not (documents := read_corpus(prompts, policy, "sft")):

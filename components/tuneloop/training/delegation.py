@@ -76,6 +76,27 @@ class BackendOptions(TrainerOptions):
         return self.model_copy(update={"max_steps": steps, "warmup_steps": warmup_steps})
 
 
+CONVERSATION_CHOICES = {"history": "as-rendered", "reasoning": "keep"}
+"""Parameter of `data_prep` that decides how conversations are learned → its default."""
+
+
+def explain_undelegated(name: str, default: str) -> str:
+    """Say that a choice of `CONVERSATION_CHOICES` does not reach another backend, with a remedy."""
+    return (
+        f"does not reach another backend, which renders conversations itself: leave data.{name} at "
+        f"{default}, or leave sft.backend out"
+    )
+
+
+def check_conversation_choices(prompts: Artifact) -> None:
+    """Check that demonstrations ask for nothing that only tuneloop's own rows can do. Raises
+    UserError."""
+    for name, default in CONVERSATION_CHOICES.items():
+        value = prompts.manifest.facts.get(name, default)
+        if value != default:
+            raise UserError(f"data.{name}", value, explain_undelegated(name, default))
+
+
 def _explain_end(name: str, code: int, last_line: str) -> UserError | Retryable:
     """Return what to raise for a backend that ended with `code`; one of ours leaves the reason as its last line."""
     kind, _, reason = last_line.partition(": ")

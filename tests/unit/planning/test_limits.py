@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.making import commit
 from tests.unit.config.test_followed import CPU, LLAMA_8B, ONE_GPU, PODS
 from tuneloop.cli import run_cli
 from tuneloop.config.loading import find_pipeline
 from tuneloop.config.machine import Machine
+from tuneloop.core.errors import UserError
 from tuneloop.planning.disk import check_store, estimate_footprint
 from tuneloop.planning.limits import find_limits, read_pods
+from tuneloop.training.delegation import check_conversation_choices
 
 
 @pytest.fixture
@@ -96,6 +99,15 @@ def test_what_readme_prints_works(smollm2: Path) -> None:
         (
             ["sft.lora={target_modules: [lm_head]}"],
             "sft.lora.target_modules: 'lm_head': leave embeddings and the output layer out",
+        ),
+        (
+            ["data.history=per-turn", "sft.backend=trl"],
+            "data.history: 'per-turn': does not reach another backend, which renders conversations "
+            "itself: leave data.history at as-rendered, or leave sft.backend out",
+        ),
+        (
+            ["data.reasoning=drop", "sft.backend=trl"],
+            "data.reasoning: 'drop': does not reach another backend",
         ),
         (["data=/no/such.jsonl"], "data.source: '/no/such.jsonl': no such file here"),
         (["data=nowhere/*.jsonl"], "data.source: 'nowhere/*.jsonl': no file there ends in one of"),
@@ -293,3 +305,11 @@ def test_a_store_without_room_is_refused(llama_8b: Path, tmp_path: Path) -> None
     assert "all of them stay: set update.save_total_limit" in str(limit.error)
     assert [*check_store(workflow, "s3://bucket/runs")] == []
     assert [*check_store(found.build(found.configure()), str(tmp_path))] == []
+
+
+def test_the_stage_refuses_choices_that_another_backend_does_not_know(tmp_path: Path) -> None:
+    for name, value in (("history", "per-turn"), ("reasoning", "drop")):
+        prompts = commit(tmp_path / name, "data_prep", **{name: value})
+        with pytest.raises(UserError, match=rf"data\.{name}: '{value}': does not reach another"):
+            check_conversation_choices(prompts)
+    check_conversation_choices(commit(tmp_path / "plain", "data_prep", history="as-rendered"))
