@@ -169,6 +169,7 @@ def check_conversations(subject: Subject) -> Iterator[Limit]:
     for stage in subject.stages:
         if stage.component is not data_prep:
             continue
+        # Rows of single turns exist only as tokens, which other backends do not read.
         for name, default in CONVERSATION_CHOICES.items():
             value = stage.flags.get(name, default)
             if value != default:
