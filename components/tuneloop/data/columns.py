@@ -118,15 +118,16 @@ class Columns(Settings, frozen=True, extra="forbid"):
         not what its column is to hold."""
         if path := self.prompt or self.messages:
             prompt = read_prompt(get_path(values, path), path)
-            if self.input and (more := get_path(values, self.input)) not in (MISSING, None, ""):
-                prompt = f"{_require_text(prompt, path)}\n\n{_require_text(more, self.input)}"
+            context = _read_optional_text(values, self.input)
+            if context:
+                prompt = f"{_require_text(prompt, path)}\n\n{context}"
             example = replace(example, prompt=prompt, is_plain=False)
-        if self.system and (text := get_path(values, self.system)) not in (MISSING, None, ""):
+        instructions = _read_optional_text(values, self.system)
+        if instructions:
             messages = as_messages(example.prompt)
-            content = _require_text(text, self.system)
             # A conversation that has a system message keeps its own.
             if messages[0]["role"] != "system":
-                system = {"role": "system", "content": content}
+                system = {"role": "system", "content": instructions}
                 example = replace(example, prompt=[system, *messages])
         if "answer" in self.model_fields_set:
             answer = None
@@ -236,6 +237,17 @@ def split_conversation(
     if not is_conversation(messages):
         raise BadValue(f"ends with the {messages[-1]['role']}'s message, not the assistant's")
     return messages[:-1], messages[-1]
+
+
+def _read_optional_text(values: Mapping[str, Any], path: str | None) -> str:
+    """Return the text of a column that may be missing or blank; empty where it is. Raises BadValue:
+    it holds something else."""
+    value = MISSING if path is None else get_path(values, path)
+    if value is MISSING or value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadValue(f"column {path!r} must hold text, not {_describe(value)}")
+    return value if value.strip() else ""
 
 
 def _require_text(value: Any, column: str) -> str:

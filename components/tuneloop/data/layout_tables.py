@@ -59,7 +59,7 @@ class Table:
         try:
             example = Example("", None)
             if self.layout is not None:
-                example = self.layout.read(row.values)
+                example = self.layout.read_example(row.values)
             example = self.columns.apply(example, row.values)
         except BadValue as error:
             return BadRow(row.name, str(error))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tuneloop.core.errors import UserError
 from tuneloop.data import Example
-from tuneloop.data.columns import MISSING, get_path_safely
+from tuneloop.data.columns import MISSING, Columns, get_path_safely
 
 Values = Mapping[str, Any]
 
@@ -26,7 +26,9 @@ class Layout:
         name: as ``data.layout`` takes it.
         title: what it is called in the line that says what was recognised.
         columns: the columns that every row has; paths into columns are possible.
-        read: makes an example of a row's values. Raises BadValue: the row cannot be used.
+        roles: which column holds what, where that says all of a row.
+        read: makes an example of a row's values, where it does not. Raises BadValue: the row cannot
+            be used.
         summary: where prompt, answer and completions come from.
         rewards: reward → weight that judges completions of these rows by default; empty: none fits
             by itself.
@@ -38,11 +40,18 @@ class Layout:
     name: str
     title: str
     columns: tuple[str, ...]
-    read: Callable[[Values], Example]
     summary: str
+    roles: Columns = field(default_factory=Columns)
+    read: Callable[[Values], Example] | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     fits: Callable[[Values], bool] | None = None
     companion: tuple[str, str] | None = None
+
+    def read_example(self, values: Values) -> Example:
+        """Make an example of a row's values. Raises BadValue: the row cannot be used."""
+        if self.read is None:
+            return self.roles.apply(Example("", None), values)
+        return self.read(values)
 
     def matches(self, values: Values) -> bool:
         """Return whether a row has the columns of this layout, filled as it fills them."""

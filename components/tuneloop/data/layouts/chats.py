@@ -1,6 +1,7 @@
 """Conversations and instructions: what people fine-tune on."""
 
 from tuneloop.data import BadValue, Example
+from tuneloop.data.columns import Columns
 from tuneloop.data.layouts import Layout, Values
 from tuneloop.data.layouts._parts import (
     get_answer,
@@ -45,25 +46,6 @@ def read_sharegpt(values: Values) -> Example:
     return Example(example.prompt, example.answer, tools=None if is_written else example.tools)
 
 
-def read_instruction(values: Values, instruction: str, context: str, output: str) -> Example:
-    """Read an instruction, perhaps with a text that it is about, and the reply."""
-    prompt = get_text_of(values, instruction)
-    more = get_optional_text(values, context)
-    if more.strip():
-        prompt = f"{prompt}\n\n{more}"
-    return Example(prompt, None, demonstration=get_completion(values, output))
-
-
-def read_alpaca(values: Values) -> Example:
-    """Read Alpaca."""
-    return read_instruction(values, "instruction", "input", "output")
-
-
-def read_dolly(values: Values) -> Example:
-    """Read Dolly."""
-    return read_instruction(values, "instruction", "context", "response")
-
-
 def read_orca(values: Values) -> Example:
     """Read OpenOrca: a system message, a question, a response."""
     messages: list[Message] = [{"role": "user", "content": get_text_of(values, "question")}]
@@ -85,24 +67,6 @@ def read_prompt_completion(values: Values) -> Example:
     if answer in (None, ""):
         return Example(prompt, None, demonstration=demonstration, tools=tools)
     return Example(prompt, get_answer(values, "answer"), demonstration, tools=tools)
-
-
-def read_prompt_answer(values: Values) -> Example:
-    """Read a prompt, text or messages, and its gold answer."""
-    prompt = get_prompt(values, "prompt")
-    return Example(prompt, get_answer(values, "answer"), tools=parse_tools(values.get("tools")))
-
-
-def read_question_answer(values: Values) -> Example:
-    """Read a question and its gold answer."""
-    prompt = get_prompt(values, "question")
-    return Example(prompt, get_answer(values, "answer"))
-
-
-def read_only_prompt(values: Values) -> Example:
-    """Read prompts without answers, for judges that need none."""
-    prompt = get_prompt(values, "prompt")
-    return Example(prompt, None, tools=parse_tools(values.get("tools")))
 
 
 def read_text(values: Values) -> Example:
@@ -153,14 +117,14 @@ LAYOUTS = (
         name="alpaca",
         title="Alpaca",
         columns=("instruction", "output"),
-        read=read_alpaca,
+        roles=Columns(prompt="instruction", input="input", completion="output"),
         summary="prompt from instruction and input, demonstration from output",
     ),
     Layout(
         name="dolly",
         title="Dolly",
         columns=("instruction", "response"),
-        read=read_dolly,
+        roles=Columns(prompt="instruction", input="context", completion="response"),
         summary="prompt from instruction and context, demonstration from response",
     ),
     Layout(
@@ -181,21 +145,21 @@ LAYOUTS = (
         name="prompt-answer",
         title="prompts and answers",
         columns=("prompt", "answer"),
-        read=read_prompt_answer,
+        roles=Columns(prompt="prompt", answer="answer", tools="tools"),
         summary="prompt from prompt, answer from answer",
     ),
     Layout(
         name="question-answer",
         title="questions and answers",
         columns=("question", "answer"),
-        read=read_question_answer,
+        roles=Columns(prompt="question", answer="answer"),
         summary="prompt from question, answer from answer",
     ),
     Layout(
         name="prompt-only",
         title="prompts",
         columns=("prompt",),
-        read=read_only_prompt,
+        roles=Columns(prompt="prompt", tools="tools"),
         summary="prompt from prompt, no answers",
     ),
     Layout(
