@@ -282,7 +282,7 @@ def test_of_many_points_the_ends_the_least_and_the_greatest_stay(
     heights: list[float], most: int
 ) -> None:
     finite = [(float(x), y) for x, y in enumerate(heights) if math.isfinite(y)]
-    kept = report._thin([*enumerate(heights)], most)
+    kept = report._thin_points([*enumerate(heights)], most)
     assert len(kept) <= most + 4 and [x for x, _ in kept] == sorted({x for x, _ in kept})
     if finite:
         assert (kept[0][0], kept[-1][0]) == (finite[0][0], finite[-1][0])
