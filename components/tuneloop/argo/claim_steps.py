@@ -51,7 +51,7 @@ def insert_reservation_steps(workflow: JsonObject) -> None:
     take["container"]["args"] += [
         "--share",
         share.model_dump_json(),
-        "--seats",
+        "--claims",
         *(p["name"] for p in seats),
     ]
     for name in list_entry_templates(workflow):

@@ -1,7 +1,8 @@
-"""Send a workflow to an Argo server, by Hera's ``create``: for those who have its address and no kubeconfig.
+"""Send a workflow to an Argo server, by Hera's ``create``.
 
-`tuneloop submit --server URL` uses it. ``ARGO_TOKEN`` and ``ARGO_INSECURE_SKIP_VERIFY`` are those of the argo command
-line."""
+It is for those who have the server's address and no kubeconfig. `tuneloop submit --server URL` uses
+it. ``ARGO_TOKEN`` and ``ARGO_INSECURE_SKIP_VERIFY`` are those of the argo command line.
+"""
 
 import os
 import time
@@ -18,71 +19,90 @@ from tuneloop.workflow.settings import RUN_LABEL
 
 
 class Server:
-    """An Argo server. Raises UserError where `url` has no scheme."""
+    """An Argo server."""
 
     def __init__(self, url: str, namespace: str = NAMESPACE) -> None:
+        """Use the server at `url`. Raises UserError if that has no scheme."""
         from hera.workflows import WorkflowsService
 
         if not url.startswith(("http://", "https://")):
             raise UserError("server", url, "must be an absolute URL: https://host:port")
-        skip = os.environ.get("ARGO_INSECURE_SKIP_VERIFY", "").lower() == "true"
-        token = os.environ.get("ARGO_TOKEN") or None
+        skips_verification = os.environ.get("ARGO_INSECURE_SKIP_VERIFY", "").lower() == "true"
         self.url = url
         self.namespace = namespace
         self._service = WorkflowsService(
-            host=url, token=token, verify_ssl=not skip, namespace=namespace
+            host=url,
+            # An empty token would be sent, and refused.
+            token=os.environ.get("ARGO_TOKEN") or None,
+            verify_ssl=not skips_verification,
+            namespace=namespace,
         )
 
-    def submit(self, made: JsonMapping, run: str) -> str:
-        """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`. Raises UserError
-        where the server cannot be reached or refuses, or the run is under way."""
+    def submit(self, workflow: JsonMapping, run: str) -> str:
+        """Create a workflow from `prepare_workflow`; see `tuneloop.cluster.submit.create_workflow`.
+
+        Raises:
+            UserError: the server cannot be reached or refuses, or the run is under way.
+        """
         from hera.workflows import Workflow
 
-        made, at = argo.prepare_resumption(made, self.workflows(run), run)
-        name = f"{run}-{at}" if at > 1 else run
-        with self._faults():
-            built: Any = Workflow.from_dict(
-                {**made, "metadata": {**made["metadata"], "name": name}}
-            )
-            built.workflows_service = self._service
-            built.create()
+        prepared, number = argo.prepare_resumption(workflow, self.workflows(run), run)
+        # The first workflow of a run has its name alone.
+        name = f"{run}-{number}" if number > 1 else run
+        manifest = dict(prepared)
+        manifest["metadata"] = dict(prepared["metadata"])
+        manifest["metadata"]["name"] = name
+        with self._translate_errors():
+            hera_workflow: Any = Workflow.from_dict(manifest)
+            hera_workflow.workflows_service = self._service
+            hera_workflow.create()
         return name
 
     def workflows(self, run: str) -> list[JsonObject]:
         """Return the workflows of a run, oldest first."""
-        with self._faults():
-            found = self._service.list_workflows(
-                self.namespace, label_selector=f"{RUN_LABEL}={run}"
+        with self._translate_errors():
+            answer = self._service.list_workflows(
+                self.namespace,
+                label_selector=f"{RUN_LABEL}={run}",
             )
-        items = [
-            item.model_dump(mode="json", by_alias=True, exclude_none=True)
-            for item in found.items or ()
-        ]
-        return sorted(items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
+        workflows: list[JsonObject] = []
+        for item in answer.items or ():
+            # The same form as that of the API server.
+            workflow = item.model_dump(
+                mode="json",
+                by_alias=True,
+                exclude_none=True,
+            )
+            workflows.append(workflow)
+        return sorted(workflows, key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
     def wait(self, run: str) -> int:
-        """Wait for the newest workflow of a run to end; see `tuneloop.cluster.submit.wait_for_run`."""
-        while (
-            run_workflows.get_workflow_phase(newest := self.workflows(run)[-1])
-            not in run_workflows.DONE
-        ):
+        """Wait for the newest workflow of a run; see `tuneloop.cluster.submit.wait_for_run`."""
+        while True:
+            # Looked up each time: a long run continues in another workflow.
+            newest = self.workflows(run)[-1]
+            if run_workflows.get_workflow_phase(newest) in run_workflows.DONE:
+                return argo.exit_code(newest)
             time.sleep(2.0)
-        return argo.exit_code(newest)
 
     @contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Turn the server's errors into one line that says what to do."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate the server's errors to one line that says what to do."""
         from hera.exceptions import HeraException, InternalServerError
         from requests import RequestException
 
         try:
             yield
         except InternalServerError as error:
-            raise Retryable(f"server: {self.url}: {' '.join(str(error).split())}") from error
+            message = " ".join(str(error).split())
+            raise Retryable(f"server: {self.url}: {message}") from error
         except HeraException as error:
-            raise UserError(
-                "server", self.url, f"refused: {' '.join(str(error).split())}"
-            ) from error
+            message = " ".join(str(error).split())
+            raise UserError("server", self.url, f"refused: {message}") from error
         except RequestException as error:
-            remedy = f"does not answer ({type(error).__name__}); correct the address, or port-forward to it"
-            raise UserError("server", self.url, remedy) from error
+            raise UserError(
+                "server",
+                self.url,
+                f"does not answer ({type(error).__name__}); correct the address, or port-forward"
+                " to it",
+            ) from error

@@ -1,6 +1,8 @@
-"""Keep a Deployment of rollout servers at as many replicas as `tuneloop.cluster.autoscaling_rule` decides. Their load
-is read from ``/metrics``, under vLLM's names, at the pods' addresses, which only the cluster and its nodes reach. The
-Deployment is changed by its subresource `scale`."""
+"""Keep a Deployment of rollout servers at as many replicas as `AutoscalingRule` decides.
+
+The servers' load is read from ``/metrics``, under vLLM's names, at the pods' addresses, which only
+the cluster and its nodes reach. The Deployment is changed by its subresource `scale`.
+"""
 
 import re
 import time
@@ -19,41 +21,66 @@ REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$
 
 
 def scale_fleet(fleet: Service, rule: AutoscalingRule, run: Run | None = None) -> str:
-    """Scale the Deployment that has the name of a Service once, as `rule` decides, with the iterations of `run` if
-    given; return the change. Raises UserError without such a Deployment or Service, metrics of requests, or permission;
-    Unavailable or Unreachable if the API server, or a ready pod, does not answer."""
+    """Scale the Deployment that has the name of a Service once, as `rule` decides.
+
+    Args:
+        fleet: the Service of the rollout servers.
+        rule: decides on the replicas, and keeps what it has seen.
+        run: the run that they sample for; without it only requests count.
+
+    Returns:
+        The change in one line; empty if there was none.
+
+    Raises:
+        UserError: there is no such Deployment or Service, no metric of requests, or no permission.
+        Unavailable, Unreachable: the API server, or a ready pod, does not answer.
+    """
     cluster = connect_to_cluster(fleet.namespace, fleet.context)
-    place = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
-    replicas = cluster.custom.get_namespaced_custom_object_scale(*place)["spec"].get("replicas", 0)
+    deployment = ("apps", "v1", fleet.namespace, "deployments", fleet.name)
+    scale = cluster.custom.get_namespaced_custom_object_scale(*deployment)
+    # The API leaves out a number of 0.
+    replicas = scale["spec"].get("replicas", 0)
     counts = [count_requests(worker.url) for worker in fleet.discover()]
+    # Pods that have ended send no requests.
     clients = [
         pod for pod in cluster.list_pods(CLIENTS) if pod.status.phase in ("Pending", "Running")
     ]
     last = read_iteration(run) if run else None
-    wanted = rule.decide(time.time(), replicas, len(counts), sum(counts), len(clients), last)
-    if wanted == replicas:
-        return ""
-    cluster.custom.patch_namespaced_custom_object_scale(*place, {"spec": {"replicas": wanted}})
-    idle = (
-        f", samplers idle {last.idle:.0f} s of {last.idle + last.sampling:.0f} s an iteration"
-        if last
-        else ""
+    decision = rule.decide(
+        timestamp=time.time(),
+        replicas=replicas,
+        ready=len(counts),
+        requests=sum(counts),
+        clients=len(clients),
+        last=last,
     )
-    seen = f"{len(counts)} ready, {sum(counts):g} requests, {len(clients)} clients{idle}"
-    return f"{fleet.name}: {replicas} → {wanted} replicas ({seen})"
+    if decision == replicas:
+        return ""
+    cluster.custom.patch_namespaced_custom_object_scale(
+        *deployment,
+        {"spec": {"replicas": decision}},
+    )
+    reason = f"{len(counts)} ready, {sum(counts):g} requests, {len(clients)} clients"
+    if last:
+        total = last.idle + last.sampling
+        reason += f", samplers idle {last.idle:.0f} s of {total:.0f} s an iteration"
+    return f"{fleet.name}: {replicas} → {decision} replicas ({reason})"
 
 
 def count_requests(url: str) -> float:
-    """Count the completions that run and wait at a server; raise as `scale_fleet`."""
+    """Count the completions that run and wait at a server. Raises as `scale_fleet`."""
     try:
-        counts = REQUESTS.findall(
-            send_request("GET", f"{url}/metrics", timeout_s=5)[1].decode(errors="replace")
-        )
+        _, text = send_request("GET", f"{url}/metrics", timeout_s=5)
     except Unanswered as error:
         raise Unavailable(f"{url}/metrics cannot be reached from here: {error}") from error
+    # One line for each model and engine of the server.
+    counts = REQUESTS.findall(text.decode(errors="replace"))
     if not counts:
+        remedy = "has no vllm:num_requests_running at /metrics; scale a server that has it"
         raise UserError(
-            "fleet", url, "has no vllm:num_requests_running at /metrics; scale a server that has it"
+            "fleet",
+            url,
+            remedy,
         )
     return sum(map(float, counts))
 
@@ -61,13 +88,19 @@ def count_requests(url: str) -> float:
 def read_iteration(run: Run) -> Iteration | None:
     """Read the newest iteration of `run`; None before there are two."""
     run.refresh()
-    ends = {
-        entry.iteration: entry.finished for entry in run.with_role("trainer") if entry.iteration
-    }
+    ends: dict[int, float] = {}
+    for entry in run.with_role("trainer"):
+        if entry.iteration:
+            ends[entry.iteration] = entry.finished
     newest = max(ends, default=0)
-    if newest - 1 not in ends:
+    # An iteration begins when the one before has ended.
+    began = ends.get(newest - 1)
+    if began is None:
         return None
-    sampling = sum(entry.seconds for entry in run.with_role("sampler") if entry.iteration == newest)
+    samplers = [entry for entry in run.with_role("sampler") if entry.iteration == newest]
+    sampling = sum(entry.seconds for entry in samplers)
     return Iteration(
-        ends[newest - 1], sampling, max(0.0, ends[newest] - ends[newest - 1] - sampling)
+        began=began,
+        sampling=sampling,
+        idle=max(0.0, ends[newest] - began - sampling),
     )

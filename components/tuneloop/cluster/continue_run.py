@@ -1,10 +1,13 @@
-"""Start the next workflow of a long loop, so that a run of any length consists of workflows of bounded size.
+"""Start the next workflow of a long loop, so that a run consists of workflows of bounded size.
 
-    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop --entrypoint continued iteration=51 …
+    python -m tuneloop.cluster.continue_run --workflow demo --namespace tuneloop \
+        --entrypoint continued iteration=51 …
 
-On a cluster this last step of a workflow creates a copy of the workflow with the next number, which starts at another
-template with these arguments. As the copy exists before this workflow ends, an active run never looks finished. A
-retry finds an existing copy. On one machine it only writes down what follows, for `execute_parts`."""
+On a cluster this last step of a workflow creates a copy of the workflow with the next number, which
+starts at another template with these arguments. As the copy exists before this workflow ends, an
+active run never looks finished. A retry finds an existing copy. On one machine it only writes down
+what follows, for `execute_parts`.
+"""
 
 import argparse
 import os
@@ -28,49 +31,73 @@ def main(argv: Sequence[str]) -> int:
     for flag in ("--workflow", "--namespace", "--entrypoint"):
         parser.add_argument(flag, required=True)
     parser.add_argument("arguments", nargs="*", metavar="NAME=VALUE")
-    given = parser.parse_args(argv)
-    arguments = dict(item.split("=", 1) for item in given.arguments)
+    options = parser.parse_args(argv)
+    arguments = dict(item.split("=", 1) for item in options.arguments)
+    # The local executor reads the output, and runs what follows itself.
     if LOCAL not in os.environ:
-        cluster = connect_to_cluster(given.namespace)
-        print(
-            f"continue: {create_next_workflow(cluster, given.workflow, given.entrypoint, arguments)} goes on"
+        cluster = connect_to_cluster(options.namespace)
+        name = create_next_workflow(
+            cluster,
+            options.workflow,
+            options.entrypoint,
+            arguments,
         )
-    write_outputs({NEXT: {"entrypoint": given.entrypoint, "arguments": arguments}})
+        print(f"continue: {name} goes on")
+    following = {"entrypoint": options.entrypoint, "arguments": arguments}
+    write_outputs({NEXT: following})
     return 0
 
 
 def create_next_workflow(
-    cluster: Connection, name: str, entrypoint: str, arguments: Mapping[str, str]
+    cluster: Connection,
+    name: str,
+    entrypoint: str,
+    arguments: Mapping[str, str],
 ) -> str:
-    """Create the workflow after `name`, unless it exists, and return its name. Raises UserError if the account has no
-    permission, Retryable if the API server has a problem."""
-    own = cluster.get(*WORKFLOWS, name)
-    run = own["metadata"]["labels"][RUN_LABEL]
+    """Create the workflow after `name`, unless it exists, and return its name.
+
+    Raises:
+        UserError: the account has no permission.
+        Retryable: the API server fails.
+    """
+    workflow = cluster.get(*WORKFLOWS, name)
+    run = workflow["metadata"]["labels"][RUN_LABEL]
+    # The name of a workflow ends with its number.
+    number = run_workflows.get_workflow_number(run, name)
     return argo.create_numbered(
         cluster,
-        build_next_workflow(own, entrypoint, arguments),
+        build_next_workflow(workflow, entrypoint, arguments),
         run,
-        run_workflows.get_workflow_number(run, name) + 1,
+        number + 1,
     )
 
 
 def build_next_workflow(
-    workflow: JsonMapping, entrypoint: str, arguments: Mapping[str, str]
+    workflow: JsonMapping,
+    entrypoint: str,
+    arguments: Mapping[str, str],
 ) -> JsonObject:
-    """Build the workflow that continues where `workflow` ends, with another entrypoint and other arguments."""
-    metadata = workflow["metadata"]
-    kept = {
-        kind: {k: v for k, v in metadata.get(kind, {}).items() if "workflows.argoproj.io/" not in k}
-        for kind in ("labels", "annotations")
-    }
-    kept["annotations"][run_workflows.CONTINUES] = metadata["name"]
-    made = {
+    """Build the workflow that continues where `workflow` ends.
+
+    It has another entrypoint and other arguments.
+    """
+    previous = workflow["metadata"]
+    metadata: JsonObject = {}
+    for kind in ("labels", "annotations"):
+        # The controller's own entries describe the workflow that ends.
+        metadata[kind] = {
+            key: value
+            for key, value in previous.get(kind, {}).items()
+            if "workflows.argoproj.io/" not in key
+        }
+    metadata["annotations"][run_workflows.CONTINUES] = previous["name"]
+    following = {
         "apiVersion": workflow["apiVersion"],
         "kind": "Workflow",
-        "metadata": kept,
+        "metadata": metadata,
         "spec": workflow["spec"],
     }
-    return begin_at_template(made, entrypoint, arguments)
+    return begin_at_template(following, entrypoint, arguments)
 
 
 if __name__ == "__main__":

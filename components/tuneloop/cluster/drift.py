@@ -13,59 +13,113 @@ from tuneloop.kube.connection import Connection
 
 
 def template_drift(cluster: Connection, workflow: JsonMapping, name: str) -> str:
-    """Return a unified diff from the WorkflowTemplate `name`, which was applied from manifests or made by a schedule,
-    to `workflow`; empty if they are equal. Raises UserError if there is no such template."""
-    if (live := cluster.find(*TEMPLATES, name)) is None:
-        remedy = f"is not a WorkflowTemplate of namespace {cluster.namespace}; apply manifests/components/pipelines"
-        raise UserError("template", name, remedy)
-    if LABEL not in live["metadata"].get("labels", {}):
-        return _difference(live["spec"], run_workflows.as_template(workflow, name)["spec"], name)
-    return _difference(live["spec"], template_spec(_prepare_as(live, workflow, name), name), name)
+    """Compare the WorkflowTemplate `name` with `workflow`.
+
+    The template was applied from manifests, or made by a schedule.
+
+    Returns:
+        A unified diff from the template to `workflow`; empty if they are equal.
+
+    Raises:
+        UserError: there is no such template.
+    """
+    live = cluster.find(*TEMPLATES, name)
+    if live is None:
+        raise UserError(
+            "template",
+            name,
+            f"is not a WorkflowTemplate of namespace {cluster.namespace};"
+            " apply manifests/components/pipelines",
+        )
+    if LABEL in live["metadata"].get("labels", {}):
+        # A schedule prepares its template for one store and namespace.
+        prepared = _prepare_like(live, workflow, name)
+        rendered = template_spec(prepared, name)
+    else:
+        rendered = run_workflows.as_template(workflow, name)["spec"]
+    return _compare_specs(live["spec"], rendered, name)
 
 
 def run_drift(cluster: Connection, workflow: JsonMapping, run: str) -> str:
-    """Compare the newest workflow of a run with `workflow`, as submitted to that run; see `template_drift`."""
+    """Compare the newest workflow of a run with `workflow`, as submitted to that run.
+
+    Returns and raises as `template_drift`.
+    """
     live = run_workflows.find_workflows(cluster, run)[-1]
-    made = run_workflows.copy_entrypoint(_prepare_as(live, workflow, run), live)
-    spec = {k: v for k, v in live["spec"].items() if k != "shutdown"}
-    return _difference(spec, made["spec"], live["metadata"]["name"])
+    prepared = _prepare_like(live, workflow, run)
+    rendered = run_workflows.copy_entrypoint(prepared, live)
+    # It is set when the run is stopped, and never rendered.
+    spec = {key: value for key, value in live["spec"].items() if key != "shutdown"}
+    return _compare_specs(
+        spec,
+        rendered["spec"],
+        live["metadata"]["name"],
+    )
 
 
-def _prepare_as(live: JsonMapping, workflow: JsonMapping, run: str) -> JsonObject:
+def _prepare_like(live: JsonMapping, workflow: JsonMapping, run: str) -> JsonObject:
     """Prepare `workflow` for the store and the namespace of the one that is live."""
-    store = next(
-        str(p["value"]) for p in live["spec"]["arguments"]["parameters"] if p["name"] == "store"
-    )
+    parameters = live["spec"]["arguments"]["parameters"]
+    # Every workflow of ours has this parameter.
+    stores = [str(item["value"]) for item in parameters if item["name"] == "store"]
     return run_workflows.prepare_workflow(
-        workflow, run=run, store=store, namespace=live["metadata"]["namespace"]
+        workflow,
+        run=run,
+        store=stores[0],
+        namespace=live["metadata"]["namespace"],
     )
 
 
-def _difference(live: JsonMapping, rendered: JsonMapping, name: str) -> str:
-    there, here = (
-        dump_workflow(_normal(_labelled(side))).splitlines(keepends=True)
-        for side in (live, rendered)
+def _compare_specs(live: JsonMapping, rendered: JsonMapping, name: str) -> str:
+    """Return the unified diff of two specs, as YAML."""
+    return "".join(
+        difflib.unified_diff(
+            _dump_lines(live),
+            _dump_lines(rendered),
+            f"live/{name}",
+            f"rendered/{name}",
+        )
     )
-    return "".join(difflib.unified_diff(there, here, f"live/{name}", f"rendered/{name}"))
 
 
-def _labelled(spec: JsonMapping) -> JsonObject:
-    """Return `spec` with its pods' labels written into each template, as the controller does when it runs."""
-    common = spec.get("podMetadata", {}).get("labels", {})
-    templates = []
+def _dump_lines(spec: JsonMapping) -> list[str]:
+    """Return the lines of a spec in one normal form."""
+    normalized = _normalize(_label_templates(spec))
+    return dump_workflow(normalized).splitlines(keepends=True)
+
+
+def _label_templates(spec: JsonMapping) -> JsonObject:
+    """Return `spec` with its pods' labels in each template, as the controller writes them."""
+    common_labels = spec.get("podMetadata", {}).get("labels", {})
+    templates: list[JsonMapping] = []
     for template in spec.get("templates", ()):
-        own = template.get("metadata") or {}
-        labels = {**common, **(own.get("labels") or {})}
-        graph = "dag" in template or "steps" in template
-        templates.append(template if graph else {**template, "metadata": {**own, "labels": labels}})
-    return {**spec, "templates": templates}
+        # A graph has no pod.
+        if "dag" in template or "steps" in template:
+            templates.append(template)
+            continue
+        metadata = dict(template.get("metadata") or {})
+        metadata["labels"] = common_labels | (metadata.get("labels") or {})
+        labelled = dict(template)
+        labelled["metadata"] = metadata
+        templates.append(labelled)
+    labelled_spec = dict(spec)
+    labelled_spec["templates"] = templates
+    return labelled_spec
 
 
-def _normal(value: Any) -> Any:
-    """Return `value` with its keys in order and without empty fields, which servers and controllers add."""
-    if isinstance(value, Mapping):
-        made = {key: _normal(value[key]) for key in sorted(value)}
-        return {
-            key: item for key, item in made.items() if item != {} and (key, item) != ("name", "")
-        }
-    return [_normal(item) for item in value] if isinstance(value, list) else value
+def _normalize(value: Any) -> Any:
+    """Return `value` with its keys in order and without empty fields.
+
+    Servers and controllers add empty fields to what was sent.
+    """
+    if isinstance(value, list):
+        return [_normalize(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    normalized: JsonObject = {}
+    for key in sorted(value):
+        item = _normalize(value[key])
+        is_empty_name = key == "name" and item == ""
+        if item != {} and not is_empty_name:
+            normalized[key] = item
+    return normalized

@@ -1,4 +1,4 @@
-"""The findings of a cluster's checks: problems with the command that fixes them, and reads that were denied."""
+"""The findings of a cluster's checks: problems, their fixes, and reads that were denied."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,37 +12,50 @@ from tuneloop.kube.connection import ApiRefusal
 INSTALL = "manifests/third-party/README.md says how to install it"
 APPLY = "kubectl apply -k manifests/overlays/local"
 DENIED = re.compile(r'cannot (\w+) resource "([^"]+)"')
-_denied: ContextVar[list[str] | None] = ContextVar("denied", default=None)
-
-
-class Problem(UserError):
-    """A problem that prevents a workflow from running, and the command that fixes it."""
-
-    def __init__(
-        self, field: str, value: object, found: str, command: str, otherwise: str = ""
-    ) -> None:
-        super().__init__(field, value, f"{found}; {command}{otherwise}")
-        self.found = found
-        self.command = command
-
+# Of one task or thread: two checks at once do not share their list.
+_denied_reads: ContextVar[list[str] | None] = ContextVar("denied_reads", default=None)
 
 ABSENT = "absent"
 UNSEEN = "not for this account to see"
 
 
+class Problem(UserError):
+    """A problem that prevents a workflow from running, and the command that fixes it.
+
+    Attributes:
+        found: what is wrong, without the remedy.
+        command: the command, or sentence, that fixes it.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        value: object,
+        finding: str,
+        command: str,
+        otherwise: str = "",
+    ) -> None:
+        super().__init__(field, value, f"{finding}; {command}{otherwise}")
+        self.found = finding
+        self.command = command
+
+
 @contextmanager
 def record_denied_reads() -> Iterator[list[str]]:
-    """Yield a list to which each read is added that the account has no permission for, as ``list nodes``."""
-    denied: list[str] = []
-    token = _denied.set(denied)
+    """Yield a list of the reads that the account has no permission for, such as ``list nodes``.
+
+    Reads are added to it while the block runs.
+    """
+    reads: list[str] = []
+    token = _denied_reads.set(reads)
     try:
-        yield denied
+        yield reads
     finally:
-        _denied.reset(token)
+        _denied_reads.reset(token)
 
 
 def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the result of `read`; ABSENT for 404; UNSEEN for 403."""
+    """Return the result of `read`; ABSENT for a status of 404; UNSEEN for 403."""
     try:
         return read(*args, **kwargs)
     except ApiRefusal as error:
@@ -50,12 +63,17 @@ def find_object(read: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return ABSENT
         if error.status != 403:
             raise
-        if (denied := _denied.get()) is not None:
+        reads = _denied_reads.get()
+        if reads is not None:
+            # The message names the verb and the resource, which the caller does not know.
             match = DENIED.search(error.message)
-            denied.append(" ".join(match.groups()) if match else f"read it: {error.message}")
+            reads.append(" ".join(match.groups()) if match else f"read it: {error.message}")
         return UNSEEN
 
 
 def is_absent(read: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return whether the object of `read` does not exist; one that the account may not read counts as existing."""
+    """Return whether the object of `read` does not exist.
+
+    An object that the account may not read counts as existing.
+    """
     return find_object(read, *args, **kwargs) is ABSENT

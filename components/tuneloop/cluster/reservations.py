@@ -1,14 +1,19 @@
-"""Reservations of ResourceClaims (``resource.k8s.io/v1``) by runs: the first step of a workflow that shares devices
-makes them, its exit handler releases them.
+"""Reserve ResourceClaims (``resource.k8s.io/v1``) for runs that share devices.
 
-    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop --share '{…}' --seats claim
+    python -m tuneloop.cluster.reservations take-claim --workflow demo --namespace tuneloop \
+        --share '{…}' --claims claim
 
-If each pod has its own claim, the runs reserve the ResourceClaimTemplate from which the claims are made. All state is
-in the claims: the annotation `SEATS` lists the runs, the owner references their active workflows; when all of these are
-deleted, Kubernetes deletes the claim. Every change is a compare-and-swap by ``resourceVersion``, and a claim's name can
-be created once, so that any number of steps may run concurrently. A run holds a reservation, not a workflow: the next
-workflow of a long run has it as soon as it exists. Each step also releases reservations of terminated or deleted
-workflows, and deletes claims without any. The exit handler ``end-graph`` always ends the Dynamo graph of a run."""
+The first step of a workflow makes its reservations, its exit handler releases them. If each pod has
+its own claim, the runs reserve the ResourceClaimTemplate from which the claims are made. All state
+is in the claims: the annotation `RESERVATIONS` lists the runs, the owner references their active
+workflows. When all of these are deleted, Kubernetes deletes the claim. Every change is a
+compare-and-swap by ``resourceVersion``, and a claim's name can be created once, so that any number
+of steps may run concurrently.
+
+A run holds a reservation, not a workflow: the next workflow of a long run has it as soon as it
+exists. Each step also releases reservations of terminated or deleted workflows, and deletes claims
+without any. The exit handler ``end-graph`` always ends the Dynamo graph of a run.
+"""
 
 import argparse
 import itertools
@@ -37,85 +42,135 @@ from tuneloop.workflow.settings import GROUP_LABEL, LOCAL, ROLE_LABEL, RUN_LABEL
 
 API = ("resource.k8s.io", "v1")
 KINDS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
-SEATS = "tuneloop.dev/seats"
+RESERVATIONS = "tuneloop.dev/reservations"
 """Annotation of a claim: the runs that reserve it, a JSON list."""
 
-Object = JsonObject
 Owner = tuple[str, str]
 """A workflow's name and uid."""
-Active = Mapping[str, Sequence[Owner]]
+ActiveWorkflows = Mapping[str, Sequence[Owner]]
+"""Run → its workflows that are under way."""
 
 
-def reserve_claim(cluster: Connection, workflow: str, share: Share, role: str = "") -> str:
-    """Reserve a claim of the group, or of its `role`, for the run of `workflow`; make one if none has room. Raises
-    UserError where claims are for other devices or may not be changed, Retryable if the API server is in trouble."""
-    selector = f"{GROUP_LABEL}={share.group},{f'{ROLE_LABEL}={role}' if role else f'!{ROLE_LABEL}'}"
+def reserve_claim(
+    cluster: Connection,
+    workflow: str,
+    share: Share,
+    role: str = "",
+) -> str:
+    """Reserve a claim of the group for the run of `workflow`, and return its name.
+
+    One is made if none has room. With `role` only claims of this role are considered.
+
+    Raises:
+        UserError: claims of the group are for other devices, or may not be changed.
+        Retryable: the API server fails, or the run has ended.
+    """
+    role_selector = f"{ROLE_LABEL}={role}" if role else f"!{ROLE_LABEL}"
+    selector = f"{GROUP_LABEL}={share.group},{role_selector}"
     release_ended_runs(cluster)
-    run = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {}).get(RUN_LABEL)
+    labels = cluster.get(*WORKFLOWS, workflow)["metadata"].get("labels", {})
+    run = labels.get(RUN_LABEL)
     if run is None:
+        remedy = f"has no label {RUN_LABEL}: submit it by `tuneloop submit`"
         raise UserError(
-            "workflow", workflow, f"has no label {RUN_LABEL}: submit it by `tuneloop submit`"
+            "workflow",
+            workflow,
+            remedy,
         )
+    limit = sys.maxsize if share.alone else share.runs_per_claim
     while True:
-        there = list_claims(cluster, selector)
-        active = _active(cluster)
+        # Claims before workflows: see `_write_reservations`.
+        claims = list_claims(cluster, selector)
+        active = _list_active_workflows(cluster)
         if run not in active:
             raise Retryable(f"run: {run}: no longer has an active workflow")
-        standing = {_name(claim): claim for claim in there if not is_claim_terminating(claim)}
-        kind = _new("", share, "")["kind"]
-        wanted = _wanted(share)
-        for known, claim in standing.items():
-            spec = claim["spec"].get("spec", claim["spec"])
-            asked = {
-                k: v
-                for k, v in spec["devices"]["requests"][0]["exactly"].items()
-                if k != "allocationMode"
-            }
-            if (claim["kind"], asked) != (kind, wanted):
-                remedy = f"{claim['kind']} {known} of the group has {json.dumps(asked)}: ask for it, or choose a group"
-                raise UserError("cluster.share", json.dumps(wanted), remedy)
-        seats = {
-            name: filter_active_runs(list_claim_runs(claim), active)[0]
-            for name, claim in standing.items()
-        }
-        name = choose_claim(seats, run, sys.maxsize if share.alone else share.runs_per_claim)
-        stem = f"{share.group}-{role}" if role else share.group
-        claim = (
-            standing[name] if name else _new(find_free_name(stem, map(_name, there)), share, role)
+        usable = {_get_name(claim): claim for claim in claims if not is_claim_terminating(claim)}
+        runs_by_claim: dict[str, list[str]] = {}
+        for name, claim in usable.items():
+            _check_devices(claim, share)
+            runs_by_claim[name], _ = filter_active_runs(list_claim_runs(claim), active)
+        chosen = choose_claim(runs_by_claim, run, limit)
+        if chosen:
+            claim = usable[chosen]
+        else:
+            stem = f"{share.group}-{role}" if role else share.group
+            # Not that of a claim that terminates: the name is taken until it is gone.
+            name = find_free_name(stem, map(_get_name, claims))
+            claim = _build_claim(name, share, role)
+        runs = list_claim_runs(claim)
+        if run not in runs:
+            runs.append(run)
+        if _write_reservations(cluster, claim, runs, active):
+            return _get_name(claim)
+        # After a concurrent change the claims are read again.
+        time.sleep(random.uniform(0.05, 0.5))
+
+
+def _check_devices(claim: JsonMapping, share: Share) -> None:
+    """Raise UserError if a claim of the group is not for the devices of `share`."""
+    expected = _build_claim("", share, "")
+    # A template has the spec of its claims in its own.
+    spec = claim["spec"].get("spec", claim["spec"])
+    request = dict(spec["devices"]["requests"][0]["exactly"])
+    # The API server adds it.
+    request.pop("allocationMode", None)
+    devices = _describe_devices(share)
+    if claim["kind"] != expected["kind"] or request != devices:
+        raise UserError(
+            "cluster.share",
+            json.dumps(devices),
+            f"{claim['kind']} {_get_name(claim)} of the group has {json.dumps(request)}:"
+            " ask for it, or choose a group",
         )
-        if _seat(cluster, claim, list(dict.fromkeys([*list_claim_runs(claim), run])), active):
-            return _name(claim)
-        time.sleep(random.uniform(0.05, 0.5))  # a concurrent change: read the claims again
 
 
 def release_ended_runs(cluster: Connection, without: str = "") -> None:
-    """Release the reservations of runs without an active workflow, and delete claims without reservations. The workflow
-    `without` counts as ended. Raises as `reserve_claim`."""
+    """Release the reservations of runs without an active workflow, and delete unreserved claims.
+
+    The workflow `without` counts as ended. Raises as `reserve_claim`.
+    """
     while True:
-        there = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
-        active = _active(cluster, without) if there else {}
-        if all(_seat(cluster, claim, list_claim_runs(claim), active) for claim in there):
+        claims = [claim for claim in list_claims(cluster) if not is_claim_terminating(claim)]
+        active = _list_active_workflows(cluster, without) if claims else {}
+        for claim in claims:
+            if not _write_reservations(
+                cluster,
+                claim,
+                list_claim_runs(claim),
+                active,
+            ):
+                # A concurrent change ends the pass: all claims are read again.
+                break
+        else:
             return
 
 
 def end_graphs(cluster: Connection, run: str, without: str = "") -> None:
-    """Delete a run's Dynamo graphs, or make another active workflow than `without` their owner. Raises as above."""
-    active = _active(cluster, without).get(run)
+    """Delete a run's Dynamo graphs, or make another active workflow than `without` their owner.
+
+    Raises as `reserve_claim`.
+    """
+    workflows = _list_active_workflows(cluster, without).get(run)
     for graph in list_graphs(cluster, run):
-        if active:
-            own_graph(cluster, graph, active[-1][0], print)
+        if workflows:
+            name, _ = workflows[-1]
+            own_graph(cluster, graph, name, print)
         else:
             delete_graph(cluster, graph["metadata"]["name"])
 
 
-def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[Object]:
+def list_claims(cluster: Connection, selector: str = GROUP_LABEL) -> list[JsonObject]:
     """List the claims and claim templates that tuneloop made, oldest first."""
-    found = [
-        (kind, each)
-        for kind, plural in KINDS.items()
-        for each in cluster.list(*API, plural, selector=selector)
-    ]
-    return [{**each, "apiVersion": "/".join(API), "kind": kind} for kind, each in found]
+    claims: list[JsonObject] = []
+    for kind, plural in KINDS.items():
+        for item in cluster.list(*API, plural, selector=selector):
+            # The items of a list have neither.
+            typed = {
+                "apiVersion": "/".join(API),
+                "kind": kind,
+            }
+            claims.append(item | typed)
+    return claims
 
 
 def is_claim_terminating(claim: JsonMapping) -> bool:
@@ -125,102 +180,159 @@ def is_claim_terminating(claim: JsonMapping) -> bool:
 
 def list_claim_runs(claim: JsonMapping) -> list[str]:
     """List the runs that reserve a claim, in the order in which they came."""
-    return json.loads(claim["metadata"].get("annotations", {}).get(SEATS, "[]"))
+    annotations = claim["metadata"].get("annotations", {})
+    runs: list[str] = json.loads(annotations.get(RESERVATIONS, "[]"))
+    return runs
 
 
-def _seat(cluster: Connection, claim: Object, wanted: Sequence[str], active: Active) -> bool:
-    """Write the `active` runs of `wanted` as the reservations of `claim`; return False after a concurrent change.
-    Claims are read before workflows: a run that came in between has changed the claim's version."""
-    place = (*API, cluster.namespace, KINDS[claim["kind"]])
-    about = claim["metadata"]
-    stay, owners = filter_active_runs(wanted, active)
-    references = [{**OWNER, "name": name, "uid": uid} for name, uid in owners]
-    owned = {each["uid"] for each in about.get("ownerReferences", ())}
-    if not stay and "uid" not in about:
+def _write_reservations(
+    cluster: Connection,
+    claim: JsonObject,
+    runs: Sequence[str],
+    active: ActiveWorkflows,
+) -> bool:
+    """Write the `active` runs among `runs` as the reservations of `claim`.
+
+    A claim without any is deleted. Claims have to be read before workflows: a run that came in
+    between has changed the claim's version.
+
+    Returns:
+        False after a concurrent change, or if a claim that does not exist is not needed.
+    """
+    metadata = claim["metadata"]
+    exists = "uid" in metadata
+    remaining, owners = filter_active_runs(runs, active)
+    if not remaining and not exists:
         return False
-    if stay and stay == list_claim_runs(claim) and owned == {uid for _, uid in owners}:
+    owner_uids = {uid for _, uid in owners}
+    present_uids = {owner["uid"] for owner in metadata.get("ownerReferences", ())}
+    if remaining and remaining == list_claim_runs(claim) and present_uids == owner_uids:
         return True
-    annotations = {**about.get("annotations", {}), SEATS: json.dumps(stay)}
-    body = {
-        **claim,
-        "metadata": {**about, "annotations": annotations, "ownerReferences": references},
-    }
-    with ignore_refusals(404, 409):  # the claim was changed or deleted meanwhile
-        if not stay:
-            same = {"preconditions": {name: about[name] for name in ("uid", "resourceVersion")}}
-            cluster.custom.delete_namespaced_custom_object(*place, _name(claim), body=same)
-        elif "uid" in about:
-            cluster.custom.replace_namespaced_custom_object(*place, _name(claim), body)
+
+    resource = (*API, cluster.namespace, KINDS[claim["kind"]])
+    # A conflict: the claim was changed or deleted meanwhile.
+    with ignore_refusals(404, 409):
+        if not remaining:
+            # Only in the state that was read: another run may have come since.
+            preconditions = {key: metadata[key] for key in ("uid", "resourceVersion")}
+            cluster.custom.delete_namespaced_custom_object(
+                *resource,
+                _get_name(claim),
+                body={"preconditions": preconditions},
+            )
+            return True
+        annotations = dict(metadata.get("annotations", {}))
+        annotations[RESERVATIONS] = json.dumps(remaining)
+        references = [OWNER | {"name": name, "uid": uid} for name, uid in owners]
+        changes = {
+            "annotations": annotations,
+            "ownerReferences": references,
+        }
+        body = claim | {"metadata": metadata | changes}
+        if exists:
+            cluster.custom.replace_namespaced_custom_object(
+                *resource,
+                _get_name(claim),
+                body,
+            )
         else:
-            cluster.custom.create_namespaced_custom_object(*place, body)
+            cluster.custom.create_namespaced_custom_object(*resource, body)
         return True
     return False
 
 
-def _new(name: str, share: Share, role: str) -> Object:
+def _build_claim(name: str, share: Share, role: str) -> JsonObject:
     """Build a claim for the devices of `share`, without reservations."""
     labels = {
         "app.kubernetes.io/part-of": "tuneloop",
         GROUP_LABEL: share.group,
-        **({ROLE_LABEL: role} if role else {}),
     }
-    asked: Object = {"devices": {"requests": [{"name": DEVICES, "exactly": _wanted(share)}]}}
+    if role:
+        labels[ROLE_LABEL] = role
+    request = {"name": DEVICES, "exactly": _describe_devices(share)}
+    spec: JsonObject = {"devices": {"requests": [request]}}
     return {
         "apiVersion": "/".join(API),
         "kind": "ResourceClaimTemplate" if share.alone else "ResourceClaim",
         "metadata": {"name": name, "labels": labels},
-        "spec": {"spec": asked} if share.alone else asked,
+        "spec": {"spec": spec} if share.alone else spec,
     }
 
 
-def _wanted(share: Share) -> JsonObject:
-    selectors = {"selectors": [{"cel": {"expression": share.selector}}]} if share.selector else {}
-    return {"deviceClassName": share.device_class, "count": share.count, **selectors}
+def _describe_devices(share: Share) -> JsonObject:
+    """Return the devices that a claim asks for."""
+    devices: JsonObject = {
+        "deviceClassName": share.device_class,
+        "count": share.count,
+    }
+    if share.selector:
+        devices["selectors"] = [{"cel": {"expression": share.selector}}]
+    return devices
 
 
-def _active(cluster: Connection, without: str = "") -> Active:
-    """Return run → its workflows that are under way."""
-    found: dict[str, list[Owner]] = defaultdict(list)
+def _list_active_workflows(cluster: Connection, without: str = "") -> ActiveWorkflows:
+    """Return run → its workflows that are under way, but for the workflow `without`."""
+    active: dict[str, list[Owner]] = defaultdict(list)
     for workflow in cluster.list(*WORKFLOWS, selector=run_workflows.ACTIVE):
-        about = workflow["metadata"]
-        if (
-            about["name"] != without
-            and run_workflows.get_workflow_phase(workflow) not in run_workflows.DONE
-        ):
-            found[about["labels"][RUN_LABEL]].append((about["name"], about["uid"]))
-    return found
+        metadata = workflow["metadata"]
+        phase = run_workflows.get_workflow_phase(workflow)
+        if metadata["name"] != without and phase not in run_workflows.DONE:
+            owner = (metadata["name"], metadata["uid"])
+            active[metadata["labels"][RUN_LABEL]].append(owner)
+    return active
 
 
-def _name(claim: JsonMapping) -> str:
+def _get_name(claim: JsonMapping) -> str:
     return str(claim["metadata"]["name"])
 
 
 def choose_claim(claims: Mapping[str, Sequence[str]], run: str, limit: int) -> str | None:
-    """Choose the claim that `run` reserves: the one that it has already, else the fullest with room, the first by name
-    among equals; None if a new claim is needed. `claims`: name → the runs that reserve the claim."""
-    if seated := [name for name, runs in claims.items() if run in runs]:
-        return min(seated)
+    """Choose the claim that `run` reserves.
+
+    It is the one that the run has already, else the fullest with room, the first by name among
+    equals.
+
+    Args:
+        claims: name → the runs that reserve the claim.
+        run: the run.
+        limit: the number of runs that a claim has room for.
+
+    Returns:
+        The name of the claim; None if a new one is needed.
+    """
+    reserved = [name for name, runs in claims.items() if run in runs]
+    if reserved:
+        return min(reserved)
     room = [name for name, runs in claims.items() if len(runs) < limit]
+    # The fullest, so that others empty and are deleted.
     return min(room, key=lambda name: (-len(claims[name]), name), default=None)
 
 
-def find_free_name(stem: str, taken: Iterable[str]) -> str:
-    """Return the first of ``<stem>-1``, ``<stem>-2``, … that is not `taken`."""
-    there = set(taken)
-    return next(name for n in itertools.count(1) if (name := f"{stem}-{n}") not in there)
+def find_free_name(stem: str, names: Iterable[str]) -> str:
+    """Return the first of ``<stem>-1``, ``<stem>-2``, … that is not among `names`."""
+    used = set(names)
+    for number in itertools.count(1):
+        name = f"{stem}-{number}"
+        if name not in used:
+            break
+    return name
 
 
 def filter_active_runs(
-    runs: Iterable[str], active: Mapping[str, Sequence[Owner]]
+    runs: Iterable[str],
+    active: ActiveWorkflows,
 ) -> tuple[list[str], list[Owner]]:
     """Return the runs that keep their reservations, and the active workflows of these runs."""
-    stay = [run for run in runs if active.get(run)]
-    return stay, [owner for run in stay for owner in active[run]]
+    remaining = [run for run in runs if active.get(run)]
+    owners: list[Owner] = []
+    for run in remaining:
+        owners.extend(active[run])
+    return remaining, owners
 
 
 @report_errors
 def main(argv: Sequence[str]) -> int:
-    """Reserve a workflow's claims and output their names; or release them; or end the Dynamo graph of its run."""
+    """Reserve a workflow's claims and output their names, release them, or end a run's graph."""
     parser = argparse.ArgumentParser(prog="tuneloop.cluster.reservations")
     parser.add_argument("step", choices=[TAKE, GIVE, END])
     parser.add_argument("--workflow", required=True)
@@ -228,28 +340,35 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", help="whose graph ends")
     parser.add_argument("--share", type=Share.model_validate_json)
     parser.add_argument(
-        "--seats",
+        "--claims",
         nargs="*",
         default=[],
         help="claim, claim-trainer, claim-sampler: outputs to write",
     )
-    given = parser.parse_args(argv)
-    if given.step == END:
-        end_graphs(connect_to_cluster(given.namespace), given.run, without=given.workflow)
+    options = parser.parse_args(argv)
+    if options.step == END:
+        cluster = connect_to_cluster(options.namespace)
+        end_graphs(cluster, options.run, without=options.workflow)
         return 0
-    if LOCAL in os.environ:  # one machine has no claims: output the group's name instead
-        names = dict.fromkeys(given.seats, given.share.group if given.share else "")
+    names: dict[str, str] = {}
+    if LOCAL in os.environ:
+        # One machine has no claims: the group's name is output instead.
+        group = options.share.group if options.share else ""
+        names = dict.fromkeys(options.claims, group)
     else:
-        cluster = connect_to_cluster(given.namespace)
-        if given.step == GIVE:
-            release_ended_runs(cluster, without=given.workflow)
-        roles = {seat: seat.removeprefix("claim").lstrip("-") for seat in given.seats}
-        names = {
-            seat: reserve_claim(cluster, given.workflow, given.share, role)
-            for seat, role in roles.items()
-        }
-    for seat, name in names.items():
-        print(f"{seat}: {name}", flush=True)
+        cluster = connect_to_cluster(options.namespace)
+        if options.step == GIVE:
+            release_ended_runs(cluster, without=options.workflow)
+        for output in options.claims:
+            role = output.removeprefix("claim").lstrip("-")
+            names[output] = reserve_claim(
+                cluster,
+                options.workflow,
+                options.share,
+                role,
+            )
+    for output, name in names.items():
+        print(f"{output}: {name}", flush=True)
     write_outputs(names)
     return 0
 

@@ -1,6 +1,7 @@
 """The workflows of a run: prepare, name, find and read them."""
 
 import copy
+from collections.abc import Sequence
 
 import tuneloop
 from tuneloop.argo.jobset import check_names, dump_manifest
@@ -28,19 +29,35 @@ def prepare_workflow(
     namespace: str = NAMESPACE,
     priority: str | None = None,
 ) -> JsonObject:
-    """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its run. Raises UserError
-    where it lacks the parameter ``run`` or ``store``, `run` is no name or too long, or `store` names no bucket."""
+    """Prepare `workflow` as `create_workflow` sends it: named and, with its pods, labelled by its run.
+
+    Args:
+        workflow: as it is rendered; it is not changed.
+        run: the name of the run.
+        store: the URL below which the run commits.
+        namespace: where the workflow will be created.
+        priority: the priority class of everything that waits in a queue; None: as rendered.
+
+    Raises:
+        UserError: the workflow lacks the parameter ``run`` or ``store``, `run` is no name or too
+            long, or `store` names no bucket.
+    """
     check_name(run)
     normalize_url(store)
-    made = copy.deepcopy(dict(workflow))
-    metadata = made.setdefault("metadata", {})
+    prepared = copy.deepcopy(dict(workflow))
+    metadata = prepared.setdefault("metadata", {})
     metadata.pop("generateName", None)
     metadata.update(name=run, namespace=namespace)
     metadata.setdefault("labels", {})[RUN_LABEL] = run
-    spec = made["spec"]
-    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = run
-    parameters = {item["name"]: item for item in spec.get("arguments", {}).get("parameters", ())}
-    for name, value in (("run", run), ("store", store)):
+    spec = prepared["spec"]
+    pod_labels = spec.setdefault("podMetadata", {}).setdefault("labels", {})
+    pod_labels[RUN_LABEL] = run
+    parameters = {item["name"]: item for item in _list_parameters(spec)}
+    values = {
+        "run": run,
+        "store": store,
+    }
+    for name, value in values.items():
         if name not in parameters:
             raise UserError(
                 f"spec.arguments.parameters.{name}",
@@ -48,37 +65,56 @@ def prepare_workflow(
                 "is missing; tuneloop's pipelines have it",
             )
         parameters[name]["value"] = value
-    for mutex in spec.get("synchronization", {}).get(
-        "mutexes", ()
-    ):  # the controller would write the same
+    for mutex in spec.get("synchronization", {}).get("mutexes", ()):
+        # The controller would write the same.
         mutex["name"] = mutex["name"].replace("{{workflow.parameters.run}}", run)
-    for template in spec.get("templates", ()) if priority else ():
-        job = parse_applied_object(template)
-        labels = (job or template).get("metadata", {}).get("labels", {})
-        if QUEUE_LABEL in labels:
-            labels[PRIORITY_LABEL] = priority
-            if job:
-                template["resource"]["manifest"] = dump_manifest(job)
-    check_names(made, run)
-    return made
+    if priority:
+        for template in spec.get("templates", ()):
+            _set_priority(template, priority)
+    check_names(prepared, run)
+    return prepared
+
+
+def _list_parameters(spec: JsonMapping) -> Sequence[JsonObject]:
+    """Return the parameters of a workflow, without those that its templates declare."""
+    arguments = spec.get("arguments", {})
+    parameters: Sequence[JsonObject] = arguments.get("parameters", ())
+    return parameters
+
+
+def _set_priority(template: JsonObject, priority: str) -> None:
+    """Set the priority class of the pod, or the job, of a template that waits in a queue."""
+    job = parse_applied_object(template)
+    metadata = (job or template).get("metadata", {})
+    labels = metadata.get("labels", {})
+    if QUEUE_LABEL not in labels:
+        return
+    labels[PRIORITY_LABEL] = priority
+    if job:
+        # A job is a text in the template that applies it.
+        template["resource"]["manifest"] = dump_manifest(job)
 
 
 def as_template(workflow: JsonMapping, name: str) -> JsonObject:
-    """Return `workflow` as the WorkflowTemplate `name`; workflows that are submitted from it label themselves."""
-    labels = workflow["metadata"].get("labels", {})
+    """Return `workflow` as the WorkflowTemplate `name`.
+
+    Workflows that are submitted from it label themselves.
+    """
+    labels = dict(workflow["metadata"].get("labels", {}))
+    # The run is known only when a workflow is submitted from the template.
+    labels.pop(RUN_LABEL, None)
     spec = copy.deepcopy(workflow["spec"])
-    spec.setdefault("podMetadata", {}).setdefault("labels", {})[RUN_LABEL] = (
-        "{{workflow.parameters.run}}"
-    )
-    spec["workflowMetadata"] = {
-        "labelsFrom": {RUN_LABEL: {"expression": "workflow.parameters.run"}}
-    }
+    pod_labels = spec.setdefault("podMetadata", {}).setdefault("labels", {})
+    pod_labels[RUN_LABEL] = "{{workflow.parameters.run}}"
+    run_expression = {"expression": "workflow.parameters.run"}
+    spec["workflowMetadata"] = {"labelsFrom": {RUN_LABEL: run_expression}}
     metadata = {
         "name": name,
         "namespace": NAMESPACE,
-        "labels": {k: v for k, v in labels.items() if k != RUN_LABEL},
+        "labels": labels,
     }
-    if annotations := workflow["metadata"].get("annotations"):
+    annotations = workflow["metadata"].get("annotations")
+    if annotations:
         metadata["annotations"] = annotations
     return {
         "apiVersion": "argoproj.io/v1alpha1",
@@ -89,38 +125,50 @@ def as_template(workflow: JsonMapping, name: str) -> JsonObject:
 
 
 def template_name(pipeline: str) -> str:
-    """Return the name of a pipeline's WorkflowTemplate: one for each version, so that a run under way keeps its own."""
-    return f"{pipeline.replace('_', '-')}-v{tuneloop.__version__.replace('.', '-')}"
+    """Return the name of a pipeline's WorkflowTemplate.
+
+    There is one for each version, so that a run under way keeps its own.
+    """
+    version = tuneloop.__version__.replace(".", "-")
+    return f"{pipeline.replace('_', '-')}-v{version}"
 
 
 def find_queued_templates(workflow: JsonMapping) -> dict[str, dict[str, str]]:
     """Return template → labels, for templates whose pod or job waits in a queue."""
-    templates = workflow["spec"].get("templates", ())
-    labels = {
-        t["name"]: (parse_applied_object(t) or t).get("metadata", {}).get("labels", {})
-        for t in templates
-    }
-    return {name: each for name, each in labels.items() if QUEUE_LABEL in each}
+    labels_by_template: dict[str, dict[str, str]] = {}
+    for template in workflow["spec"].get("templates", ()):
+        # A job is queued as a whole: its pods are made when it is admitted.
+        queued = parse_applied_object(template) or template
+        metadata = queued.get("metadata", {})
+        labels = metadata.get("labels", {})
+        if QUEUE_LABEL in labels:
+            labels_by_template[template["name"]] = labels
+    return labels_by_template
 
 
 def list_queues(workflow: JsonMapping) -> list[str]:
     """List the LocalQueues that templates of a workflow wait in."""
-    return sorted({labels[QUEUE_LABEL] for labels in find_queued_templates(workflow).values()})
+    labels_by_template = find_queued_templates(workflow)
+    return sorted({labels[QUEUE_LABEL] for labels in labels_by_template.values()})
 
 
 def find_workflows(cluster: Connection, run: str) -> list[JsonObject]:
     """Return the workflows of a run, oldest first. Raises UserError where there is none."""
-    if not (found := list_workflows(cluster, run)):
-        remedy = f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label {RUN_LABEL}={run}"
-        raise UserError("run", run, remedy)
-    # Kubernetes' times are whole seconds; workflows of the same second are ordered by their numbers.
-    return sorted(
-        found,
-        key=lambda w: (
-            w["metadata"]["creationTimestamp"],
-            get_workflow_number(run, w["metadata"]["name"]),
-        ),
-    )
+    workflows = list_workflows(cluster, run)
+    if not workflows:
+        raise UserError(
+            "run",
+            run,
+            f"no workflow in namespace {cluster.namespace} of {cluster.context} has the label"
+            f" {RUN_LABEL}={run}",
+        )
+
+    def get_age(workflow: JsonMapping) -> tuple[str, int]:
+        # Kubernetes' times are whole seconds: workflows of one second are ordered by numbers.
+        metadata = workflow["metadata"]
+        return metadata["creationTimestamp"], get_workflow_number(run, metadata["name"])
+
+    return sorted(workflows, key=get_age)
 
 
 def list_workflows(cluster: Connection, run: str) -> list[JsonObject]:
@@ -129,13 +177,16 @@ def list_workflows(cluster: Connection, run: str) -> list[JsonObject]:
 
 
 def list_cluster_runs(cluster: Connection, store: str, selector: str) -> set[str]:
-    """List the runs below `store`, a normalized URL, that have workflows which a label selector selects."""
-    found = cluster.list(*WORKFLOWS, selector=selector)
-    given = (
-        (w["metadata"]["labels"][RUN_LABEL], w["spec"].get("arguments", {}).get("parameters", ()))
-        for w in found
-    )
-    return {run for run, parameters in given if {"name": "store", "value": store} in parameters}
+    """List the runs below `store` that have workflows which a label selector selects.
+
+    `store` is a normalized URL.
+    """
+    runs: set[str] = set()
+    for workflow in cluster.list(*WORKFLOWS, selector=selector):
+        parameters = _list_parameters(workflow["spec"])
+        if {"name": "store", "value": store} in parameters:
+            runs.add(workflow["metadata"]["labels"][RUN_LABEL])
+    return runs
 
 
 def get_workflow_phase(workflow: JsonMapping) -> str:
@@ -143,16 +194,21 @@ def get_workflow_phase(workflow: JsonMapping) -> str:
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
-def copy_entrypoint(made: JsonMapping, newest: JsonMapping) -> JsonMapping:
-    """Return `made` with the entrypoint of `newest`, a later workflow of the same run."""
+def copy_entrypoint(workflow: JsonMapping, newest: JsonMapping) -> JsonMapping:
+    """Return `workflow` with the entrypoint of `newest`, a later workflow of the same run."""
     spec = newest["spec"]
-    known = {p["name"] for p in made["spec"]["arguments"]["parameters"]}
-    given = spec.get("arguments", {}).get("parameters", ())
-    carried = {p["name"]: p["value"] for p in given if p["name"] not in known}
-    return begin_at_template(made, spec["entrypoint"], carried) if carried else made
+    names = {item["name"] for item in workflow["spec"]["arguments"]["parameters"]}
+    # What the workflow before has handed on, such as the number of the next iteration.
+    carried: dict[str, str] = {}
+    for item in _list_parameters(spec):
+        if item["name"] not in names:
+            carried[item["name"]] = item["value"]
+    if not carried:
+        return workflow
+    return begin_at_template(workflow, spec["entrypoint"], carried)
 
 
 def get_workflow_number(run: str, name: str) -> int:
     """Return which workflow of the run `name` is: ``demo`` is 1, ``demo-2`` 2."""
-    rest = name.removeprefix(f"{run}-")
-    return int(rest) if rest.isdigit() else 1
+    suffix = name.removeprefix(f"{run}-")
+    return int(suffix) if suffix.isdigit() else 1

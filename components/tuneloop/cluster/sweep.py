@@ -1,10 +1,10 @@
 """Sweeps: a run for each combination of settings. All that is stored of a sweep is in its runs."""
 
+import contextlib
 import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from statistics import mean, median
 
@@ -26,78 +26,153 @@ ENDED = ("succeeded", STOPPED)
 
 
 def list_combinations(name: str, over: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return run → key → value for each combination of the values in `over`, which are written ``KEY=V1,V2``. The name
-    of a run ends with a digest of its combination, so a sweep that is given more values keeps the runs that it has."""
+    """Return run → key → value for each combination of the values in `over`.
+
+    The name of a run ends with a digest of its combination, so a sweep that is given more values
+    keeps the runs that it has.
+
+    Args:
+        name: the name of the sweep, with which the names of its runs begin.
+        over: items ``KEY=V1,V2``.
+
+    Raises:
+        UserError: an item is written otherwise, or a key is there twice.
+    """
+    # The digest has eight digits.
     check_name(f"{name}-{'0' * 8}", "--name")
-    values = dict[str, list[str]]()
-    for key, _, text in (item.partition("=") for item in over):
-        if not key or not all(text.split(",")) or key in values:
-            raise UserError("--over", f"{key}={text}", "write KEY=V1,V2, and each key once")
-        values[key] = text.split(",")
-    combinations = [dict(zip(values, each)) for each in itertools.product(*values.values())]
-    return {
-        f"{name}-{xxh32_hexdigest(repr(sorted(each.items())).encode())}": each
-        for each in combinations
-    }
+    values_by_key: dict[str, list[str]] = {}
+    for item in over:
+        key, _, text = item.partition("=")
+        values = text.split(",")
+        if not key or not all(values) or key in values_by_key:
+            raise UserError(
+                "--over",
+                f"{key}={text}",
+                "write KEY=V1,V2, and each key once",
+            )
+        values_by_key[key] = values
+    combinations: dict[str, dict[str, str]] = {}
+    for values_of_run in itertools.product(*values_by_key.values()):
+        combination = dict(zip(values_by_key, values_of_run))
+        # The order of the keys makes no other run.
+        identity = repr(sorted(combination.items()))
+        digest = xxh32_hexdigest(identity.encode())
+        combinations[f"{name}-{digest}"] = combination
+    return combinations
 
 
 def find_state(run: Run, cluster: Connection | None = None) -> str:
-    """Read what a run has committed, and return its phase, in the words of `Run.phase`, or ``stopped`` and why."""
+    """Read what a run has committed, and return its phase, in the words of `Run.phase`.
+
+    Of a run that was stopped early it is ``stopped``, and why.
+    """
     phase = run.phase
-    if cluster and (found := list_workflows(cluster, run.name)):
-        phase = newest.lower() if (newest := get_workflow_phase(found[-1])) in DONE else "running"
-    elif cluster:  # some time after a run has ended, its workflows are deleted
-        phase = "succeeded" if find_phase(run) == "succeeded" else "created"
+    if cluster:
+        phase = _find_cluster_phase(run, cluster)
     run.refresh(all_iterations=False)
-    why = Store(run.url).get(STOPPED) if phase not in ("running", "succeeded") else None
-    return f"{STOPPED}: {why.decode()}" if why else phase
+    if phase in ("running", "succeeded"):
+        return phase
+    reason = Store(run.url).get(STOPPED)
+    return f"{STOPPED}: {reason.decode()}" if reason else phase
+
+
+def _find_cluster_phase(run: Run, cluster: Connection) -> str:
+    """Return the phase of a run by its newest workflow."""
+    workflows = list_workflows(cluster, run.name)
+    if workflows:
+        phase = get_workflow_phase(workflows[-1])
+        return phase.lower() if phase in DONE else "running"
+    # Some time after a run has ended, its workflows are deleted.
+    return "succeeded" if find_phase(run) == "succeeded" else "created"
 
 
 def look_at_run(
-    run: Run, runs: Sequence[Run], judged: range, cluster: Connection | None = None
+    run: Run,
+    runs: Sequence[Run],
+    judged: range,
+    cluster: Connection | None = None,
 ) -> bool:
-    """Return whether a run is running. After the iterations in `judged`, stop it if `judge_run` says so; where it is
-    not on a cluster, it is this process that executes it."""
-    running = retry_until_available(partial(find_state, run, cluster)) == "running"
-    if running and judged and judge_run(run, runs, judged):
-        stop = (
-            partial(stop_run, cluster, run.name)
-            if cluster
-            else partial(os.kill, os.getpid(), signal.SIGTERM)
-        )
-        retry_until_available(stop)
-    return running
+    """Return whether a run is running; after the iterations in `judged` stop it, if it is worse.
+
+    `judge_run` decides by the other `runs`. Without a cluster this process executes the run.
+    """
+    state = retry_until_available(partial(find_state, run, cluster))
+    is_running = state == "running"
+    if is_running and judged and judge_run(run, runs, judged):
+        if cluster:
+            retry_until_available(partial(stop_run, cluster, run.name))
+        else:
+            # As a user would stop it: its stages commit what a resume needs.
+            os.kill(os.getpid(), signal.SIGTERM)
+    return is_running
 
 
 def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judged: range) -> None:
-    """Call `execute`, which executes a run in this process. With `judged`, look at the run every two seconds meanwhile.
-    Raises KeyboardInterrupt if somebody stopped it, by Ctrl-C or SIGTERM, so that the sweep ends as well."""
-    signals = list[int]()
-    with forward_signals(signals.append, [signal.SIGTERM]):
-        with (
-            repeat_in_background(lambda: look_at_run(run, runs, judged), 2.0)
-            if judged
-            else nullcontext()
-        ):
-            code = execute()
+    """Call `execute`, which executes a run in this process.
+
+    With `judged`, look at the run every two seconds meanwhile.
+
+    Raises:
+        KeyboardInterrupt: somebody stopped it, by Ctrl-C or SIGTERM, so that the sweep ends, too.
+    """
+    signals: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(forward_signals(signals.append, [signal.SIGTERM]))
+        if judged:
+            look = partial(
+                look_at_run,
+                run,
+                runs,
+                judged,
+            )
+            stack.enter_context(repeat_in_background(look, 2.0))
+        code = execute()
     run.refresh(all_iterations=False)
-    if code == 128 + signal.SIGINT or (signals and Store(run.url).get(STOPPED) is None):
+    # A run that this sweep stopped itself got a SIGTERM, too.
+    was_stopped_by_user = bool(signals) and Store(run.url).get(STOPPED) is None
+    if code == 128 + signal.SIGINT or was_stopped_by_user:
         raise KeyboardInterrupt
 
 
 def judge_run(run: Run, runs: Sequence[Run], judged: range) -> bool:
-    """Return whether a run is to be stopped early because of its rewards, and if so, write and print why. This is the
-    median stopping rule of Google Vizier (Golovin et al., KDD 2017, section 3.2): after k iterations, k in `judged`, a
-    run is stopped if its best reward is below the median of the other runs' average rewards in their first k. As in
-    Ray Tune, this takes three other runs, which need not have ended. Returns False for a run that is stopping."""
-    rewards = {
-        each.name: [s.value for s in each.training_rewards() if s.entry.iteration] for each in runs
-    }
-    k = len(own := rewards.pop(run.name))
-    averages = [mean(each[:k]) for each in rewards.values() if k in judged and len(each) >= k]
-    below = len(averages) >= 3 and max(own) < median(averages)
-    if stop := below and Store(run.url).get(STOPPED) is None:
-        why = f"best reward by iteration {k} {max(own):.4g}, median of others' averages {median(averages):.4g}"
-        Store(run.url).put(STOPPED, why.encode())
-        print(f"{run.name}: is stopped early: {why}", flush=True)
-    return stop
+    """Return whether a run is to be stopped early by its rewards; if so, write and print why.
+
+    This is the median stopping rule of Google Vizier (Golovin et al., KDD 2017, section 3.2): after
+    k iterations, k in `judged`, a run is stopped if its best reward is below the median of the
+    other runs' average rewards in their first k. As in Ray Tune, this takes three other runs, which
+    need not have ended. The answer is False for a run that is stopping.
+    """
+    rewards = _read_rewards(run)
+    k = len(rewards)
+    if k not in judged:
+        return False
+    averages: list[float] = []
+    for other in runs:
+        if other.name == run.name:
+            continue
+        other_rewards = _read_rewards(other)
+        if len(other_rewards) < k:
+            continue
+        first_rewards = other_rewards[:k]
+        averages.append(mean(first_rewards))
+    if len(averages) < 3:
+        return False
+    best = max(rewards)
+    limit = median(averages)
+    store = Store(run.url)
+    # The file is there once a run is stopping.
+    if best >= limit or store.get(STOPPED) is not None:
+        return False
+    reason = f"best reward by iteration {k} {best:.4g}, median of others' averages {limit:.4g}"
+    store.put(STOPPED, reason.encode())
+    print(f"{run.name}: is stopped early: {reason}", flush=True)
+    return True
+
+
+def _read_rewards(run: Run) -> list[float]:
+    """Return the training rewards of a run, iteration by iteration."""
+    rewards: list[float] = []
+    for reward in run.training_rewards():
+        if reward.entry.iteration:
+            rewards.append(reward.value)
+    return rewards

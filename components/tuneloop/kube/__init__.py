@@ -1,2 +1,5 @@
-"""The connection to a Kubernetes API server and the translation of its errors, for every client of the API. The objects
-that clients create, watch and delete belong to `cluster`, `sharing` and `inference.fleet`."""
+"""The connection to a Kubernetes API server and the translation of its errors.
+
+Every client of the API uses it. The objects that clients create, watch and delete belong to
+`cluster`, `sharing` and `inference.fleet`.
+"""

@@ -20,7 +20,7 @@ NAMESPACE = "tuneloop"
 IN_CLUSTER = "in-cluster"
 """The context of a pod that uses its own account."""
 PATIENCE = 300.0
-"""Seconds that an API server may be unavailable while a run is followed: as long as a restart takes."""
+"""Seconds that an API server may be unavailable while a run is followed: the time of a restart."""
 T = TypeVar("T")
 
 
@@ -39,8 +39,14 @@ class ApiRefusal(UserError):
 
 @contextmanager
 def translate_api_errors(host: str, context: str) -> Iterator[None]:
-    """Turn errors of the client library into `ApiRefusal` or `Unavailable`; if the server does not answer, into
-    `Unreachable`, but in a pod into `Unavailable`, as the pod's own server will return."""
+    """Turn errors of the client library into those of this module.
+
+    Raises:
+        ApiRefusal: the server refuses the request.
+        Unavailable: the server fails, or in a pod does not answer, as the pod's own server will
+            return.
+        Unreachable: elsewhere the server does not answer.
+    """
     from kubernetes.client import ApiException
     from urllib3.exceptions import HTTPError
 
@@ -52,36 +58,51 @@ def translate_api_errors(host: str, context: str) -> Iterator[None]:
             raise Unavailable(f"cluster: {host}: {message}") from error
         raise ApiRefusal(context, error.status, message) from error
     except HTTPError as error:
+        fault = f"{host} does not answer ({type(error).__name__})"
         if context == IN_CLUSTER:
-            raise Unavailable(
-                f"cluster: {host} does not answer ({type(error).__name__})"
-            ) from error
-        remedy = f"{host} does not answer ({type(error).__name__}); is it running, and is this the context?"
-        raise Unreachable("cluster", context, remedy) from error
+            raise Unavailable(f"cluster: {fault}") from error
+        raise Unreachable(
+            "cluster",
+            context,
+            f"{fault}; is it running, and is this the context?",
+        ) from error
 
 
 def retry_until_available(
-    look: Callable[[], T], *, patience: float = PATIENCE, pause: float = 1.0
+    look: Callable[[], T],
+    *,
+    patience: float = PATIENCE,
+    pause: float = 1.0,
 ) -> T:
-    """Call `look` until the API server answers without a failure, and return its result. Pauses double from `pause` to
-    30 seconds. Raises Retryable or Unreachable after `patience` seconds."""
+    """Call `look` until the API server answers without a failure, and return its result.
+
+    Pauses double from `pause` to 30 seconds.
+
+    Raises:
+        Retryable, Unreachable: the server failed for `patience` seconds.
+    """
     deadline = time.monotonic() + patience
     while True:
         try:
             return look()
         except (Retryable, Unreachable):
+            # A pause that ends after the deadline is not begun.
             if time.monotonic() + pause > deadline:
                 raise
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
 
 
-def wait_until(done: Callable[[], bool], timeout: float, what: str) -> None:
-    """Call `done` every second until it returns True; after `timeout` seconds raise Retryable with the text `what`."""
+def wait_until(is_done: Callable[[], bool], timeout: float, state: str) -> None:
+    """Call `is_done` every second until it returns True.
+
+    Raises:
+        Retryable: it did not within `timeout` seconds; the message begins with `state`.
+    """
     deadline = time.monotonic() + timeout
-    while not done():
+    while not is_done():
         if time.monotonic() > deadline:
-            raise Retryable(f"{what} after {timeout:g} s")
+            raise Retryable(f"{state} after {timeout:g} s")
         time.sleep(1.0)
 
 
@@ -91,32 +112,46 @@ def ignore_refusals(*statuses: int) -> Iterator[None]:
     try:
         yield
     except ApiRefusal as error:
+        # Any other status is a failure that the caller does not expect.
         if error.status not in statuses:
             raise
 
 
 def list_status_nodes(workflow: JsonMapping) -> list[JsonObject]:
-    """List the nodes of a workflow's status, which the controller compresses if it is too large for an object."""
+    """List the nodes of a workflow's status."""
     status = workflow.get("status", {})
-    if packed := status.get("compressedNodes"):
-        return [*json.loads(gzip.decompress(base64.b64decode(packed))).values()]
-    return [*(status.get("nodes") or {}).values()]
+    # The controller compresses nodes that are too large for an object.
+    compressed = status.get("compressedNodes")
+    if compressed:
+        text = gzip.decompress(base64.b64decode(compressed))
+        return list(json.loads(text).values())
+    nodes = status.get("nodes") or {}
+    return list(nodes.values())
 
 
 def read_api_message(error: Any) -> str:
     """Read the API server's message in an ApiException of Kubernetes' client, or of KFP's."""
     try:
-        said = json.loads(error.body)
-        return " ".join(
-            str(said.get("error_message") or said.get("message") or said["error"]).split()
-        )
+        body = json.loads(error.body)
+        message = body.get("error_message") or body.get("message") or body["error"]
+        # In one line, whatever the server wrote.
+        return " ".join(str(message).split())
     except (TypeError, ValueError, AttributeError, KeyError):
         return str(error.reason)
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection to one namespace of a cluster. All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`."""
+    """A connection to one namespace of a cluster.
+
+    All its calls raise `ApiRefusal`, `Unreachable` or `Unavailable`.
+
+    Attributes:
+        namespace: the namespace of all objects.
+        context: the context of the configuration, or `IN_CLUSTER`.
+        host: the URL of the API server.
+        core, custom, auth: the client library's APIs of these groups.
+    """
 
     namespace: str
     context: str
@@ -128,7 +163,11 @@ class Connection:
     def get(self, group: str, version: str, plural: str, name: str) -> JsonObject:
         """Return a custom object of the namespace."""
         return self.custom.get_namespaced_custom_object(
-            group, version, self.namespace, plural, name
+            group,
+            version,
+            self.namespace,
+            plural,
+            name,
         )
 
     def find(self, group: str, version: str, plural: str, name: str) -> JsonObject | None:
@@ -140,14 +179,23 @@ class Connection:
     def create(self, group: str, version: str, plural: str, body: JsonMapping) -> JsonObject:
         """Create a custom object in the namespace."""
         return self.custom.create_namespaced_custom_object(
-            group, version, self.namespace, plural, body
+            group,
+            version,
+            self.namespace,
+            plural,
+            body,
         )
 
     def delete(self, group: str, version: str, plural: str, name: str, **options: Any) -> bool:
         """Delete a custom object of the namespace, and return whether there was one."""
         with ignore_refusals(404):
             self.custom.delete_namespaced_custom_object(
-                group, version, self.namespace, plural, name, **options
+                group,
+                version,
+                self.namespace,
+                plural,
+                name,
+                **options,
             )
             return True
         return False
@@ -156,40 +204,54 @@ class Connection:
         self, group: str, version: str, plural: str, selector: str = ""
     ) -> "list[dict[str, Any]]":
         """List the custom objects of the namespace, oldest first."""
-        found = self.custom.list_namespaced_custom_object(
-            group, version, self.namespace, plural, label_selector=selector, _request_timeout=30
+        answer = self.custom.list_namespaced_custom_object(
+            group,
+            version,
+            self.namespace,
+            plural,
+            label_selector=selector,
+            _request_timeout=30,
         )
-        return sorted(found["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
+        return sorted(answer["items"], key=lambda item: str(item["metadata"]["creationTimestamp"]))
 
     def list_pods(self, selector: str, **options: Any) -> Sequence[Any]:
         """List the pods of the namespace that have these labels."""
-        return self.core.list_namespaced_pod(
-            self.namespace, label_selector=selector, **options
-        ).items
+        answer = self.core.list_namespaced_pod(
+            self.namespace,
+            label_selector=selector,
+            **options,
+        )
+        return answer.items
 
 
 def connect_to_cluster(namespace: str = NAMESPACE, context: str | None = None) -> Connection:
-    """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account. Raises UserError where
-    there is no configuration, or no such context."""
+    """Connect as kubectl would: KUBECONFIG, else ``~/.kube/config``, else the pod's own account.
+
+    Raises:
+        UserError: there is no configuration, or no such context.
+    """
     try:
         from kubernetes import client, config
     except ImportError:
-        raise UserError(
-            "cluster", None, "needs the Kubernetes client: pip install 'tuneloop[cluster]'"
-        ) from None
+        remedy = "needs the Kubernetes client: pip install 'tuneloop[cluster]'"
+        raise UserError("cluster", None, remedy) from None
     settings = client.Configuration()
-    file = os.environ.get("KUBECONFIG")  # the library reads it when it is imported
+    # Read here, as the library reads it only once, when it is imported.
+    file = os.environ.get("KUBECONFIG")
     try:
         config.load_kube_config(config_file=file, context=context, client_configuration=settings)
-        context = context or config.list_kube_config_contexts(config_file=file)[1]["name"]
+        _, active_context = config.list_kube_config_contexts(config_file=file)
+        context = context or active_context["name"]
     except config.ConfigException as error:
         if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
-            remedy = (
-                f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context"
-            )
-            raise UserError("cluster", context or file or "~/.kube/config", remedy) from None
+            raise UserError(
+                "cluster",
+                context or file or "~/.kube/config",
+                f"no usable cluster configuration ({error}); set KUBECONFIG, or choose --context",
+            ) from None
         config.load_incluster_config(client_configuration=settings)
         context = IN_CLUSTER
+    # The callers retry, with pauses: the library's own retries have none.
     settings.retries = 1
     return build_connection(settings, namespace, str(context))
 
@@ -199,7 +261,14 @@ def build_connection(settings: Any, namespace: str, context: str) -> Connection:
     from kubernetes import client
 
     api = client.ApiClient(settings)
-    api.call_api = translate_api_errors(settings.host, context)(api.call_api)  # type: ignore[method-assign]
-    custom = client.CustomObjectsApi(api)
-    auth = client.AuthorizationV1Api(api)
-    return Connection(namespace, context, settings.host, client.CoreV1Api(api), custom, auth)
+    # Every request of every API of this client goes through this method.
+    translate = translate_api_errors(settings.host, context)
+    api.call_api = translate(api.call_api)  # type: ignore[method-assign]
+    return Connection(
+        namespace=namespace,
+        context=context,
+        host=settings.host,
+        core=client.CoreV1Api(api),
+        custom=client.CustomObjectsApi(api),
+        auth=client.AuthorizationV1Api(api),
+    )

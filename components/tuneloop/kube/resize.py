@@ -1,6 +1,8 @@
-"""Change what this process's own pod requests while it runs: ``pods/resize``, of Kubernetes 1.33 and newer.
+"""Change what this process's own pod requests while it runs: ``pods/resize``, of Kubernetes 1.33.
 
-Without Kubernetes' client library, which images that sample do not have. The token names the pod it is bound to."""
+It does without Kubernetes' client library, which images that sample do not have. The token names
+the pod that it is bound to.
+"""
 
 import base64
 import json
@@ -19,21 +21,24 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.kube.connection import IN_CLUSTER, ApiRefusal, read_api_message
 
 ACCOUNT_FILES = "/run/tuneloop/account"
-"""The folder with the token and API certificate of a pod that resizes itself; it does not exist on one machine."""
+"""The folder with the token and API certificate of a pod that resizes itself; else it is missing."""
 CONTAINER = "main"
 PAUSE_S = 0.25
-"""Seconds before the first check whether the kubelet has resized the pod; pauses double up to 5 seconds."""
+"""Seconds before the first check whether the kubelet has resized; pauses double up to 5 seconds."""
 
 
 class PodResizer(threading.Thread):
-    """Makes this pod request `asleep` while its server sleeps, and its original requests while the server is awake.
-    `change_phase` returns at once. A refusal is printed, and the server continues: its limits never change."""
+    """Makes this pod request `asleep` while its server sleeps, and its original requests otherwise.
+
+    `change_phase` returns at once. A refusal is printed, and the server continues: its limits never
+    change.
+    """
 
     def __init__(self, asleep: Mapping[str, str]) -> None:
         super().__init__(name="resize", daemon=True)
         self._asleep = asleep
         self._files = Path(ACCOUNT_FILES)
-        self._said = set[str]()
+        self._printed: set[str] = set()
         self._phases: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._newest = False
 
@@ -44,96 +49,129 @@ class PodResizer(threading.Thread):
             self._phases.put(asleep)
 
     def run(self) -> None:
+        """Resize the pod at each change of the phase; never returns where the pod has a token."""
         if not (self._files / "token").exists():
-            return self._say(
+            self._print_once(
                 f"its requests do not change while it sleeps: there is no token at {self._files}"
             )
+            return
         awake: dict[str, str] = {}
-        now = False
+        is_asleep = False
         while True:
             asleep = self._phases.get()
-            if asleep == now or not self._phases.empty():  # only the newest counts
+            # Only the newest phase counts.
+            if asleep == is_asleep or not self._phases.empty():
                 continue
             try:
                 if not awake:
-                    made_with = _read_requests(self._patch({})["spec"]["containers"])
-                    awake = {name: made_with[name] for name in self._asleep}
-                self._resize(
-                    self._asleep if asleep else awake, "while it sleeps" if asleep else "awake"
-                )
-                now = asleep
+                    pod = self._patch({})
+                    original = _read_requests(pod["spec"]["containers"])
+                    awake = {name: original[name] for name in self._asleep}
+                if asleep:
+                    self._resize(self._asleep, "while it sleeps")
+                else:
+                    self._resize(awake, "awake")
+                is_asleep = asleep
             except ApiRefusal as refusal:
-                self._say(f"its pod's requests do not change: {refusal}; the server continues")
+                self._print_once(
+                    f"its pod's requests do not change: {refusal}; the server continues"
+                )
 
-    def _resize(self, requests: Mapping[str, str], when: str) -> None:
-        begun = time.monotonic()
-        wanted = ", ".join(f"{name} {amount}" for name, amount in requests.items()) + f" {when}"
-        pod = self._patch(requests)
+    def _resize(self, requests: Mapping[str, str], phase: str) -> None:
+        """Request resources, and wait until the kubelet has granted or refused them."""
+        start = time.monotonic()
+        amounts = ", ".join(f"{name} {amount}" for name, amount in requests.items())
         pause = PAUSE_S
-        while _read_requests(pod["status"]["containerStatuses"]) != _read_requests(
-            pod["spec"]["containers"]
-        ):
-            for each in pod["status"].get("conditions", ()):
-                if (
-                    each["type"] == "PodResizePending"
-                ):  # the kubelet goes on trying if it is Deferred
-                    why = f"{each.get('reason')}: {each.get('message')}"
-                    return self._say(
-                        f"its pod cannot request {wanted} ({why}); the server continues"
+        pod = self._patch(requests)
+        while not _is_resized(pod):
+            for condition in pod["status"].get("conditions", ()):
+                # The kubelet goes on trying if the request is deferred.
+                if condition["type"] == "PodResizePending":
+                    reason = f"{condition.get('reason')}: {condition.get('message')}"
+                    self._print_once(
+                        f"its pod cannot request {amounts} {phase} ({reason}); the server continues"
                     )
+                    return
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+            # The phase has changed meanwhile.
             if not self._phases.empty():
                 return
             pod = self._patch({})
-        print_diagnostic(
-            f"serve: its pod requests {wanted}, after {time.monotonic() - begun:.1f} s", 0
-        )
+        seconds = time.monotonic() - start
+        print_diagnostic(f"serve: its pod requests {amounts} {phase}, after {seconds:.1f} s", 0)
 
     def _patch(self, requests: Mapping[str, str]) -> JsonObject:
-        """Change requests of this pod's container, and return the pod, also for none. Raises ApiRefusal."""
+        """Change requests of this pod's container, and return the pod, also for no requests.
+
+        Raises:
+            ApiRefusal: the API server refuses them.
+        """
+        # A strategic merge finds the container by its name, and leaves the others.
+        container = {
+            "name": CONTAINER,
+            "resources": {"requests": requests},
+        }
         while True:
             try:
-                return self._send(
-                    {"containers": [{"name": CONTAINER, "resources": {"requests": requests}}]}
-                )
-            except Unavailable as trouble:
-                self._say(f"its pod's requests do not change for now: {trouble}; it retries")
+                return self._send({"containers": [container]})
+            except Unavailable as error:
+                self._print_once(f"its pod's requests do not change for now: {error}; it retries")
                 time.sleep(20 * PAUSE_S)
 
     def _send(self, spec: JsonMapping) -> JsonObject:
-        token = (self._files / "token").read_text()  # the kubelet renews it
-        of = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["kubernetes.io"]
+        """Patch the pod, and return it. Raises ApiRefusal, Unavailable."""
+        # The kubelet renews the token in its file.
+        token = (self._files / "token").read_text()
+        payload = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=="))["kubernetes.io"]
         host = os.environ["KUBERNETES_SERVICE_HOST"]
         port = os.environ["KUBERNETES_SERVICE_PORT"]
-        url = f"https://{f'[{host}]' if ':' in host else host}:{port}/api/v1"
-        url += f"/namespaces/{of['namespace']}/pods/{of['pod']['name']}/resize"
-        how: JsonObject = {
-            "timeout_s": 30,
-            "trusted": ssl.create_default_context(cafile=self._files / "ca.crt"),
-        }
-        how["headers"] = {
-            "Authorization": f"Bearer {token}",
-            "Content-Type": "application/strategic-merge-patch+json",
-        }
+        address = f"[{host}]" if ":" in host else host
+        url = (
+            f"https://{address}:{port}/api/v1"
+            f"/namespaces/{claims['namespace']}/pods/{claims['pod']['name']}/resize"
+        )
         try:
-            status, text = send_request("PATCH", url, body={"spec": spec}, **how)
+            status, text = send_request(
+                "PATCH",
+                url,
+                body={"spec": spec},
+                timeout_s=30,
+                trusted=ssl.create_default_context(cafile=self._files / "ca.crt"),
+                headers={
+                    "Authorization": f"Bearer {token}",
+                    "Content-Type": "application/strategic-merge-patch+json",
+                },
+            )
         except Unanswered as error:
             raise Unavailable(f"cluster: {host} does not answer ({error})") from error
         if status == 200:
-            return json.loads(text)  # type: ignore[no-any-return]
+            pod: JsonObject = json.loads(text)
+            return pod
         message = read_api_message(Namespace(body=text, reason=f"status {status}"))
+        # 409: another client has changed the pod meanwhile.
         if is_transient(status) or status == 409:
             raise Unavailable(f"cluster: {host}: {message}")
         raise ApiRefusal(IN_CLUSTER, status, message)
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _print_once(self, line: str) -> None:
+        """Print a line that was not printed before."""
+        if line not in self._printed:
+            self._printed.add(line)
             print_diagnostic(f"serve: {line}", 0)
+
+
+def _is_resized(pod: JsonMapping) -> bool:
+    """Return whether the container has what its pod requests."""
+    granted = _read_requests(pod["status"]["containerStatuses"])
+    return granted == _read_requests(pod["spec"]["containers"])
 
 
 def _read_requests(containers: Iterable[JsonMapping]) -> dict[str, str]:
     """Read what the container requests, from its spec or its status."""
-    own = next((each for each in containers if each["name"] == CONTAINER), {})
-    return (own.get("resources") or {}).get("requests") or {}
+    for container in containers:
+        if container["name"] == CONTAINER:
+            resources = container.get("resources") or {}
+            return resources.get("requests") or {}
+    return {}

@@ -17,9 +17,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
 
 from tuneloop.core.errors import Corrupt, Unavailable, UserError
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Conflict, Store
 from tuneloop.kube.connection import (
     OWNER,
@@ -55,7 +55,7 @@ class KubernetesLease:
         api_group, version, plural = LEASES
         self._resource = (api_group, version, cluster.namespace, plural)
 
-    def read(self) -> tuple[LeaseQueue, dict[str, Any] | None]:
+    def read(self) -> tuple[LeaseQueue, JsonObject | None]:
         """Read the queue, and the Lease that has it. Raises as `QueueStorage.read`."""
         with self._translate_refusals():
             lease = self.cluster.custom.get_namespaced_custom_object(
@@ -67,7 +67,7 @@ class KubernetesLease:
         # Before the first request, and after the last one, there is no Lease.
         return LeaseQueue(), None
 
-    def write(self, queue: LeaseQueue, previous: dict[str, Any] | None) -> None:
+    def write(self, queue: LeaseQueue, previous: JsonObject | None) -> None:
         """Replace the Lease `previous` by one with `queue`. Raises as `QueueStorage.write`."""
         api = self.cluster.custom
         body = build_lease(queue, self.name, self.group, previous)
@@ -140,7 +140,7 @@ def release_leases(cluster: Connection, run: str) -> None:
             LeaseGroup(storage, group, who=run).release_all()
 
 
-def parse_lease(lease: dict[str, Any]) -> LeaseQueue:
+def parse_lease(lease: JsonObject) -> LeaseQueue:
     """Parse the queue that a Lease holds; before a first grant its number is the resourceVersion.
 
     Raises:
@@ -166,10 +166,10 @@ def build_lease(
     queue: LeaseQueue,
     name: str,
     group: str,
-    previous: dict[str, Any] | None,
-) -> dict[str, Any]:
+    previous: JsonObject | None,
+) -> JsonObject:
     """Build the Lease that holds `queue`, to replace `previous`."""
-    metadata: dict[str, Any] = {
+    metadata: JsonObject = {
         "name": name,
         "labels": {
             LABEL: group,
@@ -189,11 +189,11 @@ def build_lease(
     }
 
 
-def _build_spec(queue: LeaseQueue, previous: dict[str, Any]) -> dict[str, Any]:
+def _build_spec(queue: LeaseQueue, previous: JsonObject) -> JsonObject:
     """Build the fields of the Lease that other tools show, to replace `previous` ones."""
     timestamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     transitions = previous.get("leaseTransitions", 0)
-    spec: dict[str, Any] = {
+    spec: JsonObject = {
         "leaseTransitions": transitions,
         "leaseDurationSeconds": math.ceil(queue.patience),
     }
@@ -209,11 +209,11 @@ def _build_spec(queue: LeaseQueue, previous: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def _list_owners(previous: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _list_owners(previous: JsonObject | None) -> list[JsonObject]:
     """Return the owners of the Lease `previous`, and the Workflow of this process, if it has one."""
     metadata = previous["metadata"] if previous else {}
     # The garbage collector deletes the Lease after the last of its owners.
-    owners: list[dict[str, Any]] = list(metadata.get("ownerReferences", []))
+    owners: list[JsonObject] = list(metadata.get("ownerReferences", []))
     name, uid = map(os.environ.get, OWNER_VARIABLES)
     if uid and all(owner["uid"] != uid for owner in owners):
         owners.append(OWNER | {"name": name, "uid": uid})

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from tuneloop.core.errors import Corrupt
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.threads import map_ahead
 from tuneloop.weights import codec
 from tuneloop.weights.layout import Blame, Bytes, Checkpoint, encode_header, read_header
@@ -85,7 +85,7 @@ def write_delta(
         fits=True,
     )
     metadata: dict[str, str] = {}
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: JsonObject = {"__metadata__": metadata}
     # Payloads are written as they come, and the header, which comes first in the file, at the end.
     header_size = _reserve_header(new)
     payload_size = 0
@@ -120,7 +120,7 @@ def write_delta(
     return written
 
 
-def _describe_payload(size: int, start: int, end: int) -> dict[str, Any]:
+def _describe_payload(size: int, start: int, end: int) -> JsonObject:
     """Return the entry of a safetensors header for a payload of `size` bytes."""
     return {
         "dtype": "U8",
@@ -136,7 +136,7 @@ def _reserve_header(checkpoint: Checkpoint) -> int:
     payload is as long as twice the model.
     """
     limit = 2 * checkpoint.size
-    header: dict[str, Any] = {"__metadata__": dict.fromkeys(checkpoint.tensors, "0" * 32)}
+    header: JsonObject = {"__metadata__": dict.fromkeys(checkpoint.tensors, "0" * 32)}
     for name in checkpoint.tensors:
         header[name] = _describe_payload(limit, limit, limit)
     return len(encode_header(header))

@@ -6,13 +6,13 @@ No package has that conversion. What it does is taken from ``convert_hf_to_gguf.
 
 import json
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.weights.layout import Checkpoint
 
 _RULES = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text())
@@ -78,7 +78,7 @@ def write_gguf(model: Path, target: Path, description: str) -> None:
     writer.close()
 
 
-def _read_settings(model: Path) -> dict[str, Any]:
+def _read_settings(model: Path) -> JsonObject:
     """Read ``config.json``, with the parameters of RoPE beside the other settings."""
     settings = json.loads((model / "config.json").read_text())
     head_dim = settings["hidden_size"] // settings["num_attention_heads"]
@@ -88,7 +88,7 @@ def _read_settings(model: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def _describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+def _describe_tokenizer(tokenizer: Any) -> JsonObject:
     """Return the settings of ``tokenizer.json`` (None: there is none) that llama.cpp has to share.
 
     ``tokenizer`` is llama.cpp's name of the pre-tokenizer. Where llama.cpp has none that does the
@@ -120,7 +120,7 @@ def _describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _list_tokens(tokenizer: Any, size: int) -> dict[str, Any]:
+def _list_tokens(tokenizer: Any, size: int) -> JsonObject:
     """Return ``tokens``, the text of each of `size` tokens, and ``token_types``, their TokenType."""
     vocabulary = tokenizer["model"]["vocab"]
     tokens = {token_id: (text, _NORMAL_TOKEN) for text, token_id in vocabulary.items()}
@@ -136,7 +136,7 @@ def _list_tokens(tokenizer: Any, size: int) -> dict[str, Any]:
     }
 
 
-def _compute_rope_factors(settings: Mapping[str, Any]) -> Any:
+def _compute_rope_factors(settings: JsonMapping) -> Any:
     """Compute the factors by which llama3's RoPE divides frequencies: float32 of ``head_dim`` / 2.
 
     Dimensions that turn often within the original context keep their frequency (1), and those that
@@ -163,7 +163,7 @@ def _compute_rope_factors(settings: Mapping[str, Any]) -> Any:
 def _add_tensors(
     writer: Any,
     checkpoint: Checkpoint,
-    settings: Mapping[str, Any],
+    settings: JsonMapping,
 ) -> None:
     """Add all tensors of the checkpoint to the `writer`, a GGUFWriter, under llama.cpp's names.
 

@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tuneloop.core.errors import Corrupt, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.store import open_for_reading
 
 Bytes = NDArray[np.uint8]
@@ -270,7 +271,7 @@ def preallocate_safetensors(
         entries: tensor name → (safetensors dtype, shape, bytes).
         metadata: the file's ``__metadata__``; transformers wants ``{"format": "pt"}``.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: JsonObject = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     by_name = sorted(entries)
     # A stable sort: tensors of one dtype stay in the order of their names.
@@ -287,7 +288,7 @@ def preallocate_safetensors(
         file.truncate(file.tell() + offset)
 
 
-def encode_header(header: Mapping[str, Any], length: int = 0) -> bytes:
+def encode_header(header: JsonMapping, length: int = 0) -> bytes:
     """Encode the bytes before the data, with their length field.
 
     They are padded with spaces to a multiple of eight bytes, or to `length` if that is more.

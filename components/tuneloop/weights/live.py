@@ -12,10 +12,9 @@ for people and reports.
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from tuneloop.core.artifacts import dump_checked_json, load_checked_json
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.store import Store
 
 # The folders of both kinds of files.
@@ -23,7 +22,7 @@ _ANNOUNCEMENTS = "live"
 _PULL_RECORDS = "served"
 _REMEDY = "delete it"
 
-PULL: dict[str, Any] = {
+PULL: JsonObject = {
     "version": int,
     "full": int | None,
     "tensors": int,
@@ -87,7 +86,7 @@ def list_served_versions(root: Store) -> dict[str, int]:
     return versions
 
 
-def record_pull(root: Store, replica: str, pull: Mapping[str, Any]) -> None:
+def record_pull(root: Store, replica: str, pull: JsonMapping) -> None:
     """Record how `replica` pulled the version ``pull["version"]``; `pull` has the fields of `PULL`.
 
     Raises:
@@ -97,9 +96,9 @@ def record_pull(root: Store, replica: str, pull: Mapping[str, Any]) -> None:
     root.put(key, dump_checked_json(pull, key))
 
 
-def read_pulls(root: Store, version: int) -> list[dict[str, Any]]:
+def read_pulls(root: Store, version: int) -> list[JsonObject]:
     """Read the records of all replicas that pulled `version`."""
-    pulls: list[dict[str, Any]] = []
+    pulls: list[JsonObject] = []
     for key in root.keys(f"{_PULL_RECORDS}/{version:06d}"):
         data = root.get(key)
         if data:

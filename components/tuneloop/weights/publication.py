@@ -7,12 +7,13 @@ again completes it.
 import dataclasses
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from tuneloop.core.artifacts import Artifact, Manifest, dump_checked_json, load_checked_json
 from tuneloop.core.component import UNTRACKED, Stage
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store, local_path
 from tuneloop.weights.pointer import PointerConflict, PointerRewind
 from tuneloop.weights.publish import Published, publish_version
@@ -21,7 +22,7 @@ from tuneloop.weights.versions import Chain
 RECORDS = "published"
 """Below the root, ``published/NNNNNN.json`` records how long publishing took, for people only."""
 
-RECORD: dict[str, Any] = {
+RECORD: JsonObject = {
     "at": float,
     "timings": dict[str, float],
     "sent_bytes": int,
@@ -140,7 +141,7 @@ def _get_record_key(version: int) -> str:
     return f"{RECORDS}/{version:06d}.json"
 
 
-def read_publications(root: str) -> dict[int, dict[str, Any]]:
+def read_publications(root: str) -> dict[int, JsonObject]:
     """Read version → the record of publishing it, for all versions below `root`.
 
     A record has the fields of `Published`, and ``at``, the time at which it was published.
@@ -149,7 +150,7 @@ def read_publications(root: str) -> dict[int, dict[str, Any]]:
         Corrupt: a record is damaged.
     """
     store = Store(root)
-    publications: dict[int, dict[str, Any]] = {}
+    publications: dict[int, JsonObject] = {}
     for key in store.keys(RECORDS):
         number = key.removeprefix(f"{RECORDS}/").removesuffix(".json")
         if not number.isdecimal():
@@ -160,7 +161,7 @@ def read_publications(root: str) -> dict[int, dict[str, Any]]:
     return publications
 
 
-def read_publication(store: Store, version: int) -> dict[str, Any] | None:
+def read_publication(store: Store, version: int) -> JsonObject | None:
     """Read the record of publishing one version; None if there is none. Raises Corrupt: damage."""
     key = _get_record_key(version)
     record = load_checked_json(

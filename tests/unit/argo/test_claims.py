@@ -48,7 +48,7 @@ def test_every_part_of_a_long_run_takes_its_seats_first_and_gives_them_back() ->
         assert all(task["depends"] for task in others)
     assert made["spec"]["onExit"] == "give-claim"
     args = template(made, "take-claim")["container"]["args"]
-    assert args[args.index("--seats") + 1 :] == ["claim-trainer", "claim-sampler"]
+    assert args[args.index("--claims") + 1 :] == ["claim-trainer", "claim-sampler"]
     assert (
         claim_of(made, "policy-update")["resourceClaimName"]
         == "{{workflow.outputs.parameters.claim-trainer}}"

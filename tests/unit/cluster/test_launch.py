@@ -176,7 +176,7 @@ def test_a_server_that_is_away(
                 "tuneloop",
                 "--share",
                 '{"group": "g"}',
-                "--seats",
+                "--claims",
                 "claim",
             ],
         ),
