@@ -119,12 +119,10 @@ def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judge
     with contextlib.ExitStack() as stack:
         stack.enter_context(forward_signals(signals.append, [signal.SIGTERM]))
         if judged:
-            look = partial(
-                look_at_run,
-                run,
-                runs,
-                judged,
-            )
+
+            def look() -> None:
+                look_at_run(run, runs, judged)
+
             stack.enter_context(repeat_in_background(look, 2.0))
         code = execute()
     run.refresh(all_iterations=False)

@@ -8,6 +8,7 @@ from tuneloop.rewards.outages import RewardUnavailable
 NOT_VARIANTS = (
     "answers",
     "error_budget",
+    "evaluated_text",
     "outages",
     "programs",
     "proof",

@@ -103,8 +103,9 @@ def describe_run(run: Run) -> dict[str, Any]:
     if missing:
         notes.append(f"{describe_missing(missing)} in {run.url} is missing; restore it from a copy")
     templates: list[dict[str, Any]] = []
-    if run.record and (run.directory / "workflow.yaml").is_file():
-        workflow = run.read_workflow()
+    has_workflow = run.record and (run.directory / "workflow.yaml").is_file()
+    workflow = run.read_workflow() if has_workflow else {}
+    if workflow:
         templates = [template for template in workflow["spec"]["templates"] if "dag" in template]
     elif run.record:
         notes.append(f"the graph is left out: {run.directory}/workflow.yaml is missing")

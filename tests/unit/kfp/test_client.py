@@ -59,7 +59,7 @@ TASKS = [
     },
     {"state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
     {"display_name": "executor(0)", "state": "SUCCEEDED", "start_time": "2026-11-21T08:00:02Z"},
-    {"display_name": "evaluate", "state": "RUNNING", "start_time": "2026-11-21T08:00:08Z"},
+    {"display_name": "evaluate-2", "state": "RUNNING", "start_time": "2026-11-21T08:00:08Z"},
     {
         "display_name": "exit-handler-1.onExit",
         "state": "RUNNING",
