@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 bench test-cluster: export OMP_NUM_THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 demo-smollm2 test lint fuzz mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
+.PHONY: help install demo smollm2 demo-smollm2 test lint fuzz fuzz-judges mutations test-unit test-local test-slow test-cluster test-all bench golden parity pictures notebooks certify requirements images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ test-all: test test-slow test-cluster ## every tier; the last needs a cluster
 
 fuzz: $(INSTALLED) ## five minutes of broken bodies for the requests of the servers, some thousand in all
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest tests/unit/gateway tests/unit/inference -k test_fuzz -rP
+
+fuzz-judges: $(INSTALLED) ## 10,000 generated answers for each judge, also those that run programs (an hour)
+	FUZZ_ANSWERS=10000 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/unit/rewards/test_fuzz.py -v
 
 mutations: $(INSTALLED) ## 10,000 changes of the files of a run, and what each reader made of them
 	$(BIN)/python -m tests.mutations $(COUNT)
