@@ -57,7 +57,8 @@ def list_combinations(name: str, over: Sequence[str]) -> dict[str, dict[str, str
         # The order of the keys makes no other run.
         identity = repr(sorted(combination.items()))
         digest = xxh32_hexdigest(identity.encode())
-        combinations[f"{name}-{digest}"] = combination
+        run_name = f"{name}-{digest}"
+        combinations[run_name] = combination
     return combinations
 
 
@@ -73,7 +74,9 @@ def find_state(run: Run, cluster: Connection | None = None) -> str:
     if phase in ("running", "succeeded"):
         return phase
     reason = Store(run.url).get(STOPPED)
-    return f"{STOPPED}: {reason.decode()}" if reason else phase
+    if not reason:
+        return phase
+    return f"{STOPPED}: {reason.decode()}"
 
 
 def _find_cluster_phase(run: Run, cluster: Connection) -> str:
@@ -127,7 +130,8 @@ def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judge
         code = execute()
     run.refresh(all_iterations=False)
     # A run that this sweep stopped itself got a SIGTERM, too.
-    was_stopped_by_user = bool(signals) and Store(run.url).get(STOPPED) is None
+    reason = Store(run.url).get(STOPPED)
+    was_stopped_by_user = bool(signals) and reason is None
     if code == 128 + signal.SIGINT or was_stopped_by_user:
         raise KeyboardInterrupt
 
@@ -157,12 +161,14 @@ def judge_run(run: Run, runs: Sequence[Run], judged: range) -> bool:
         return False
     best = max(rewards)
     limit = median(averages)
+    # One file in the store says it to this sweep, and to every later one.
     store = Store(run.url)
     # The file is there once a run is stopping.
     if best >= limit or store.get(STOPPED) is not None:
         return False
     reason = f"best reward by iteration {k} {best:.4g}, median of others' averages {limit:.4g}"
-    store.put(STOPPED, reason.encode())
+    text = reason.encode()
+    store.put(STOPPED, text)
     print(f"{run.name}: is stopped early: {reason}", flush=True)
     return True
 
