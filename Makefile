@@ -51,7 +51,7 @@ demo: $(INSTALLED) ## SFT, then a GRPO loop with real vLLM on this CPU, evaluate
 smollm2: $(INSTALLED) ## make a model directory of SmolLM2-135M-Instruct in .venv/models/smollm2 (269 MB, bfloat16)
 	$(BIN)/python -m tests.pretrained .venv/models/smollm2
 
-demo-smollm2: smollm2 ## teach that model sums of reasoning-gym: LoRA, evaluated before and after; some six minutes on two cores
+demo-smollm2: smollm2 ## teach that model sums of reasoning-gym: LoRA, evaluated before and after; seven to nine minutes on two busy cores
 	$(BIN)/tuneloop run sft -c docs/samples/smollm2.yaml --run smollm2-$(SEED) --set seed=$(SEED)
 
 test: lint ## lint, unit tests, and of each kind one whole loop: at most ten minutes on two cores

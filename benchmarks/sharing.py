@@ -1,10 +1,10 @@
-"""Sharing devices by turns: what the planner predicts beside what is measured, in the same run.
+"""Sharing devices by leases: what the simulation predicts beside what is measured, in the same run.
 
     python benchmarks/sharing.py [--iterations 8] [--runs 2] [--seconds 3] [--unit 0.5]
 
-First three runs whose stages only wait take real turns, by each policy: does the simulation have the rules right? Then
+First three runs whose stages only wait take real leases, by each policy: does the simulation have the rules right? Then
 real runs. One of the demo's loop is recorded, alone; from it the simulation predicts; then each plan is
-carried out as `tuneloop run` does it: the same again, overlapped, several at once by turns. One thread a process: one
+carried out as `tuneloop run` does it: the same again, overlapped, several at once by leases. One thread a process: one
 core samples, one trains. The engine is `transformers`. The reward takes `--seconds` an iteration and no core: it
 sleeps, as one does that asks a judge elsewhere; a device that waits for it is what sharing puts to use. A step is the
 median from the end of one update to that of the next, while all runs were in their loops; gain is in steps an hour,

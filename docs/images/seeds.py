@@ -7,12 +7,14 @@ The table of docs/training.md is printed to standard error.
 
 import io
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pyarrow.parquet as pq
 
 matplotlib.use("svg")
 from matplotlib import pyplot
@@ -28,10 +30,11 @@ def main() -> None:
     runs = [Path(argument) for argument in sys.argv[1:]]
     rewards = [[read_reward(run, stage) for stage in STAGES] for run in runs]
     losses = [read_losses(run) for run in runs]
-    print("| seed | reward before | reward after | held-out loss before | after |", file=sys.stderr)
-    print("|---|---|---|---|---|", file=sys.stderr)
+    print(HEAD, file=sys.stderr)
+    print(f"|{'---|' * HEAD.count(' | ')}---|", file=sys.stderr)
     for run, (before, after), curve in zip(runs, rewards, losses, strict=True):
         row = [read_seed(run), before, after, curve[0][1], curve[-1][1]]
+        row += [count_right(run, stage) for stage in STAGES]
         cells = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row]
         print(f"| {' | '.join(cells)} |", file=sys.stderr)
     gains = [after for _, after in rewards]
@@ -41,11 +44,23 @@ def main() -> None:
 
 
 STAGES = ("evaluate-before", "evaluate-after")
+HEAD = (
+    "| seed | reward before | reward after | held-out loss before | after "
+    "| last number right, before | after |"
+)
 
 
 def read_reward(run: Path, stage: str) -> float:
     """Read the mean reward of an evaluation."""
     return float(Artifact(str(run / stage)).manifest.results["mean_reward"])
+
+
+def count_right(run: Path, stage: str) -> str:
+    """Count the answers whose last number is the sum, in whatever form they are."""
+    table = pq.read_table(Artifact(str(run / stage)).path / "samples.parquet")
+    rows = table.select(["completion", "answer"]).to_pylist()
+    right = sum(re.findall(r"-?\d+", row["completion"])[-1:] == [row["answer"]] for row in rows)
+    return f"{right} of {len(rows)}"
 
 
 def read_seed(run: Path) -> int:

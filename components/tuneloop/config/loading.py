@@ -194,7 +194,8 @@ def read_yaml_documents(field: str, file: Path) -> list[Any]:
         return list(yaml.safe_load_all(file.read_text()))
     except OSError as error:
         raise UserError(field, str(file), f"cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # A day that no calendar has is no YAML, either: PyYAML raises ValueError for it.
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(
             field, str(file), f"is not YAML ({' '.join(str(error).split())})"
         ) from error
@@ -224,7 +225,7 @@ def _set(values: JsonObject, item: str) -> None:
         raise UserError("--set", item, "write key=value, or section.key=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError("--set", item, "the value is not YAML; quote it") from error
     for name in section:
         values = values.setdefault(name, {})

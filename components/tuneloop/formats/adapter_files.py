@@ -38,17 +38,20 @@ class AdapterFiles:
             remedy = f"is an adapter (peft), and its {CONFIG} names no base model; {REMEDY}"
             raise UserError("base_model", name, remedy)
         # Of a name that may be on the hub, only the hub knows.
-        if is_path(self.base) and not Path(self.base).expanduser().is_dir():
+        directory = Path(self.base).expanduser()
+        if is_path(self.base) and not directory.is_dir():
             remedy = (
                 f"is an adapter (peft), and the base model of its {CONFIG}, {self.base}, is not a "
                 f"directory here; {REMEDY}"
             )
             raise UserError("base_model", name, remedy)
-        return self.base, self.revision
+        return str(directory) if is_path(self.base) else self.base, self.revision
 
 
 def is_path(name: str) -> bool:
     """Return whether a name can only be one of a directory, and not of a model on the hub."""
+    if name.startswith("hf://"):
+        return False
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 

@@ -23,7 +23,7 @@ SAMPLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Un
 NEXT = {"role": "user", "content": "b"}
 TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
 """What shows today's date in a template, by the function that transformers and vLLM give it."""
-HAS_TODAY = re.compile(r"\bstrftime_now is defined\b")
+HAS_TODAY = re.compile(r"\bstrftime_now is (?P<lacks>not )?defined\b")
 SET_BY_CALLERS = {
     "messages",
     "tools",
@@ -82,7 +82,7 @@ def write_date(template: str, date: datetime.date) -> str:
     # A format that is computed is left, and with it the test whether there is such a function.
     if "strftime_now" in HAS_TODAY.sub("", dated):
         return dated
-    return HAS_TODAY.sub("true", dated)
+    return HAS_TODAY.sub(lambda test: "false" if test["lacks"] else "true", dated)
 
 
 def read_template(file: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pyarrow.parquet as pq
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.component import UNTRACKED, OptionalInput, Results, Stage, component
@@ -53,6 +53,11 @@ def template_digest(params: Any) -> dict[str, str]:
     except UserError:  # the stage says so, if it runs
         return {}
     return {"chat_template_digest": hashlib.sha256(template.encode()).hexdigest()}
+
+
+def write_day(value: Any) -> Any:
+    """Return a day that YAML has read as such as its text; anything else as it is."""
+    return value.isoformat() if isinstance(value, datetime.date) else value
 
 
 def check_date(text: str | None) -> str | None:
@@ -103,6 +108,7 @@ def base_model(
     ] = {},  # noqa: B006
     template_date: Annotated[
         str | None,
+        BeforeValidator(write_day),
         AfterValidator(check_date),
         Field(
             description="day that a chat template shows as today, YYYY-MM-DD; none: the day on "

@@ -99,6 +99,8 @@ def test_a_base_that_is_not_here_is_refused_before_anything_starts(
         assert "set model.adapter_base to the model that it was trained on" in text
     # The remedy is one.
     assert limits("sft", CPU, f"base_model={orphan}", f"model.adapter_base={model}") == []
+    hub = "model.adapter_base=hf://me/model@main"
+    assert limits("sft", CPU, f"base_model={orphan}", hub) == []
     base_model(out=str(tmp_path / "base"), model=str(orphan), adapter_base=str(model))
 
 

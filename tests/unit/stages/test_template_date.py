@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from tests.models import write_model
+from tuneloop.config.loading import find_pipeline
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.formats.template_settings import fix_date, write_date
@@ -89,3 +90,22 @@ def test_a_checkpoint_renders_alike_on_every_day(
 def test_what_is_no_day_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"template_date.*2026-02-30"):
         base_model(out=str(tmp_path / "base"), model="tiny-qwen3", template_date="2026-02-30")
+
+
+@pytest.mark.parametrize("text", ["2031-01-02", "'2031-01-02'"])
+def test_a_day_is_set_as_it_is_written(text: str) -> None:
+    """YAML reads a day without quotes as a date."""
+    config: Any = find_pipeline("sft").configure(None, [f"model.template_date={text}"])
+    assert config.model.template_date == "2031-01-02"
+
+
+def test_a_day_that_no_calendar_has_is_refused_as_a_setting() -> None:
+    with pytest.raises(UserError, match=r"--set: 'model.template_date=2031-02-30'"):
+        find_pipeline("sft").configure(None, ["model.template_date=2031-02-30"])
+
+
+def test_a_test_for_a_missing_clock_never_holds() -> None:
+    template = (
+        "{% if strftime_now is not defined %}old{% else %}{{ strftime_now('%Y') }}{% endif %}"
+    )
+    assert write_date(template, DAY) == '{% if false %}old{% else %}{{ "2026" }}{% endif %}'
