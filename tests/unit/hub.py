@@ -102,8 +102,10 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"error": "Not found"}, 404, {"X-Error-Code": code})
         files = commits[number]
         if parts[0] == "api" and parts[4:5] == ["tree"]:
-            entries = list_folder(files, "/".join(parts[6:]), "recursive=true" in self.path.lower())
-            if not entries:
+            folder = "/".join(parts[6:])
+            entries = list_folder(files, folder, "recursive=true" in self.path.lower())
+            # A repository without files is one; a folder without files is none.
+            if folder and not entries:
                 return self.answer({"error": "none"}, 404, {"X-Error-Code": "EntryNotFound"})
             return self.answer(entries)
         if parts[0] == "api":
@@ -151,16 +153,22 @@ def list_folder(
 ) -> list[dict[str, str | int]]:
     """List what is in a folder of a repository, as the hub's `tree` does."""
     prefix = f"{folder}/" if folder else ""
-    entries: dict[str, dict[str, str | int]] = {}
+    # A folder may have the name of a file here, which no repository of git has.
+    entries: dict[tuple[str, str], dict[str, str | int]] = {}
     for name, data in files.items():
         if not name.startswith(prefix):
             continue
         first, slash, _ = name.removeprefix(prefix).partition("/")
         if slash:
             path = prefix + first
-            entries[path] = {"type": "directory", "path": path, "size": 0, "oid": "1" * 40}
+            entries["directory", path] = {
+                "type": "directory",
+                "path": path,
+                "size": 0,
+                "oid": "1" * 40,
+            }
         if is_recursive or not slash:
-            entries[name] = describe_file(name, data)
+            entries["file", name] = describe_file(name, data)
     return list(entries.values())
 
 

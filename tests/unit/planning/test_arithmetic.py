@@ -157,7 +157,7 @@ def test_what_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--device", ""], "--device: '': is not known; known: B200, "),
         (
             ["--device", "H100"],
-            "--device: 'H100': sft: not estimated: it has no accelerator (cluster.trainer.gpus), ",
+            "--device: 'H100': evaluate: not estimated: it has no accelerator, and no server here has ",
         ),
         (
             ["--device", "TPU"],

@@ -372,7 +372,7 @@ def test_bad_data(tmp_path: Path, policy: Artifact, prompts: Artifact) -> None:
     draft.commit(stage="data_prep")
     with pytest.raises(UserError, match="'answer': is not a column"):
         run(tmp_path / "r", policy, Artifact(str(tmp_path / "lacking")))
-    with pytest.raises(UserError, match=r"prompts row p0: .*not a JSON list"):
+    with pytest.raises(UserError, match=r"p0: prompt: .*not a JSON list"):
         run(
             tmp_path / "r",
             policy,
