@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.local, pytest.mark.slow]
 
 CONFIG = """
 worker: {idle: 3600}
-sampler: {idle: 60, engine_args: {enforce_eager: true}}
+sampler: {idle: 60, engine_args: {enforce_eager: true, dtype: float32}}
 """
 PROMPT = [5, 6, 7, 8]
 

@@ -118,10 +118,13 @@ def train_by_backend(
     """
     import torch
 
+    from tuneloop.training.fsdp.attention import VARLEN
     from tuneloop.training.fsdp.policy import open_model
 
+    attention = trainer.layout.attention
     given = stage.params.model_dump() | {
-        "attn_implementation": trainer.attention,
+        # `varlen` is registered in our processes alone.
+        "attn_implementation": "sdpa" if attention == VARLEN else attention,
         "device": trainer.ranks.device.type,
         "max_steps": max_steps,
     }
