@@ -50,9 +50,29 @@ def _reload(worker: Any, model: str) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if hasattr(getattr(kernel, "fused_experts", None), "isa"):
             module.quant_method.moe_kernel = None
-    worker.reload_weights(weights_path=model)
+    try:
+        worker.reload_weights(weights_path=model)
+    except Exception:
+        _abandon_reload(worker)
+        raise
     _check_experts(worker)
     _repack_head(worker)
+
+
+def _abandon_reload(worker: Any) -> None:
+    """Drop the tensors that a failed reload had read, so that the next one begins with its own.
+
+    vLLM keeps them beside each unfinished layer, and would load them into it again.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in worker.get_model().modules():
+        unfinished = get_layerwise_info(layer)
+        unfinished.load_numel = 0
+        unfinished.loaded_weights.clear()
+    # A layer of which nothing was read gets back the tensors that it had.
+    finalize_layerwise_reload(worker.get_model(), worker.model_config)
 
 
 def _check_experts(worker: Any) -> None:
