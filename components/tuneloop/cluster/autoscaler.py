@@ -77,11 +77,7 @@ def count_requests(url: str) -> float:
     counts = REQUESTS.findall(text.decode(errors="replace"))
     if not counts:
         remedy = "has no vllm:num_requests_running at /metrics; scale a server that has it"
-        raise UserError(
-            "fleet",
-            url,
-            remedy,
-        )
+        raise UserError("fleet", url, remedy)
     return sum(map(float, counts))
 
 

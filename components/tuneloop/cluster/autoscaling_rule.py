@@ -83,11 +83,7 @@ class AutoscalingRule:
         self._recommendations = recent
         highest = max(number for _, number in recent)
         # Replicas are added at once, and removed when the whole window asked for fewer.
-        remaining = min(
-            replicas,
-            self.maximum,
-            highest,
-        )
+        remaining = min(replicas, self.maximum, highest)
         decision = max(recommendation, remaining)
         if decision != replicas or ready != replicas:
             self._changed_at = timestamp
@@ -116,9 +112,5 @@ class AutoscalingRule:
             load = requests / (self.target * replicas)
             if abs(load - 1) <= self.tolerance:
                 number = replicas
-        number = min(
-            number,
-            self._bound or self.maximum,
-            self.maximum,
-        )
+        number = min(number, self._bound or self.maximum, self.maximum)
         return max(self.minimum, number)

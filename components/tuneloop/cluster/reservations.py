@@ -72,11 +72,7 @@ def reserve_claim(
     run = labels.get(RUN_LABEL)
     if run is None:
         remedy = f"has no label {RUN_LABEL}: submit it by `tuneloop submit`"
-        raise UserError(
-            "workflow",
-            workflow,
-            remedy,
-        )
+        raise UserError("workflow", workflow, remedy)
     limit = sys.maxsize if share.alone else share.runs_per_claim
     while True:
         # Claims before workflows: see `_write_reservations`.

@@ -25,12 +25,7 @@ def find_alarms(curves: Iterable[Curve]) -> list[str]:
     points_by_name: dict[str, Points] = {}
     for curve in curves:
         if curve.axis == "iteration" and curve.role != "evaluator":
-            points_by_name[curve.name] = list(
-                zip(
-                    curve.x,
-                    curve.y,
-                )
-            )
+            points_by_name[curve.name] = list(zip(curve.x, curve.y))
     alarms = [check(points_by_name) for check in CHECKS]
     return [alarm for alarm in alarms if alarm]
 
@@ -73,13 +68,7 @@ def _check_length(curves: PointsByName) -> str | None:
     # Two windows that do not overlap are compared.
     lengths = curves.get("mean_length", ())
     rewards = curves.get("mean_reward", ())
-    if (
-        min(
-            len(lengths),
-            len(rewards),
-        )
-        < 2 * WINDOW
-    ):
+    if min(len(lengths), len(rewards)) < 2 * WINDOW:
         return None
     first_length, last_length = _measure_ends(lengths)
     first_reward, last_reward = _measure_ends(rewards)
@@ -95,13 +84,7 @@ def _check_entropy(curves: PointsByName) -> str | None:
     """A policy that has become certain explores no more."""
     entropies = curves.get("entropy", ())
     rewards = curves.get("mean_reward", ())
-    if (
-        min(
-            len(entropies),
-            len(rewards),
-        )
-        < 2 * WINDOW
-    ):
+    if min(len(entropies), len(rewards)) < 2 * WINDOW:
         return None
     first_entropy, last_entropy = _measure_ends(entropies)
     _, reward = _measure_ends(rewards)

@@ -68,11 +68,7 @@ def audit_run(run: Run) -> Iterator[Proof]:
             if digest not in proved:
                 proved.add(str(digest))
                 yield _prove_outside_input(name, reference)
-        yield _prove_entry(
-            run,
-            entry,
-            list(_check_manifest(run, entry)),
-        )
+        yield _prove_entry(run, entry, list(_check_manifest(run, entry)))
     # The root covers no trainer's state: a run may go on without it.
     for checkpoint in run.checkpoints:
         yield from _prove_state(run, checkpoint)
@@ -95,11 +91,7 @@ def _prove_state(run: Run, checkpoint: Entry) -> Iterator[Proof]:
     try:
         state = find_state_entry(run, checkpoint)
     except Corrupt as error:
-        yield Proof(
-            f"{checkpoint.key}/{STATE}",
-            0,
-            (str(error),),
-        )
+        yield Proof(f"{checkpoint.key}/{STATE}", 0, (str(error),))
         return
     if state is None:
         return

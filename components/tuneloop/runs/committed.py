@@ -114,11 +114,7 @@ class CommittedArtifacts:
         deleted = indexed.keys() - marks.keys()
         if not deleted and committed == {key: mark for key, (mark, _) in self._parsed.items()}:
             return
-        data = self._index.read(
-            committed,
-            deleted,
-            save=all_iterations,
-        )
+        data = self._index.read(committed, deleted, save=all_iterations)
         self._parsed = {
             key: (
                 committed[key],
@@ -144,11 +140,7 @@ class CommittedArtifacts:
         stated_place = parse_manifest(url, data).place
         if not url.endswith(stated_place):
             remedy = f"is the manifest of {stated_place}; put it back there"
-            raise Corrupt(
-                "artifact",
-                f"{self.url}/{key}",
-                remedy,
-            )
+            raise Corrupt("artifact", f"{self.url}/{key}", remedy)
 
     def _parse(self, key: str, mark: str, data: bytes) -> Entry:
         """Parse a manifest into an entry; return the same entry as before if its mark is the
@@ -161,11 +153,7 @@ class CommittedArtifacts:
         iteration = int(match["iteration"]) if match["iteration"] else None
         entry_key = key.removesuffix(f"/{MANIFEST}")
         # The index has proved it when it read it from the store.
-        manifest = parse_manifest(
-            f"{self.url}/{entry_key}",
-            data,
-            proved=True,
-        )
+        manifest = parse_manifest(f"{self.url}/{entry_key}", data, proved=True)
         return Entry(
             entry_key,
             match["stage"],
@@ -188,10 +176,7 @@ class CommittedArtifacts:
                 "delete it",
                 FAILED,
             )
-            if failure and not self._has_commit(
-                task,
-                after=failure["time"],
-            ):
+            if failure and not self._has_commit(task, after=failure["time"]):
                 messages[task] = failure["message"]
         return messages
 
@@ -272,18 +257,10 @@ class CommittedArtifacts:
         data = self._index.store.get(key)
         if data is None:
             remedy = "is missing; restore it from a copy"
-            raise Corrupt(
-                "artifact",
-                f"{self.url}/{key}",
-                remedy,
-            )
+            raise Corrupt("artifact", f"{self.url}/{key}", remedy)
         if xxhash.xxh3_128_hexdigest(data) != file.digest:
             remedy = "differs from its manifest; see `tuneloop weights verify`"
-            raise Corrupt(
-                "artifact",
-                f"{self.url}/{key}",
-                remedy,
-            )
+            raise Corrupt("artifact", f"{self.url}/{key}", remedy)
         return data
 
     def read_metrics(
@@ -323,10 +300,7 @@ def _find_marks(
         number = int(key.split("/")[1]) if key.startswith("iterations/") else 0
         keys_by_iteration.setdefault(number, []).append(key)
     present = {int(name) for name in store.parts("iterations") if name.isdigit()}
-    newest = max(
-        present & keys_by_iteration.keys(),
-        default=0,
-    )
+    newest = max(present & keys_by_iteration.keys(), default=0)
     settled = {
         number for number in present & keys_by_iteration.keys() if number + SETTLED_AFTER <= newest
     }
@@ -338,11 +312,7 @@ def _find_marks(
     folders += unsettled if len(unsettled) <= LISTED_TOGETHER else [("iterations", 2)]
 
     def find_marks_below(folder: tuple[str, int]) -> dict[str, str]:
-        return store.find_marks(
-            folder[0],
-            folder[1],
-            (MANIFEST, FAILURE),
-        )
+        return store.find_marks(folder[0], folder[1], (MANIFEST, FAILURE))
 
     for marks_below in map_requests(store, find_marks_below, folders):
         marks |= marks_below

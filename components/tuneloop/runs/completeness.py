@@ -26,10 +26,7 @@ def list_missing(run: Run) -> list[str]:
         if checkpoint.iteration is not None:
             replaced.add(checkpoint.key)
     for entry in run.entries:
-        if entry.key not in replaced and not _has_files(
-            run,
-            entry,
-        ):
+        if entry.key not in replaced and not _has_files(run, entry):
             missing.add(entry.key)
     return sorted(missing)
 
@@ -68,10 +65,7 @@ def _has_files(
     # In an object store each answer would take a request.
     if root is None:
         return True
-    directory = Path(
-        root,
-        entry.path,
-    )
+    directory = Path(root, entry.path)
     if not directory.is_dir():
         return False
     return not entry.manifest.files or any(directory.iterdir())

@@ -53,11 +53,7 @@ def begin_workflow(
     """
     # A pipeline without a loop has none on its builder, and cannot be forked.
     workflow = pipeline.build(settings)
-    loop: Loop | None = getattr(
-        pipeline.module.build_argo,
-        "loop",
-        None,
-    )
+    loop: Loop | None = getattr(pipeline.module.build_argo, "loop", None)
     # Before the first iteration the carried values are the inputs of its stages.
     source_iteration = max(iteration, 1)
     entries = {entry.stage: entry for entry in run.entries if entry.iteration == source_iteration}
@@ -242,8 +238,4 @@ def _check_params(
                 f"{run.name} ran {stage} with {committed[key]!r}, "
                 "and a fork does not repeat that: run it anew"
             )
-            raise UserError(
-                f"{stage}.{key}",
-                params[key],
-                remedy,
-            )
+            raise UserError(f"{stage}.{key}", params[key], remedy)

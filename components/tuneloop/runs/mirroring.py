@@ -80,13 +80,7 @@ class Mirror:
         """Mirror what the run, as it was last read, has committed since."""
         entries = [entry for entry in self.run.entries if entry.key not in self._mirrored]
         with self._blame_tracker():
-            self.tracker.log_rows(
-                collect_rows(
-                    self.run,
-                    entries,
-                    self._point_counts,
-                )
-            )
+            self.tracker.log_rows(collect_rows(self.run, entries, self._point_counts))
             for reference, manifest in self._find_artifacts(entries):
                 self.tracker.log_artifact(reference, manifest)
         # After a failure all of them are mirrored again.
@@ -156,11 +150,7 @@ class Mirror:
             if not is_library and not is_place:
                 raise
             message = " ".join(str(error).split())
-            raise UserError(
-                self.name,
-                self.tracker.address,
-                message,
-            ) from error
+            raise UserError(self.name, self.tracker.address, message) from error
 
 
 def find_last_commit(run: Run) -> float:

@@ -229,11 +229,7 @@ def _read_scored(
     missing = set(COLUMNS) - present
     if missing:
         remedy = f"has no {min(missing)}: it cannot be judged again"
-        raise UserError(
-            "artifact",
-            f"{run.url}/{entry.key}",
-            remedy,
-        )
+        raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
     return rows
 
 

@@ -156,11 +156,7 @@ def _find_replayable(run: Run, entry: Entry) -> Component:
             f"was made by {processes} processes, and another number gives other bits: "
             "run the stage under torchrun"
         )
-        raise UserError(
-            "artifact",
-            f"{run.url}/{entry.key}",
-            remedy,
-        )
+        raise UserError("artifact", f"{run.url}/{entry.key}", remedy)
     return component
 
 
@@ -214,10 +210,7 @@ def _list_statements(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """Return what a manifest states: field → name → value; the name is empty for a field without
     names.
     """
-    fields = manifest.model_dump(
-        mode="json",
-        include=set(STATED),
-    )
+    fields = manifest.model_dump(mode="json", include=set(STATED))
     statements: dict[str, dict[str, Any]] = {}
     for field, value in fields.items():
         statements[field] = value if isinstance(value, dict) else {"": value}
@@ -274,10 +267,7 @@ def _compare_lines(first: bytes, second: bytes) -> str:
         second.splitlines(),
         fillvalue=b"",
     )
-    for number, (left_line, right_line) in enumerate(
-        pairs,
-        start=1,
-    ):
+    for number, (left_line, right_line) in enumerate(pairs, start=1):
         if left_line != right_line:
             left_text = left_line.decode()
             right_text = right_line.decode()

@@ -72,10 +72,7 @@ def find_leftovers(
     )
     if keep:
         leftovers += _find_old_files(run, keep, files)
-    return sorted(
-        leftovers,
-        key=lambda leftover: leftover.key,
-    )
+    return sorted(leftovers, key=lambda leftover: leftover.key)
 
 
 def delete_leftovers(
@@ -145,13 +142,7 @@ def _find_dead_attempts(
         written = max(files[key][1] for key in keys)
         if written < limit:
             size = sum(files[key][0] for key in keys)
-            attempts.append(
-                Leftover(
-                    directory,
-                    reasons[directory],
-                    size,
-                )
-            )
+            attempts.append(Leftover(directory, reasons[directory], size))
     return attempts
 
 
@@ -223,13 +214,7 @@ def _find_old_checkpoints(
         return manifests.get(url) or find_manifest(url)
 
     for url in needed & manifests.keys():
-        needed |= set(
-            list_needed(
-                url,
-                manifests[url],
-                find_source,
-            )
-        )
+        needed |= set(list_needed(url, manifests[url], find_source))
     return {
         entry.key: entry.manifest
         for entry in looped[:-keep]

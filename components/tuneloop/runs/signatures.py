@@ -218,8 +218,4 @@ def _blame_errors_on(field: str, value: object, remedy: str) -> Iterator[None]:
         raise UserError("sign", error.name, problem) from None
     except Exception as error:
         cause = str(error) or type(error).__name__
-        raise UserError(
-            field,
-            str(value),
-            f"{remedy} ({cause})",
-        ) from error
+        raise UserError(field, str(value), f"{remedy} ({cause})") from error

@@ -154,11 +154,7 @@ def _describe_stage(
     if not pods:
         return status
     pod = pods[-1]
-    status = replace(
-        status,
-        phase=pod.phase,
-        message=pod.message,
-    )
+    status = replace(status, phase=pod.phase, message=pod.message)
     if pod.phase in ("Running", "Pending"):
         status = replace(status, progress=pod.progress)
         # Nothing runs any more once the executor is gone.
@@ -276,9 +272,5 @@ def describe_end(pod: Node) -> str:
     if pod.phase == "Failed" and pod.exit_code is None:
         return message
     exit_code = NO_EXIT_CODE if pod.exit_code is None else pod.exit_code
-    end = classify_end(
-        pod.phase,
-        exit_code,
-        pod.message,
-    )
+    end = classify_end(pod.phase, exit_code, pod.message)
     return message if message.startswith(end.name) else f"{end.name}: {message}"

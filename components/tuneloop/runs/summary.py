@@ -20,10 +20,7 @@ def format_duration(seconds: float) -> str:
     """Format seconds as ``3.2 s``, ``2 min 05 s`` or ``1 h 02 min``."""
     if seconds < 60:
         return f"{max(seconds, 0):.1f} s"
-    minutes, remainder = divmod(
-        round(seconds),
-        60,
-    )
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
@@ -131,10 +128,7 @@ def describe_reward(
     first = scores[0]
     last = scores[-1]
     # Both were measured alike, over the number of completions that the last one has.
-    method = describe_score(
-        run,
-        last,
-    )
+    method = describe_score(run, last)
     if first is last:
         return f"{first.value:.3f} ({method}, policy version {first.version})"
     versions = f"policy version {first.version} → {last.version}"
@@ -169,10 +163,7 @@ def judge_run(
     It goes by the mean reward, else by the loss on held-out demonstrations, else by the training
     loss. A reward within two standard errors may be chance.
     """
-    gain, noise, measurement = _measure_gain(
-        run,
-        curves,
-    )
+    gain, noise, measurement = _measure_gain(run, curves)
     if gain is None:
         return "It is not known whether the run goes well: nothing was measured twice."
     if gain > noise:
@@ -207,13 +198,7 @@ def _measure_gain(
     ):
         if len(scores) > 1:
             gain = scores[-1].value - scores[0].value
-            variances = [
-                _estimate_variance(
-                    run,
-                    score,
-                )
-                for score in (scores[0], scores[-1])
-            ]
+            variances = [_estimate_variance(run, score) for score in (scores[0], scores[-1])]
             noise = 2 * sum(variances) ** 0.5
             return gain, noise, f"mean reward {describe_reward(run, scores)}"
     losses = find_held_out(run)
@@ -235,10 +220,7 @@ def _estimate_variance(
     """Estimate the variance of a mean reward, by the scores that it is the mean of; 0 if there
     are fewer than two.
     """
-    rows = run.read_samples(
-        score.entry,
-        ("score",),
-    )
+    rows = run.read_samples(score.entry, ("score",))
     values = [row["score"] for row in rows if row.get("score") is not None]
     return variance(values) / len(values) if len(values) > 1 else 0.0
 

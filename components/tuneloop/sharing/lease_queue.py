@@ -89,11 +89,7 @@ class LeaseQueue(BaseModel, frozen=True):
         # A request whose answer was lost is sent again.
         if self.find_request(ticket):
             return self
-        request = LeaseRequest(
-            ticket=ticket,
-            who=who,
-            since=since,
-        )
+        request = LeaseRequest(ticket=ticket, who=who, since=since)
         waiting = list(self.waiting)
         waiting.append(request)
         return self.model_copy(

@@ -48,11 +48,7 @@ def check_snapshots(field: str, several: bool) -> None:
     elif shutil.which(PROGRAM) is None:
         remedy = f"needs NVIDIA's {PROGRAM} on PATH: add it to the image, or unset it"
     if remedy:
-        raise UserError(
-            field,
-            True,
-            remedy,
-        )
+        raise UserError(field, True, remedy)
 
 
 def suspend_process(pid: int) -> list[int]:

@@ -47,11 +47,7 @@ class Tracker(trackers.Tracker):
             for name, value in row.items():
                 if isinstance(value, float):
                     summary.value.add(tag=name, simple_value=value)
-            event = Event(
-                step=step,
-                wall_time=at,
-                summary=summary,
-            )
+            event = Event(step=step, wall_time=at, summary=summary)
             self.writer.add_event(event)
         self.writer.flush()
 

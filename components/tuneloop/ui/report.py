@@ -69,11 +69,7 @@ def render_page(run: Run) -> str:
     """
     address = f"/runs/{quote(run.name, safe='')}"
     description = describe_run(run)
-    verdict = judge_run(
-        run,
-        description["curves"],
-        description["alarms"],
-    )
+    verdict = judge_run(run, description["curves"], description["alarms"])
     description["verdict"] = verdict
     _shorten_description(description)
     samples = {f"{address}/samples/{subject}": page for subject, page in _read_samples(run)}
@@ -191,11 +187,7 @@ def freeze_page(
     page = (STATIC / "index.html").read_text("utf-8")
     # In one pass: what is inserted may contain any text.
     pattern = "|".join(re.escape(text) for text in replacements)
-    return re.sub(
-        pattern,
-        lambda match: replacements[match[0]],
-        page,
-    )
+    return re.sub(pattern, lambda match: replacements[match[0]], page)
 
 
 def _hash_source(text: str) -> str:

@@ -157,12 +157,7 @@ def _sort_places(
         return places
     sign = -1 if sort_key.startswith("-") else 1
     # Rows with equal values stay in the order of the file.
-    return places[
-        np.argsort(
-            sign * values[places],
-            kind="stable",
-        )
-    ]
+    return places[np.argsort(sign * values[places], kind="stable")]
 
 
 def _find_token_texts(
@@ -244,17 +239,10 @@ def _search_text(file: pq.ParquetFile, text: str) -> Any:
     """
     matches = [np.zeros(0, bool)]
     # The texts of a large file do not fit in memory together.
-    for batch in file.iter_batches(
-        BATCH,
-        columns=list(TEXTS),
-    ):
+    for batch in file.iter_batches(BATCH, columns=list(TEXTS)):
         is_match = np.zeros(batch.num_rows, bool)
         for column in batch.columns:
-            has_text = pc.match_substring(
-                column,
-                text,
-                ignore_case=True,
-            )
+            has_text = pc.match_substring(column, text, ignore_case=True)
             is_match |= pc.fill_null(has_text, False).to_numpy(zero_copy_only=False)
         matches.append(is_match)
     return np.concatenate(matches)
@@ -281,10 +269,7 @@ def _compute_order(table: pa.Table) -> dict[str, Any]:
         scores[is_scored],
         minlength=size,
     )
-    counts = np.bincount(
-        groups[is_scored],
-        minlength=size,
-    )
+    counts = np.bincount(groups[is_scored], minlength=size)
     means = sums / np.maximum(counts, 1)
     return {
         "score": scores,

@@ -165,11 +165,7 @@ class _Patch:
 
 def _report_damage(damage: str) -> Corrupt:
     """Return the error of a damaged payload; the caller adds the file."""
-    return Corrupt(
-        "weights",
-        "delta",
-        f"is damaged ({damage})",
-    )
+    return Corrupt("weights", "delta", f"is damaged ({damage})")
 
 
 def _compress(data: Any) -> bytes:
@@ -210,11 +206,7 @@ class _GapEncoder:
 
     def add(self, old: Bytes, new: Bytes) -> int:
         """Encode the next chunk, and return the number of changed elements."""
-        positions, values = find_changed_elements(
-            old,
-            new,
-            self.width,
-        )
+        positions, values = find_changed_elements(old, new, self.width)
         count = len(positions)
         self.parts.append(struct.pack("<I", count))
         if not count:
@@ -307,30 +299,18 @@ def _apply_gaps(patch: _Patch, payload: Bytes, width: int) -> None:
     offset = 8
     for block in patch.walk_blocks(chunk * width):
         elements = block.view(f"<u{width}")
-        (count,) = struct.unpack_from(
-            "<I",
-            payload.data,
-            offset,
-        )
+        (count,) = struct.unpack_from("<I", payload.data, offset)
         offset += 4
         if not count:
             continue
-        sizes = struct.unpack_from(
-            f"<{1 + width}I",
-            payload.data,
-            offset,
-        )
+        sizes = struct.unpack_from(f"<{1 + width}I", payload.data, offset)
         offset += 4 * len(sizes)
         frames: list[Bytes] = []
         for size in sizes:
             frames.append(payload[offset : offset + size])
             offset += size
         gap_frame, *plane_frames = frames
-        positions = _read_positions(
-            gap_frame,
-            count,
-            elements=len(elements),
-        )
+        positions = _read_positions(gap_frame, count, elements=len(elements))
         values = elements.take(positions)
         for plane, frame in enumerate(plane_frames):
             plane_bytes = _decompress(frame, size=count)
@@ -370,11 +350,7 @@ class _XorEncoder:
 
     def add(self, old: Bytes, new: Bytes) -> int:
         """Encode the next block, and return the number of changed elements."""
-        difference = np.bitwise_xor(
-            old,
-            new,
-            out=self.scratch[: len(new)],
-        )
+        difference = np.bitwise_xor(old, new, out=self.scratch[: len(new)])
         part = self.stream.compress(difference.data)
         self.parts.append(part)
         elements = difference.view(f"<u{self.width}")

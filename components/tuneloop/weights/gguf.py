@@ -34,11 +34,7 @@ def write_gguf(model: Path, target: Path, description: str) -> None:
         import gguf
     except ImportError as error:
         remedy = "is not installed; pip install 'tuneloop[gguf]'"
-        raise UserError(
-            "gguf",
-            error.name,
-            remedy,
-        ) from None
+        raise UserError("gguf", error.name, remedy) from None
 
     checkpoint = Checkpoint(model)
     tokenizer_file = model / "tokenizer.json"
@@ -54,11 +50,7 @@ def write_gguf(model: Path, target: Path, description: str) -> None:
         if value not in supported:
             choices = ", ".join(map(str, supported))
             remedy = f"is not supported; {choices} is"
-            raise UserError(
-                f"gguf: {name}",
-                value,
-                remedy,
-            )
+            raise UserError(f"gguf: {name}", value, remedy)
     settings |= _list_tokens(tokenizer, settings["vocab_size"])
 
     writer = gguf.GGUFWriter(target, settings["model_type"])

@@ -205,11 +205,7 @@ def delete_unused_versions(
         UserError: `keep` is below 1, or a pinned version does not exist.
     """
     if keep < 1:
-        raise UserError(
-            "keep",
-            keep,
-            "must be at least 1",
-        )
+        raise UserError("keep", keep, "must be at least 1")
     chain = Chain(root)
     latest = chain.latest
     if latest is None:

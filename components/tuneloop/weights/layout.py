@@ -129,11 +129,7 @@ def parse_header(file: BinaryIO, name: str, blame: Blame) -> Header:
     if data_end != file_size:
         raise blame(f"is {file_size} bytes, its header says {data_end}")
     digest = xxhash.xxh3_128_hexdigest(length_field + raw)
-    return Header(
-        tensors=tensors,
-        metadata=metadata,
-        digest=digest,
-    )
+    return Header(tensors=tensors, metadata=metadata, digest=digest)
 
 
 def _parse_entry(entry: Any, file: str, data_start: int) -> Tensor:
@@ -195,11 +191,7 @@ class Checkpoint:
             duplicates = tensors.keys() & header.tensors.keys()
             if duplicates:
                 remedy = f"holds tensor {min(duplicates)!r}, and so does another file; drop one"
-                raise Corrupt(
-                    "weights",
-                    str(path),
-                    remedy,
-                )
+                raise Corrupt("weights", str(path), remedy)
             tensors |= header.tensors
             self.headers[name] = header.digest
             content = np.memmap(path, np.uint8, "r+" if writable else "r")
@@ -207,11 +199,7 @@ class Checkpoint:
             self._maps[name] = content.view(np.ndarray)
         if not self.headers:
             remedy = "has no .safetensors file; give a Hugging Face model directory"
-            raise UserError(
-                "weights",
-                str(directory),
-                remedy,
-            )
+            raise UserError("weights", str(directory), remedy)
         self.tensors = dict(sorted(tensors.items()))
         self.size = sum(map(len, self._maps.values()))
 

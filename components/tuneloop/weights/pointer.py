@@ -47,11 +47,7 @@ def _parse_pointer(store: Store, data: bytes | None) -> Latest | None:
         return Latest.model_validate_json(data)
     except ValueError as error:
         remedy = "is not a pointer; restore it from a copy"
-        raise Corrupt(
-            "weights",
-            f"{store.url}/{KEY}",
-            remedy,
-        ) from error
+        raise Corrupt("weights", f"{store.url}/{KEY}", remedy) from error
 
 
 def _check_advance(store: Store, current: Latest, latest: Latest) -> None:

@@ -55,10 +55,7 @@ class Metadata(BaseModel, frozen=True, extra="forbid"):
 
     version: str = Field(pattern=r"^\d+$")
     base_version: str | None = Field(None, pattern=r"^\d+$")
-    delta_encoding: Encoding | None = Field(
-        None,
-        description="absent: a full version",
-    )
+    delta_encoding: Encoding | None = Field(None, description="absent: a full version")
     compression_format: Literal["zstd"] | None = None
     checksum_format: Literal["xxh3-128"] = "xxh3-128"
     total_size: int
@@ -80,9 +77,7 @@ class Extra(BaseModel, frozen=True, extra="forbid"):
         None,
         description="xxh3-128 of the index in delta.<x>/ of a full version",
     )
-    stored_bytes: int = Field(
-        description="of the files in this directory",
-    )
+    stored_bytes: int = Field(description="of the files in this directory")
     elements: int = 0
     changed: int | None = Field(
         None,
@@ -159,10 +154,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
 
     def encode_json(self) -> bytes:
         """Return the bytes of the index in the store; its digest is that of these."""
-        text = self.model_dump_json(
-            exclude_none=True,
-            by_alias=True,
-        )
+        text = self.model_dump_json(exclude_none=True, by_alias=True)
         return text.encode()
 
     def has_state_of(self, other: "Index") -> bool:
@@ -195,11 +187,7 @@ class Entry:
         url = f"{store.url}/{folder}"
         data = store.get(f"{folder}/{INDEX}")
         if data is None:
-            raise UserError(
-                "weights",
-                url,
-                f"is not published; {_REMEDY}",
-            )
+            raise UserError("weights", url, f"is not published; {_REMEDY}")
         # Of the bytes as they are stored: another writer's JSON may differ from ours.
         self.folder = folder
         self.digest = xxhash.xxh3_128_hexdigest(data)
