@@ -24,6 +24,12 @@ from tuneloop.core.artifacts import Artifact
 # Text stays text, and equal runs give an equal file.
 pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "seeds", "font.size": 10})
 
+STAGES = ("evaluate-before", "evaluate-after")
+HEAD = (
+    "| seed | reward before | reward after | held-out loss before | after "
+    "| last number right, before | after |"
+)
+
 
 def main() -> None:
     """Read the runs that the arguments name, print the table and the picture."""
@@ -37,17 +43,10 @@ def main() -> None:
         row += [count_right(run, stage) for stage in STAGES]
         cells = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row]
         print(f"| {' | '.join(cells)} |", file=sys.stderr)
-    gains = [after for _, after in rewards]
-    print(f"after: mean {statistics.mean(gains):.3f}", file=sys.stderr)
-    print(f"after: standard deviation {statistics.stdev(gains):.3f}", file=sys.stderr)
+    rewards_after = [after for _, after in rewards]
+    print(f"after: mean {statistics.mean(rewards_after):.3f}", file=sys.stderr)
+    print(f"after: standard deviation {statistics.stdev(rewards_after):.3f}", file=sys.stderr)
     print(draw(runs, rewards, losses))
-
-
-STAGES = ("evaluate-before", "evaluate-after")
-HEAD = (
-    "| seed | reward before | reward after | held-out loss before | after "
-    "| last number right, before | after |"
-)
 
 
 def read_reward(run: Path, stage: str) -> float:

@@ -71,11 +71,22 @@ def read_success(status: Object) -> bool | None:
 
 
 def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: float = 90.0) -> int:
-    """Create `job` unless it exists and has not failed, print the logs of its pods, and wait for its end. Return 0 if
-    it succeeded; else the exit code that explains those of its pods, or 1 without any. Raises UserError for a kind that
-    is unknown or not allowed; Retryable if the job was deleted while it was followed, or the API server has a problem.
-    A RayJob that KubeRay's pod has not submitted in `grace` seconds is submitted here."""
-    if (kind := KINDS.get(str(job.get("kind")))) is None:
+    """Create `job` unless it exists and has not failed, print the logs of its pods, and wait for its
+    end.
+
+    Args:
+        poll: seconds between two looks at the job.
+        grace: seconds after which a RayJob that KubeRay's pod has not submitted is submitted here.
+
+    Returns:
+        0 if it succeeded; else the exit code that explains those of its pods, or 1 without any.
+
+    Raises:
+        UserError: a kind that is unknown or not allowed.
+        Retryable: the job was deleted while it was followed, or the API server has a problem.
+    """
+    kind = KINDS.get(str(job.get("kind")))
+    if kind is None:
         raise UserError("kind", job.get("kind"), f"cannot be launched; known: {', '.join(KINDS)}")
     name = str(job["metadata"]["name"])
     while not _create(cluster, kind, job):
@@ -94,7 +105,8 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
     read: dict[str, threading.Thread] = {}
     since = time.monotonic()
     while True:
-        if (standing := retry_until_available(lambda: cluster.find(*kind.api, name))) is None:
+        standing = retry_until_available(lambda: cluster.find(*kind.api, name))
+        if standing is None:
             raise Retryable(f"{name}: the job was deleted while it was followed")
         status: Object = standing.get("status") or {}
         done = read_success(status)
@@ -127,11 +139,19 @@ def launch_job(cluster: Connection, job: Object, *, poll: float = 1.0, grace: fl
 
 
 def submit_entrypoint(job: Object) -> str:
-    """Submit a RayJob's program to its Ray cluster in place of its submitter, and return the result as text. The id is
-    the one that KubeRay chose: Ray accepts an id once, so a late submitter finds the program and follows it
-    (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of `SUBMITTER_ONLY` is left to the submitter."""
-    if only := [field for field in SUBMITTER_ONLY if job["spec"].get(field)]:
-        return f"it was not submitted; with spec.{only[0]} only KubeRay's pod can do so: see why that did not start"
+    """Submit a RayJob's program to its Ray cluster in place of its submitter, and return the result
+    as text.
+
+    The id is the one that KubeRay chose: Ray accepts an id once, so a late submitter finds the
+    program and follows it (``BuildJobSubmitCommand`` of KubeRay 1.5). A job with a field of
+    `SUBMITTER_ONLY` is left to the submitter.
+    """
+    fields = [field for field in SUBMITTER_ONLY if job["spec"].get(field)]
+    if fields:
+        return (
+            f"it was not submitted; with spec.{fields[0]} only KubeRay's pod can do so: "
+            "see why that did not start"
+        )
     status = job.get("status") or {}
     body = {"entrypoint": job["spec"]["entrypoint"], "submission_id": status["jobId"]}
     try:
@@ -166,8 +186,9 @@ def delete_job(cluster: Connection, job: Object, *, wait: bool = False) -> None:
 
 def _code(pods: Sequence[Any], status: Object) -> int:
     """Return the exit code of a failed job; Ray gives its driver's code only in a message."""
-    if told := re.search(r"failed with exit code (\d+)", str(status.get("message", ""))):
-        return int(told[1])
+    failure = re.search(r"failed with exit code (\d+)", str(status.get("message", "")))
+    if failure:
+        return int(failure[1])
     ended = [
         s.state.terminated
         for pod in pods

@@ -41,7 +41,7 @@ class Budget:
     share: float
     count: int = 0
     advice: str = ""
-    _first: list["LeftOut"] = field(default_factory=list)
+    _first: list[LeftOut] = field(default_factory=list)
 
     @property
     def examples(self) -> list[str]:

@@ -35,7 +35,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         return values
 
 
-class Columns(Settings, frozen=True, extra="forbid"):
+class Columns(Settings):
     """Which columns hold what. A name may be a path into a column: ``reward_model.ground_truth``;
     where a column holds JSON text, the path goes on in it.
 

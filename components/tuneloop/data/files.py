@@ -20,7 +20,7 @@ from tuneloop.data.layouts import list_layouts
 from tuneloop.data.readers.opening import digest_files, is_on_hub, list_all_files
 
 
-class Part(Settings, frozen=True, extra="forbid"):
+class Part(Settings):
     """One source of a mixture. `weight`: its share of the rows, beside those of the others."""
 
     source: str
