@@ -75,7 +75,7 @@ def main() -> None:
         os.environ.update(line.recv())
         model = make_model(Path(scratch), flags.layers, flags.hidden)
         for number, beside in enumerate((False, True, False, True)):
-            RESIDENT.options, BACKGROUND.beside = None, beside
+            RESIDENT.options, BACKGROUND.is_concurrent = None, beside
             os.environ["TUNELOOP_CACHE"] = f"{scratch}/cache-{number}"
             took.clear()
             starts.clear()

@@ -1,17 +1,28 @@
-"""The contract of a stage: a typed function becomes a program that commits one artifact, exactly once.
+"""The contract of a stage: a typed function becomes a program that commits one artifact, exactly
+once.
 
 ::
 
-    @component("rollouts", image="rollout", accelerator=True, role="sampler", results={"mean_length": float})
-    def rollout(stage: Stage, policy: Input, prompts: Input, *, temperature: Temperature = 1.0) -> Results: ...
+    @component(
+        "rollouts",
+        image="rollout",
+        accelerator=True,
+        role="sampler",
+        results={"mean_length": float},
+    )
+    def rollout(
+        stage: Stage, policy: Input, prompts: Input, *, temperature: Temperature = 1.0
+    ) -> Results: ...
 
     if __name__ == "__main__":
         rollout.main()
 
-Run as ``python -m tuneloop.stages.rollout --policy REF --prompts REF --rollouts URL --temperature 1.0``. The function
-writes files below ``stage.out``; when it returns, they are committed under a manifest, and its results are
-written one file each to ``$TUNELOOP_OUTPUTS`` for the workflow engine. A stage whose output is committed
-already, from the same inputs and parameters, ends at once with the same results. `errors` has the exit codes."""
+Run as ``python -m tuneloop.stages.rollout --policy REF --prompts REF --rollouts URL --temperature
+1.0``. The function writes files below ``stage.out``. When it returns, they are committed under a
+manifest, and its results are written one file each to ``$TUNELOOP_OUTPUTS`` for the workflow
+engine. A stage whose output is committed already, from the same inputs and parameters, ends at once
+with the same results. `errors` has the exit codes.
+"""
 
 import contextlib
 import copy
@@ -45,6 +56,7 @@ from tuneloop.core.artifacts import (
 from tuneloop.core.attempts import admit_attempt
 from tuneloop.core.context import Options, Params, Stage, handle_signals
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.program import to_kebab_case
 from tuneloop.core.provenance import collect_provenance, list_device_ids
 from tuneloop.core.store import Store, local_path
@@ -54,12 +66,13 @@ Input = Annotated[Artifact, "input"]
 """An input artifact: the stage gets it opened and verified."""
 OptionalInput = Annotated[Artifact | None, "input"]
 """An input that may be left out."""
-Results = Mapping[str, Any]
+Results = JsonMapping
 Image = Literal["base", "trainer", "rollout"]
 TORCHRUN = ("python", "-m", "tuneloop.training.torchrun")
 
 UNTRACKED: JsonDict = {"tuneloop": "identity"}
-"""``Field(json_schema_extra=UNTRACKED)``: do not compare a parameter, such as an address, with a committed output's."""
+"""``Field(json_schema_extra=UNTRACKED)``: do not compare a parameter, such as an address, with a
+committed output's."""
 
 
 @dataclass(eq=False)
@@ -68,11 +81,16 @@ class Component:
 
     Attributes:
         name: snake_case, the module's name; ``template`` is the same in kebab-case.
+        summary: the first line of the function's docstring.
         kind: what the output artifact is: ``checkpoint``, ``rollouts``, ….
         output: the name of its flag: the kind, or ``<kind>_out`` where an input has that name.
+        Params: the model of all its parameters.
         options: parameters that are flattened into `Params`: name → their model.
         inputs: input name → whether it is required.
-        account: the ServiceAccount of its pod, which mounts its token; empty: the one of all stages, without rights.
+        account: the ServiceAccount of its pod, which mounts its token; empty: the one of all
+            stages, without rights.
+
+    The others are explained at `component`.
     """
 
     function: Callable[..., Results | None]
@@ -82,7 +100,7 @@ class Component:
     role: Role | None
     results: Mapping[str, type]
     after: Callable[[Stage, Manifest], None] | None
-    identity: Callable[[Any], Mapping[str, Any]] | None
+    identity: Callable[[Any], JsonMapping] | None
     account: str = ""
 
     def __post_init__(self) -> None:
@@ -90,117 +108,177 @@ class Component:
         self.name = function.__name__
         self.template = self.name.replace("_", "-")
         self.summary = (inspect.getdoc(function) or "").split("\n")[0]
-        self.inputs, self.options, self.Params = _read_signature(function)
+        self.inputs: dict[str, bool] = {}
+        self.options: dict[str, type[Options]] = {}
+        self.Params = self._read_signature()
         self.output = f"{self.kind}_out" if self.kind in self.inputs else self.kind
         flags = [*self.inputs, self.output, *self.Params.model_fields]
         assert len(flags) == len(set(flags)), f"{self.name}: two flags of one name among {flags}"
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
 
+    def _read_signature(self) -> type[Params]:
+        """Sort the function's parameters after the first into inputs, options and others.
+
+        Returns:
+            The model of the options' fields and of the others.
+        """
+        hints = typing.get_type_hints(self.function, include_extras=True)
+        fields: JsonObject = {}
+        for name, parameter in list(inspect.signature(self.function).parameters.items())[1:]:
+            hint = hints[name]
+            if isinstance(hint, type) and issubclass(hint, Options):
+                self.options[name] = hint
+                for flag in hint.names():
+                    field = hint.model_fields[flag]
+                    # A model changes the fields that it is created with.
+                    fields[flag] = (field.annotation, copy.copy(field))
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                default = ... if parameter.default is parameter.empty else parameter.default
+                fields[name] = (hint, default)
+            else:
+                assert hint in (Input, OptionalInput), (
+                    f"{self.name}({name}): Input, or keyword-only"
+                )
+                self.inputs[name] = hint == Input
+        return create_model(f"{self.name}_params", __base__=Params, **fields)
+
     @property
     def untracked(self) -> set[str]:
         """The parameters that are not compared with those of a committed output."""
-        return {
-            name
-            for name, field in self.Params.model_fields.items()
-            if field.json_schema_extra == UNTRACKED
-        }
+        fields = self.Params.model_fields
+        return {name for name in fields if fields[name].json_schema_extra == UNTRACKED}
 
     @property
     def module(self) -> str:
         """The module that ``python -m`` runs."""
         if self.__module__ != "__main__":
             return self.__module__
-        spec = getattr(sys.modules["__main__"], "__spec__", None)  # None: run by its path
+        # A program that is run by its path has no spec.
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
         return spec.name if spec else f"tuneloop.stages.{self.name}"
 
     def command(self, processes: int = 1, nodes: int = 1) -> list[str]:
-        """Return how a container starts the stage: ``python -m``, or torchrun for several processes. On several nodes
-        torchrun takes its settings from the environment."""
+        """Return how a container starts the stage.
+
+        Args:
+            processes: on a node; for several it is torchrun instead of ``python -m``.
+            nodes: on several of them torchrun takes its settings from the environment.
+        """
         if processes == nodes == 1:
             return ["python", "-m", self.module]
-        here = ["--standalone", f"--nproc-per-node={processes}"] if nodes == 1 else []
-        return [*TORCHRUN, *here, "-m", self.module]
+        command = list(TORCHRUN)
+        if nodes == 1:
+            command += ["--standalone", f"--nproc-per-node={processes}"]
+        command += ["-m", self.module]
+        return command
 
     def __call__(self, *, out: str, **arguments: Any) -> Manifest:
-        """Run the stage here, with references and parameters; return its manifest. Raises UserError, Retryable."""
-        refs = {
-            name: arguments.pop(name) for name in self.inputs if arguments.get(name) is not None
-        }
-        missing = [name for name, required in self.inputs.items() if required and name not in refs]
-        if missing:
-            raise UserError(
-                f"--{to_kebab_case(missing[0])}", None, "is required: the reference of an artifact"
-            )
-        params = self.validate({k: v for k, v in arguments.items() if k not in self.inputs})
-        inputs = {name: Artifact(ref) for name, ref in refs.items()}
-        standing = find_manifest(
-            split_ref(out)[0]
-        )  # once: a second look might not find what the first one found
-        stage = self._open(params, inputs, out, Path(os.devnull) if standing else None)
-        # What is free is measured before the files of this attempt are deleted.
-        with handle_signals(stage), errors.name_disk_errors(*self._list_places(stage)):
-            if standing:
-                self._check_standing(stage, standing)
-            else:
-                standing = self._run(stage, inputs)
-        if self.after and stage.leader:
-            self.after(stage, standing)
-        if stage.later and stage.leader:
-            BACKGROUND.begin(partial(self._commit_later, stage, standing))
-        return standing
+        """Run the stage here.
 
-    def _list_places(self, stage: Stage) -> list[Path]:
-        """List the directories that the stage writes to: its output, and the machine's temporary ones."""
+        Args:
+            out: the URL of the output.
+            arguments: references of the inputs, and parameters.
+
+        Returns:
+            The manifest that is committed at `out`, by this or an earlier attempt.
+
+        Raises UserError and Retryable.
+        """
+        refs: dict[str, str] = {}
+        for name, is_required in self.inputs.items():
+            ref = arguments.pop(name, None)
+            if ref is not None:
+                refs[name] = ref
+            elif is_required:
+                flag = f"--{to_kebab_case(name)}"
+                raise UserError(flag, None, "is required: the reference of an artifact")
+        params = self.validate(arguments)
+        inputs = {name: Artifact(ref) for name, ref in refs.items()}
+        # The store is asked once: its second answer might differ from the first.
+        manifest = find_manifest(split_ref(out)[0])
+        stage = self._open(params, inputs, out, Path(os.devnull) if manifest else None)
+        # The free space is measured before the files of this attempt are deleted.
+        with handle_signals(stage), errors.name_disk_errors(*self._list_directories(stage)):
+            if manifest:
+                self._check_same_origin(stage, manifest)
+            else:
+                manifest = self._run(stage, inputs)
+        # Also after an earlier attempt's commit: that attempt may have ended in between.
+        if self.after and stage.leader:
+            self.after(stage, manifest)
+        if stage.later and stage.leader:
+            BACKGROUND.begin(partial(self._commit_later, stage, manifest))
+        return manifest
+
+    def _list_directories(self, stage: Stage) -> list[Path]:
+        """List the directories that the stage writes to: its output, and the machine's temporary
+        ones.
+        """
         output = local_path(stage.out_url) or stage.out
         return [output, Path(tempfile.gettempdir())]
 
-    def _commit_later(self, stage: Stage, standing: Manifest) -> None:
+    def _commit_later(self, stage: Stage, manifest: Manifest) -> None:
         assert stage.later
-        with errors.name_disk_errors(*self._list_places(stage)):
-            stage.later(standing)
+        with errors.name_disk_errors(*self._list_directories(stage)):
+            stage.later(manifest)
 
     def settings(self, *, without: Iterable[str] = (), **defaults: Any) -> type[Params]:
-        """Return the parameters as a section of a pipeline's configuration, `without` those that the pipeline sets
-        itself (``seed``, ``iteration``, addresses), and with its own `defaults`."""
-        fields: dict[str, Any] = {}
+        """Return the parameters as a section of a pipeline's configuration.
+
+        Args:
+            without: those that the pipeline sets itself (``seed``, ``iteration``, addresses).
+            defaults: the pipeline's own, in place of the stage's.
+        """
+        excluded = set(without)
+        fields: JsonObject = {}
         for name, field in self.Params.model_fields.items():
-            if name not in set(without):
-                own = copy.copy(field)
-                if name in defaults:
-                    own.default = defaults.pop(name)
-                fields[name] = (own.annotation, own)
+            if name in excluded:
+                continue
+            setting = copy.copy(field)
+            if name in defaults:
+                setting.default = defaults.pop(name)
+            fields[name] = (setting.annotation, setting)
         assert not defaults, f"{self.name} has no parameter {sorted(defaults)}"
         return create_model(
-            f"{self.name}_settings", __base__=Params, __doc__=self.summary, **fields
+            f"{self.name}_settings",
+            __base__=Params,
+            __doc__=self.summary,
+            **fields,
         )
 
-    def validate(self, values: Mapping[str, Any]) -> Params:
-        """Return the parameters as a model. Raises UserError: an unknown name, a wrong type or an impossible value."""
+    def validate(self, values: JsonMapping) -> Params:
+        """Return the parameters as a model.
+
+        Raises UserError: an unknown name, a wrong type or an impossible value.
+        """
         try:
             return self.Params(**values)
         except ValidationError as error:
             raise convert_validation_error(error, prefix=f"{self.name}.") from None
 
-    def resolve_constants(
-        self, given: Mapping[str, Any], dynamic: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """Return validated parameters as JSON values, without the `dynamic` ones of a graph. Raises as `validate`."""
-        needed = {
-            name: "0" for name in dynamic if self.Params.model_fields[name].is_required()
-        }  # stand-ins
-        resolved = self.validate({k: v for k, v in given.items() if k not in set(dynamic)} | needed)
-        return resolved.model_dump(mode="json", exclude=set(dynamic))
+    def resolve_constants(self, values: JsonMapping, dynamic: Collection[str] = ()) -> JsonObject:
+        """Return validated parameters as JSON values, without the `dynamic` ones of a graph.
 
-    def build_arguments(self, params: Params, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-        """Build what the function is given beside the `Stage`: its inputs, parameters, and models of options."""
-        arguments: dict[str, Any] = {name: inputs.get(name) for name in self.inputs} | dict(
-            params.__dict__
-        )
+        Raises as `validate`.
+        """
+        constants = {name: value for name, value in values.items() if name not in dynamic}
+        # A model with all its required fields is validated, so these have values in their place.
+        for name in dynamic:
+            if self.Params.model_fields[name].is_required():
+                constants[name] = "0"
+        return self.validate(constants).model_dump(mode="json", exclude=set(dynamic))
+
+    def build_arguments(self, params: Params, inputs: Mapping[str, Artifact]) -> JsonObject:
+        """Build what the function is given beside the `Stage`: its inputs, parameters, and models
+        of options.
+        """
+        arguments: JsonObject = {name: inputs.get(name) for name in self.inputs}
+        arguments |= params.__dict__
         for name, model in self.options.items():
-            arguments[name] = model.model_construct(
-                **{field: arguments.pop(field) for field in model.names()}
-            )
+            # The values were validated as fields of `Params`.
+            values = {flag: arguments.pop(flag) for flag in model.names()}
+            arguments[name] = model.model_construct(**values)
         return arguments
 
     def main(self, argv: Sequence[str] | None = None) -> typing.NoReturn:
@@ -213,78 +291,83 @@ class Component:
         """Run as a program and return the exit code."""
 
         def work() -> None:
-            flags = self.inputs, self.output, self.Params.model_fields
-            given = program.parse_arguments(argv, self.module, self.__doc__, *flags)
-            url = given.pop(self.output)
-            manifest = self(out=url, **given)
+            arguments = program.parse_arguments(
+                argv,
+                self.module,
+                self.__doc__,
+                self.inputs,
+                self.output,
+                self.Params.model_fields,
+            )
+            url = arguments.pop(self.output)
+            manifest = self(out=url, **arguments)
             if int(os.environ.get("RANK", "0")) == 0:
-                program.write_outputs(
-                    {self.output: f"{split_ref(url)[0]}@{manifest.digest}", **manifest.results}
-                )
+                outputs = {self.output: f"{split_ref(url)[0]}@{manifest.digest}"}
+                program.write_outputs(outputs | manifest.results)
 
         return program.run_component(work)
 
     def _open(
         self, params: Params, inputs: Mapping[str, Artifact], out: str, path: Path | None
     ) -> Stage:
-        env = os.environ
-        # Ranks of one torchrun attempt must agree on a name without talking to one another.
-        shared = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('TORCHELASTIC_RESTART_COUNT')}-{env.get('MASTER_PORT')}"
-        name = (
-            xxhash.xxh3_64_hexdigest(shared.encode())
-            if "TORCHELASTIC_RUN_ID" in env
-            else os.urandom(8).hex()
-        )
-        attempt = f"data-{name}"
-        tracked = {
-            k: v for k, v in params.model_dump(mode="json").items() if k not in self.untracked
-        }
+        """Describe this attempt; `path` is its directory, by default that of a new draft."""
+        tracked = params.model_dump(mode="json", exclude=self.untracked)
         if self.identity:
             tracked |= self.identity(params)
         url = split_ref(out)[0]
+        attempt = _name_attempt()
         return Stage(
             name=self.name,
             params=params,
             out=path or Draft(url, attempt=attempt).path,
             out_url=url,
             attempt=attempt,
-            rank=int(env.get("RANK", "0")),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            world_size=int(env.get("WORLD_SIZE", "1")),
-            _tracked=tracked,
-            _inputs={name: artifact.ref for name, artifact in inputs.items()},
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            tracked=tracked,
+            inputs={name: artifact.ref for name, artifact in inputs.items()},
         )
 
-    def _check_standing(self, stage: Stage, standing: Manifest) -> None:
-        for what, ours, theirs in (
-            ("stage", self.name, standing.stage),
-            *(
-                (f"--{to_kebab_case(k)}", v, standing.params.get(k))
-                for k, v in stage._tracked.items()
-            ),
-            *(
-                (f"--{to_kebab_case(k)}", v, standing.inputs.get(k))
-                for k, v in stage._inputs.items()
-            ),
+    def _check_same_origin(self, stage: Stage, manifest: Manifest) -> None:
+        """Check that a committed output was made by this stage from these parameters and inputs.
+
+        Raises UserError with the first that differs.
+        """
+        origins: list[tuple[str, object, object]] = [("stage", self.name, manifest.stage)]
+        for values, committed in (
+            (stage.tracked, manifest.params),
+            (stage.inputs, manifest.inputs),
         ):
-            if dump_canonical_json(_digest_only(ours)) != dump_canonical_json(_digest_only(theirs)):
-                remedy = f"{stage.out_url} is committed already, made from {theirs!r}; use another run name"
-                raise UserError(what, ours, remedy)
+            for name, value in values.items():
+                origins.append((f"--{to_kebab_case(name)}", value, committed.get(name)))
+        for field, value, committed_value in origins:
+            # Equal text: values of the manifest were read from JSON, which has no tuples.
+            text = dump_canonical_json(_digest_only(value))
+            if text != dump_canonical_json(_digest_only(committed_value)):
+                remedy = (
+                    f"{stage.out_url} is committed already, made from {committed_value!r}; "
+                    "use another run name"
+                )
+                raise UserError(field, value, remedy)
         stage.log("committed already, nothing to do")
 
     def _run(self, stage: Stage, inputs: Mapping[str, Artifact]) -> Manifest:
+        """Call the function and commit its output; only the leader's manifest is whole."""
         if stage.leader:
+            # An attempt that would not get farther than the others gives up here.
             admit_attempt(Store(f"{stage.out_url}/resume"), lambda: " ".join(stage.resume_points()))
-        start = time.time()
+        started = time.time()
         clock = time.perf_counter()
-        if given := list_device_ids():
-            stage.log(f"devices {', '.join(given)}")
+        devices = list_device_ids()
+        if devices:
+            stage.log(f"devices {', '.join(devices)}")
         results = dict(self.function(stage, **self.build_arguments(stage.params, inputs)) or {})
         assert results.keys() == self.results.keys(), (
             f"{self.name} must return {sorted(self.results)}"
         )
         draft = Draft(stage.out_url, attempt=stage.attempt)
-        stage._bring(draft)
+        stage.bring(draft)
         if not stage.leader:
             return Manifest(stage=self.name, root=stage.attempt, files={}, digest="")
         stage.timings["total"] = time.perf_counter() - clock
@@ -296,11 +379,26 @@ class Component:
             facts=stage.facts,
             notes=stage.notes,
             timings=stage.timings,
-            provenance=collect_provenance(start, stage.world_size),
-            **stage._identity(),
+            provenance=collect_provenance(started, stage.world_size),
+            params=stage.tracked,
+            inputs=stage.inputs,
         )
+        # A committed stage needs no resume points, and its budget of attempts starts anew.
         Store(stage.out_url).delete("resume")
         return manifest
+
+
+def _name_attempt() -> str:
+    """Name this attempt's data directory.
+
+    The ranks of one torchrun attempt must agree on it without talking to one another.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return f"data-{os.urandom(8).hex()}"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    rendezvous = f"{run}-{restarts}-{os.environ.get('MASTER_PORT')}"
+    return f"data-{xxhash.xxh3_64_hexdigest(rendezvous.encode())}"
 
 
 def component(
@@ -311,21 +409,26 @@ def component(
     role: Role | None = None,
     results: Mapping[str, type] | None = None,
     after: Callable[[Stage, Manifest], None] | None = None,
-    identity: Callable[[Any], Mapping[str, Any]] | None = None,
+    identity: Callable[[Any], JsonMapping] | None = None,
     account: str = "",
 ) -> Callable[[Callable[..., Results | None]], Component]:
     """Make a stage of a typed function.
 
-    Positional parameters after the first (the `Stage`) are input artifacts; keyword-only ones are parameters, described
-    by ``Annotated[type, Field(description=…, ge=…)]``. Each field of a parameter whose type is a subclass of `Options`
-    is a parameter of its own.
+    Positional parameters after the first (the `Stage`) are input artifacts; keyword-only ones are
+    parameters, described by ``Annotated[type, Field(description=…, ge=…)]``. Each field of a
+    parameter whose type is a subclass of `Options` is a parameter of its own.
 
     Args:
-        kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input has this name.
+        kind: what the output is; its URL's flag is ``--<kind>``, or ``--<kind>-out`` where an input
+            has this name.
+        image: the container image that has its libraries.
+        accelerator: whether its pod may get a GPU.
         role: what it is in a loop: reports, plans and progress ask for this, never for its name.
         results: scalars it returns; one that could not be measured is None.
-        after: called once the output is committed, also if it was committed before; must be idempotent.
-        identity: maps the parameters to what identifies the contents of a file that they name (it is no artifact).
+        after: called once the output is committed, also if it was committed before; must be
+            idempotent.
+        identity: maps the parameters to what identifies the contents of a file that they name (it
+            is no artifact).
         account: the ServiceAccount whose permissions its pod needs.
     """
     return lambda function: Component(
@@ -334,65 +437,47 @@ def component(
 
 
 def find_component(module: str, template: str = "", *, load: bool = False) -> Component | None:
-    """Find the stage that `module` defines: the one called `template`, else the first, else None. A module outside of
-    tuneloop.stages is imported only if `load` is true, since it may be a program that starts when it is imported."""
+    """Find the stage that `module` defines: the one called `template`, else the first, else None.
+
+    Args:
+        load: import a module outside of tuneloop.stages, which may be a program that starts when it
+            is imported.
+    """
     if load or module.startswith("tuneloop.stages."):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     names = vars(sys.modules[module]) if module in sys.modules else {}
-    found = [
-        each for each in names.values() if isinstance(each, Component) and each.__module__ == module
-    ]
-    return next((each for each in found if each.template == template), found[0] if found else None)
+    first = None
+    for value in names.values():
+        # A module may import the stages of others.
+        if isinstance(value, Component) and value.__module__ == module:
+            if value.template == template:
+                return value
+            first = first or value
+    return first
+
+
+REMEDIES = {
+    "model_type": "is a section: write its keys, as in section.key=value",
+    "extra_forbidden": "unknown key; see `tuneloop schema` for the known ones",
+}
+"""Type of a pydantic error → the remedy, in place of its message."""
 
 
 def convert_validation_error(error: ValidationError, prefix: str = "") -> UserError:
     """Describe the first problem of a pydantic error in one line with field, value and remedy."""
     first = error.errors()[0]
     field = prefix + ".".join(str(part) for part in first["loc"] if part != "[key]")
-    if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):  # a validator of ours
-        if isinstance(cause, UserError):
-            return UserError(
-                ".".join(filter(None, (field.rstrip("."), cause.field))), cause.value, cause.remedy
-            )
+    # Only an error that a validator of ours raised has one in its context.
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        path = ".".join(filter(None, (field.rstrip("."), cause.field)))
+        return UserError(path, cause.value, cause.remedy)
+    if isinstance(cause, ValueError):
         return UserError(field, first["input"], str(cause))
-    if first["type"] == "model_type":
-        return UserError(
-            field, first["input"], "is a section: write its keys, as in section.key=value"
-        )
-    if first["type"] == "extra_forbidden":
-        return UserError(
-            field, first["input"], "unknown key; see `tuneloop schema` for the known ones"
-        )
     if first["type"] == "missing":
         return UserError(field, None, "is required")
-    return UserError(field, first["input"], first["msg"])
-
-
-def _read_signature(
-    function: Callable[..., Any],
-) -> tuple[dict[str, bool], dict[str, type[Options]], type[Params]]:
-    hints = typing.get_type_hints(function, include_extras=True)
-    inputs: dict[str, bool] = {}
-    options: dict[str, type[Options]] = {}
-    fields: dict[str, Any] = {}
-    for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
-        if isinstance(hints[name], type) and issubclass(hints[name], Options):
-            options[name] = hints[name]
-            known = hints[name].model_fields
-            fields |= {
-                field: (known[field].annotation, copy.copy(known[field]))
-                for field in hints[name].names()
-            }
-        elif parameter.kind is parameter.KEYWORD_ONLY:
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (hints[name], default)
-        else:
-            assert hints[name] in (Input, OptionalInput), (
-                f"{function.__name__}({name}): Input, or keyword-only"
-            )
-            inputs[name] = hints[name] is Input or hints[name] == Input
-    return inputs, options, create_model(f"{function.__name__}_params", __base__=Params, **fields)
+    return UserError(field, first["input"], REMEDIES.get(first["type"], first["msg"]))
 
 
 def _digest_only(value: Any) -> Any:

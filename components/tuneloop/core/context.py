@@ -1,4 +1,6 @@
-"""What a stage's function is given: where to write, what to report, when to stop, how to go on after a stop."""
+"""What a stage's function is given: where to write, what to report, when to stop, how to go on after
+a stop.
+"""
 
 import dataclasses
 import sys
@@ -19,6 +21,7 @@ from tuneloop.core.artifacts import (
     dump_canonical_json,
 )
 from tuneloop.core.errors import Interrupted
+from tuneloop.core.json_types import JsonObject
 from tuneloop.core.progress import Progress
 from tuneloop.core.seeds import derive_seed
 from tuneloop.core.store import Store
@@ -30,7 +33,11 @@ class Params(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
 
 
 class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
-    """Parameters that several stages share: each of the `flags`, in that order, is a flag; empty: all fields are."""
+    """Parameters that several stages share.
+
+    Attributes:
+        flags: the fields that are flags, in this order; empty: all fields are.
+    """
 
     flags: ClassVar[tuple[str, ...]] = ()
 
@@ -45,13 +52,20 @@ class Stage:
     """What a stage's function is given of the run it is part of.
 
     Attributes:
-        out: the directory for output files, shared by all ranks of a machine, and by all machines on a shared volume.
+        out: the directory for output files, shared by all ranks of a machine, and by all machines
+            on a shared volume.
+        attempt: the name of this attempt's data directory; all ranks agree on it.
         rank, local_rank, world_size: as torchrun sets them.
-        facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever it is done.
+        facts: what the manifest will say of the output (JSON); equal work has equal facts, wherever
+            it is done.
         notes: what it will say of this attempt: device, number of processes, what was resumed.
         timings: seconds, and rates whose name ends in ``_per_s``.
         barrier: waits for all ranks; the trainer replaces it once a process group exists.
-        later: the work that `commit_later` defers; it is called with the manifest committed at `out_url`.
+        stopping: whether SIGTERM or SIGINT has arrived.
+        later: the work that `commit_later` defers; it is called with the manifest committed at
+            `out_url`.
+        tracked: the parameters by which a committed output is recognized as this stage's own.
+        inputs: name → reference.
     """
 
     name: str
@@ -62,15 +76,18 @@ class Stage:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    facts: JsonObject = dataclasses.field(default_factory=dict)
+    notes: JsonObject = dataclasses.field(default_factory=dict)
     timings: dict[str, float] = dataclasses.field(default_factory=dict)
     barrier: Callable[[], None] = lambda: None
     stopping: bool = False
     later: Callable[[Manifest], None] | None = None
+    tracked: JsonObject = dataclasses.field(default_factory=dict)
+    inputs: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def leader(self) -> bool:
+        """Whether this is the first rank, which logs and commits."""
         return self.rank == 0
 
     def log(self, message: str) -> None:
@@ -78,21 +95,30 @@ class Stage:
         if self.leader:
             print(f"{self.name}: {message}", file=sys.stderr, flush=True)
 
-    def progress(self, total: int, unit: str, begun: int = 0) -> Progress:
-        """Return a display of `total` units, `begun` of them done before; ``update(done, loss=…)`` moves it."""
-        return Progress(self.name, total, unit, begun, quiet=not self.leader)
+    def progress(self, total: int, unit: str, earlier: int = 0) -> Progress:
+        """Return a display of `total` units, `earlier` of them done before.
+
+        ``update(done, loss=…)`` moves it.
+        """
+        return Progress(self.name, total, unit, earlier, quiet=not self.leader)
 
     def seed(self, purpose: str, *index: int | str) -> int:
-        """Derive the seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
-        return derive_seed(
-            getattr(self.params, "seed", 0), purpose, getattr(self.params, "iteration", 0), *index
-        )
+        """Derive the seed of a named stream, from the stage's ``seed`` parameter (and
+        ``iteration``, if it has one).
+        """
+        seed = getattr(self.params, "seed", 0)
+        iteration = getattr(self.params, "iteration", 0)
+        return derive_seed(seed, purpose, iteration, *index)
 
     def metric(self, step: int, **values: float) -> None:
-        """Append one row to ``metrics.jsonl``. No times in here: the file is part of the digest."""
+        """Append one row to ``metrics.jsonl``.
+
+        No times may be in it: the file is part of the digest.
+        """
         if self.leader:
+            row = dump_canonical_json({"step": step} | values)
             with (self.out / "metrics.jsonl").open("a") as file:
-                file.write(dump_canonical_json({"step": step, **values}) + "\n")
+                file.write(f"{row}\n")
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -109,54 +135,71 @@ class Stage:
             raise Interrupted(f"{self.name}: stopped by a signal")
 
     def save_resume(self, step: int, write: Callable[[Path], None]) -> None:
-        """Commit what a retry needs to go on from `step`; called by all ranks. `write` gets a directory that the ranks
-        of one machine share. Older resume points, and those of other inputs or parameters, are deleted."""
+        """Commit what a retry needs to go on from `step`; called by all ranks.
+
+        Older resume points, and those of other inputs or parameters, are deleted.
+
+        Args:
+            write: gets a directory that the ranks of one machine share.
+        """
         draft = Draft(f"{self.out_url}/resume/{step:08d}", attempt=self.attempt)
         try:
             write(draft.path)
         except BaseException:
-            # On a full disk its files would be in the way of the next attempt. Other ranks may still write to it.
+            # On a full disk its files would be in the way of the next attempt. Other ranks may
+            # still write to it.
             if self.world_size == 1:
                 delete_draft(draft.path)
             raise
-        self._bring(draft)
+        self.bring(draft)
         if self.leader:
             store = Store(self.out_url)
             for name in self.resume_points():
-                if not self._is_own(point := Artifact(f"{self.out_url}/resume/{name}")):
-                    store.delete(
-                        f"resume/{name}/{MANIFEST}"
-                    )  # else it would block ours, or count as the newest
+                point = Artifact(f"{self.out_url}/resume/{name}")
+                # It would stop the commit of ours, or count as the newest.
+                if not self._is_own(point):
+                    store.delete(f"resume/{name}/{MANIFEST}")
                     store.delete(f"resume/{name}/{point.manifest.root}")
-            draft.commit(stage=self.name, **self._identity(), facts={"step": step})
+            draft.commit(
+                stage=self.name,
+                params=self.tracked,
+                inputs=self.inputs,
+                facts={"step": step},
+            )
             for name in self.resume_points()[:-1]:
                 store.delete(f"resume/{name}")
         self.barrier()
 
-    def commit_later(self, name: str, write: Callable[[Path], None], **about: Any) -> None:
-        """Commit an artifact at `name` below the output, once the output is committed; called by all ranks. A single
-        process writes it on a thread while later stages run (`tuneloop.core.threads`): what `write` reads must not
-        change until that thread is done. Several processes end with their stage, so they write it in this call."""
+    def commit_later(self, name: str, write: Callable[[Path], None], **fields: Any) -> None:
+        """Commit an artifact at `name` below the output, once the output is committed; called by
+        all ranks.
+
+        A single process writes it on a thread while later stages run (`tuneloop.core.threads`).
+        Several processes end with their stage, so they write it in this call.
+
+        Args:
+            write: gets the directory to write to; what it reads must not change until the thread is
+                done.
+            fields: of the manifest, such as ``kind`` and ``facts``.
+        """
         draft = Draft(f"{self.out_url}/{name}", attempt=self.attempt)
         if self.world_size > 1:
             write(draft.path)
-            self._bring(draft)
+            self.bring(draft)
         else:
             delete_draft(draft.path)
 
-        def commit(standing: Manifest) -> None:
+        def commit(manifest: Manifest) -> None:
             try:
                 if self.world_size == 1:
                     draft.path.mkdir(parents=True)
                     write(draft.path)
-                if standing.root == self.attempt:
-                    draft.commit(
-                        stage=self.name,
-                        inputs={standing.kind: f"{self.out_url}@{standing.digest}"},
-                        **about,
-                    )
-                else:  # that of a duplicate, which commits its own
+                # A duplicate of this stage that was faster commits its own.
+                if manifest.root != self.attempt:
                     delete_draft(draft.path)
+                    return
+                output = f"{self.out_url}@{manifest.digest}"
+                draft.commit(stage=self.name, inputs={manifest.kind: output}, **fields)
             except BaseException:
                 delete_draft(draft.path)
                 raise
@@ -165,49 +208,41 @@ class Stage:
 
     def latest_resume(self) -> Artifact | None:
         """Find the newest resume point that an earlier attempt of this very stage committed."""
-        points = (
-            Artifact(f"{self.out_url}/resume/{name}") for name in reversed(self.resume_points())
-        )
-        return next(filter(self._is_own, points), None)
+        for name in reversed(self.resume_points()):
+            point = Artifact(f"{self.out_url}/resume/{name}")
+            if self._is_own(point):
+                return point
+        return None
 
     def _is_own(self, point: Artifact) -> bool:
-        return {
-            "params": point.manifest.params,
-            "inputs": point.manifest.inputs,
-        } == self._identity()
+        manifest = point.manifest
+        return manifest.params == self.tracked and manifest.inputs == self.inputs
 
     def resume_points(self) -> list[str]:
         """List the names of the resume points below the output, oldest first."""
-        return sorted(
-            key.split("/")[1]
-            for key in Store(self.out_url).keys("resume")
-            if key.endswith(f"/{MANIFEST}")
-        )
+        keys = Store(self.out_url).keys("resume")
+        return sorted(key.split("/")[1] for key in keys if key.endswith(f"/{MANIFEST}"))
 
-    def _bring(self, draft: Draft) -> None:
+    def bring(self, draft: Draft) -> None:
         """Bring what every machine has written to where the leader finds it, before it commits."""
         self.barrier()
+        # The leader commits the files of its own machine.
         if self.local_rank == 0 and not self.leader:
             draft.contribute(self.rank)
         self.barrier()
 
-    def _identity(self) -> dict[str, Any]:
-        return {"params": self._tracked, "inputs": self._inputs}
-
-    _tracked: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _inputs: dict[str, str] = dataclasses.field(default_factory=dict)
-
 
 @contextmanager
 def handle_signals(stage: Stage) -> Iterator[None]:
-    """Set ``stage.stopping`` on SIGTERM and SIGINT, and discard half-written output if the stage ends early."""
+    """Set ``stage.stopping`` on SIGTERM and SIGINT, and discard half-written output if the stage
+    ends early.
+    """
     with forward_signals(lambda number: setattr(stage, "stopping", True)):
         try:
             yield
         except BaseException:
             if stage.leader:
-                for path in stage.out.parent.glob(
-                    f"*{stage.attempt}*"
-                ):  # beside an object store's: resume points
+                # Drafts for an object store lie beside each other: the output, and resume points.
+                for path in stage.out.parent.glob(f"*{stage.attempt}*"):
                     delete_draft(path)
             raise

@@ -6,7 +6,8 @@ device (os error 28)``), shutil, sqlite3. PyTorch's file writer and NumPy say on
 were written than they had.
 
 Any other error may quote these texts, and many libraries number errors of their own: CUDA's 30 is
-no read-only file system. Of such an error only a number counts that says whose it is."""
+no read-only file system. Of such an error only a number counts that says whose it is.
+"""
 
 import errno
 import re
@@ -26,7 +27,8 @@ class DiskFault:
         remedy: what a person does about it.
         numbers: the errno values by which Python's errors say it.
         certain: matches the texts by which any error says it, such as a number of the system.
-        worded: matches the texts by which an error of a library in WRITERS says it."""
+        worded: matches the texts by which an error of a library in WRITERS says it.
+    """
 
     name: str
     remedy: str
@@ -153,16 +155,18 @@ def describe_refusal(refusal: Refusal, places: Sequence[Path] = ()) -> str:
     """Describe a refusal in one line, with the place and the remedy.
 
     Args:
-        places: directories that the program writes to, named where no error names the file."""
+        places: directories that the program writes to, named where no error names the file.
+    """
     fault = refusal.fault
-    named = [Path(refusal.path)] if refusal.path else list(places)
-    where = " or ".join(_describe_place(path) for path in named)
-    detail = refusal.detail if not refusal.path else ""
-    words = [part for part in (fault.name, where, detail, fault.remedy) if part]
+    # The words of an error without a path may say what was written.
+    paths = [Path(refusal.path)] if refusal.path else list(places)
+    detail = "" if refusal.path else refusal.detail
+    locations = " or ".join(_describe_path(path) for path in paths)
+    words = [part for part in (fault.name, locations, detail, fault.remedy) if part]
     return f"{': '.join(words)}, then run it again"
 
 
-def _describe_place(path: Path) -> str:
+def _describe_path(path: Path) -> str:
     """Describe a path with the bytes that are free there, or where it would lie."""
     existing = path
     while not existing.exists() and existing != existing.parent:
@@ -193,7 +197,8 @@ def _list_causes(error: BaseException) -> list[BaseException]:
 def _list_contained(value: object, depth: int = 0) -> Iterator[BaseException]:
     """Yield the errors in an error's arguments.
 
-    Groups of errors have them in a list, torch's CheckpointException in a mapping by rank."""
+    Groups of errors have them in a list, torch's CheckpointException in a mapping by rank.
+    """
     if isinstance(value, BaseException):
         yield value
     elif depth < 4 and isinstance(value, Mapping):
@@ -206,7 +211,8 @@ def _list_contained(value: object, depth: int = 0) -> Iterator[BaseException]:
 
 def _read_refusal(error: BaseException) -> Refusal | None:
     """Read one error: by its errno where it has one, else by its text, and by its words only where
-    its class is one that says what a disk refused."""
+    its class is one that says what a disk refused.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OSError) and number is not None:
         for fault in FAULTS:

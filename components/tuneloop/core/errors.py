@@ -1,6 +1,9 @@
-"""The errors that decide a process's exit code, which is part of the stage contract: 0 committed, 2 the user's mistake
-(never retried), 3 a model that its gate refuses, 75 interrupted or temporarily impossible (retried), 70 the budget of
-attempts is used up, anything else a bug."""
+"""The errors that decide a process's exit code, which is part of the stage contract.
+
+It is 0 if the stage has committed, 2 for the user's mistake (never retried), 3 for a model that its
+gate refuses, 75 if it was interrupted or is temporarily impossible (retried), and 70 if the budget
+of attempts is used up. Any other code is a bug.
+"""
 
 import difflib
 import functools
@@ -17,18 +20,24 @@ from tuneloop.core import disk_faults
 P = ParamSpec("P")
 EXIT_USER = 2
 EXIT_NOT_PROMOTED = 3
-EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h
-EXIT_GAVE_UP = 70  # EX_SOFTWARE: the budget of attempts is used up (`tuneloop.core.attempts`)
+# EX_TEMPFAIL of sysexits.h.
+EXIT_RETRY = 75
+# EX_SOFTWARE: the budget of attempts is used up (`tuneloop.core.attempts`).
+EXIT_GAVE_UP = 70
 TERMINATION_LOG = "TUNELOOP_TERMINATION_LOG"
-"""Variable that names the file for the last line of a pod; default: Kubernetes' own ``/dev/termination-log``."""
+"""Variable that names the file for the last line of a pod; default: Kubernetes' own
+``/dev/termination-log``."""
 INTERRUPTED = "interrupted"
 UNAVAILABLE = "unavailable"
 FAILED_FOR_NOW = "failed for now"
-"""How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end (`tuneloop.core.ends`)."""
+"""How the last line of a process that ends with `EXIT_RETRY` begins: the class of its end
+(`tuneloop.core.ends`)."""
+MESSAGE_LENGTH = 2000
+"""The longest message in characters: Kubernetes keeps 4,096 bytes of a termination message."""
 
 
 class UserError(ValueError):
-    """A mistake only the user can mend: one line with the field, the value and the remedy."""
+    """A mistake that only the user can mend: one line with the field, the value and the remedy."""
 
     kind = "error"
     exit_code = EXIT_USER
@@ -40,14 +49,12 @@ class UserError(ValueError):
         super().__init__(f"{shorten_text(field)}: {shorten_text(repr(value))}: {remedy}")
 
 
-def shorten_text(text: str, most: int = 200) -> str:
-    """Return a text that is longer than `most` without its middle, and with its length."""
-    tail = most // 4
-    return (
-        text
-        if len(text) <= most
-        else f"{text[: most - tail]}… ({len(text)} characters) …{text[-tail:]}"
-    )
+def shorten_text(text: str, limit: int = 200) -> str:
+    """Return a text that is longer than `limit` without its middle, and with its length."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    return f"{text[: limit - tail]}… ({len(text)} characters) …{text[-tail:]}"
 
 
 def suggest_name(name: str, names: Collection[str]) -> str:
@@ -78,8 +85,10 @@ class Retryable(RuntimeError):
 
 
 class NoKeys(Retryable):
-    """No credentials for a store are set, and the machine's metadata service gives none. A pod is retried, as its node
-    may give them later; on a command line it is the user's `mistake`."""
+    """No credentials for a store are set, and the machine's metadata service gives none.
+
+    A pod is retried, as its node may give them later; on a command line it is the user's `mistake`.
+    """
 
     def __init__(self, mistake: UserError) -> None:
         self.mistake = mistake
@@ -95,7 +104,9 @@ class Interrupted(Retryable):
 
 
 class Unavailable(Retryable):
-    """A store, a server, a device lease or another process of the stage is unavailable: wait, however long it takes."""
+    """A store, a server, a device lease or another process of the stage is unavailable: wait,
+    however long it takes.
+    """
 
 
 class Corrupt(UserError):
@@ -105,7 +116,8 @@ class Corrupt(UserError):
 class DiskError(Unavailable):
     """A disk has no room or no quota, is read-only, or fails.
 
-    What was committed stands, and a retry goes on from it."""
+    What was committed stays, and a retry goes on from it.
+    """
 
     def __init__(self, refusal: disk_faults.Refusal, places: Sequence[Path] = ()) -> None:
         self.is_read_only = refusal.fault is disk_faults.READ_ONLY
@@ -119,7 +131,8 @@ def find_disk_error(error: BaseException, places: Sequence[Path] = ()) -> DiskEr
         places: directories that the program writes to, named where no error names a file.
 
     Returns:
-        None for any other error."""
+        None for any other error.
+    """
     if isinstance(error, Retryable | Exhausted | SystemExit | KeyboardInterrupt | GeneratorExit):
         return None
     # The text of a mistake may quote a user's value: only what it was raised from counts.
@@ -133,7 +146,8 @@ def name_disk_errors(*places: Path) -> Iterator[None]:
     """Raise DiskError for what any library raises in the block because of a disk.
 
     Args:
-        places: directories that the block writes to."""
+        places: directories that the block writes to.
+    """
     try:
         yield
     except BaseException as error:
@@ -144,9 +158,15 @@ def name_disk_errors(*places: Path) -> Iterator[None]:
 
 
 def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
-    """Print one line on standard error, and return its exit code, `code`. A line that explains a failure is also the
-    pod's termination message, which Argo puts into the node's message; `replace`: also where there is one already."""
-    line = shorten_text(" ".join(line.split()), 2000)
+    """Print one line on standard error, and return its exit code, `code`.
+
+    A line that explains a failure is also the pod's termination message, which Argo puts into the
+    node's message.
+
+    Args:
+        replace: replace the termination message of another rank.
+    """
+    line = shorten_text(" ".join(line.split()), MESSAGE_LENGTH)
     # A log on a full disk must not change how a program ends.
     with suppress(OSError):
         # One write, as other ranks print, too.
@@ -159,7 +179,8 @@ def print_diagnostic(line: str, code: int, replace: bool = True) -> int:
 def flush_output() -> None:
     """Write out what was printed, and drop what a full disk does not take.
 
-    The interpreter would try it again at its end, and replace the program's exit code by 120."""
+    The interpreter would try it again at its end, and replace the program's exit code by 120.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -170,11 +191,12 @@ def flush_output() -> None:
 def write_termination_message(line: str, replace: bool = True) -> None:
     """Leave `line` where Kubernetes, or the local executor, reads why a container ended."""
     path = Path(os.environ.get(TERMINATION_LOG, "/dev/termination-log"))
-    with suppress(OSError):  # it explains an end, and must not become another one
+    # Argo would substitute a tag in double braces.
+    message = re.sub(r"\{(?=\{)", "{ ", line)[:MESSAGE_LENGTH]
+    # A message explains an end, and must not become another one.
+    with suppress(OSError):
         if path.is_file() and (replace or not path.stat().st_size):
-            path.write_text(
-                re.sub(r"\{(?=\{)", "{ ", line)[:2000]
-            )  # a tag would be Argo's to substitute
+            path.write_text(message)
 
 
 def report_errors(program: Callable[P, int]) -> Callable[P, int]:
@@ -206,5 +228,9 @@ def describe_error(error: UserError | Retryable | Exhausted) -> tuple[str, int]:
         return f"{error.kind}: {error}", error.exit_code
     if isinstance(error, Exhausted):
         return f"gave up: {error}", EXIT_GAVE_UP
-    kind = UNAVAILABLE if isinstance(error, Unavailable) else FAILED_FOR_NOW
-    return f"{INTERRUPTED if isinstance(error, Interrupted) else kind}: {error}", EXIT_RETRY
+    kind = FAILED_FOR_NOW
+    if isinstance(error, Interrupted):
+        kind = INTERRUPTED
+    elif isinstance(error, Unavailable):
+        kind = UNAVAILABLE
+    return f"{kind}: {error}", EXIT_RETRY

@@ -1,6 +1,8 @@
-"""Make HTTP requests: through no proxy, and each over a connection of its own, because an idle one may lead nowhere.
+"""Make HTTP requests, each over a connection of its own, because an idle one may lead nowhere.
 
-Requests run on an event loop in a thread of its own, so that a caller can check other things meanwhile, or hang up."""
+No proxy is used. Requests run on an event loop in a thread of its own, so that a caller can check
+other things meanwhile, or hang up.
+"""
 
 import asyncio
 import functools
@@ -15,23 +17,30 @@ from typing import Any
 POLL_S = 0.2
 """Seconds between two calls of `check` while a request waits."""
 CONNECT_S = 10.0
-"""Connection timeout in seconds: an address that does not answer at all, such as a deleted pod's, counts as lost."""
+"""Connection timeout in seconds: an address that does not answer at all, such as a deleted pod's,
+counts as lost."""
 END = b""
+
+Event = int | bytes | Exception
+"""The status of a response, a chunk of its body, `END`, or the error that ended it."""
 
 
 class Unanswered(Exception):
-    """Nobody answers, or the answer breaks off; the message says why."""
+    """The server does not answer, or its answer breaks off; the message says why."""
 
 
 def is_transient(status: int) -> bool:
-    """Say whether a status may pass by itself: a server error, a request timeout, or too many requests."""
+    """Return whether a status may pass by itself: a server error, a request timeout, or too many
+    requests.
+    """
     return status >= 500 or status in (408, 429)
 
 
 class Response:
-    """An answer as it arrives."""
+    """A response as it arrives."""
 
     def __init__(self, receive: Callable[[], Any]) -> None:
+        """Wait for the status; `receive` waits for the next event and raises errors."""
         self._receive_event = receive
         self._ended = False
         self.status: int = receive()
@@ -46,16 +55,19 @@ class Response:
 
     def lines(self) -> Iterator[bytes]:
         """Yield each line of the body, without its end, as soon as it is complete."""
-        rest = b""
+        incomplete = b""
         for chunk in iter(self._receive, END):
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, incomplete = (incomplete + chunk).split(b"\n")
             yield from lines
-        if rest:
-            yield rest
+        if incomplete:
+            yield incomplete
 
 
 def send_request(method: str, url: str, *, timeout_s: float, **options: Any) -> tuple[int, bytes]:
-    """Send a request and return the whole response, whatever its status; raise as `open_response`."""
+    """Send a request and return status and body, whatever the status.
+
+    Options and errors are those of `open_response`.
+    """
     with open_response(method, url, timeout_s=timeout_s, **options) as response:
         return response.status, response.read()
 
@@ -71,12 +83,21 @@ def open_response(
     check: Callable[[], None] = lambda: None,
     trusted: ssl.SSLContext | None = None,
 ) -> Iterator[Response]:
-    """Send a request, and yield the answer once its status is there; leaving the block hangs up. `check` is called at
-    least every `POLL_S` seconds while this process waits; what it raises hangs up. `trusted`: certificates of the
-    server (default: the system's). Raises Unanswered: the server is lost, or sent no byte for `timeout_s` seconds."""
-    import httpx2  # noqa: F401 - not on the thread of the event loop: a fork meanwhile would inherit its lock
+    """Send a request, and yield the response once its status is there; leaving the block hangs up.
 
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    Args:
+        timeout_s: how long the server may send no byte, in seconds.
+        body: is sent as JSON.
+        check: is called at least every `POLL_S` seconds while this process waits; what it raises
+            hangs up.
+        trusted: certificates of the server (default: the system's).
+
+    Raises Unanswered if the server is lost, or silent for too long.
+    """
+    # Imported here and not on the event loop's thread: a fork meanwhile would inherit a held lock.
+    import httpx2  # noqa: F401
+
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def receive() -> Any:
         while True:
@@ -98,14 +119,22 @@ def open_response(
 
 
 async def _send(
-    events: queue.SimpleQueue[Any], timeout_s: float, trusted: ssl.SSLContext | None, **request: Any
+    events: queue.SimpleQueue[Event],
+    timeout_s: float,
+    trusted: ssl.SSLContext | None,
+    **request: Any,
 ) -> None:
-    """Put the status of the answer, each chunk of its body and `END` into `events`, or the error that ended it."""
+    """Put the status of the response, each chunk of its body and `END` into `events`, or the error
+    that ended it.
+    """
     import httpx2
 
+    connect_s = min(CONNECT_S, timeout_s)
     try:
-        verify = (trusted or _read_certificates()) if request["url"].startswith("https:") else False
-        timeout = httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+        # To load the system's certificates takes longer than a request to a neighbour.
+        is_encrypted = request["url"].startswith("https:")
+        verify = (trusted or _read_certificates()) if is_encrypted else False
+        timeout = httpx2.Timeout(timeout_s, connect=connect_s)
         async with httpx2.AsyncClient(trust_env=False, verify=verify, timeout=timeout) as client:
             response = await client.send(client.build_request(**request), stream=True)
             events.put(response.status_code)
@@ -113,10 +142,11 @@ async def _send(
                 events.put(chunk)
         events.put(END)
     except httpx2.ConnectTimeout:
-        events.put(Unanswered(f"ConnectTimeout: no connection in {min(CONNECT_S, timeout_s):g} s"))
+        events.put(Unanswered(f"ConnectTimeout: no connection in {connect_s:g} s"))
     except httpx2.TimeoutException as error:
         events.put(Unanswered(f"{type(error).__name__}: not a byte in {timeout_s:g} s"))
     except httpx2.HTTPError as error:
+        # httpx's own message often is empty: the system's error is at the end of the chain.
         root: BaseException = error
         while cause := root.__cause__ or root.__context__:
             root = cause
@@ -133,7 +163,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-os.register_at_fork(
-    after_in_child=_event_loop.cache_clear
-)  # a fork has the loop, but not its thread
+# A forked process inherits the loop, but not its thread.
+os.register_at_fork(after_in_child=_event_loop.cache_clear)
 _read_certificates = functools.cache(ssl.create_default_context)

@@ -1,29 +1,15 @@
-"""Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also ``hf://datasets/…``."""
+"""Addresses on the Hugging Face hub: ``hf://owner/name@revision``, of a data set also
+``hf://datasets/…``.
+"""
 
 import errno
 import re
 
 from tuneloop.core.errors import UserError
 
-AWAY = re.compile(
-    "Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror"
-)  # class names
-
-
-def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
-    """Split an address on the hub into name and revision; any other address is returned unchanged, with `revision`."""
-    if not address.startswith("hf://"):
-        return address, revision
-    name, _, own = address.removeprefix("hf://").removeprefix("datasets/").partition("@")
-    if not is_hub_name(name) or address.endswith("@"):
-        raise UserError(
-            field, address, "is not an address on the hub; write hf://OWNER/NAME@REVISION"
-        )
-    if own and revision not in (None, own):
-        raise UserError(field, address, f"names another revision than {revision}; give one")
-    return name, own or revision
-
-
+# These are names of classes: several clients may be installed, and none is imported here.
+AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")
+"""Matches the class of an error of a client that could not connect."""
 TOKEN = "set HF_TOKEN to a token that may read it"
 REFUSALS = {
     "GatedRepoError": f"is gated on the hub: ask for access on its page, and {TOKEN}",
@@ -37,15 +23,38 @@ STATUSES = {401: f"is refused by the hub: {TOKEN}", 403: f"is refused by the hub
 """The same for statuses of HTTP."""
 
 
+def split_hub_address(field: str, address: str, revision: str | None) -> tuple[str, str | None]:
+    """Split an address on the hub into name and revision.
+
+    Any other address is returned unchanged, with `revision`. Raises UserError, with the name of
+    the setting `field`, if the address has another form or names another revision.
+    """
+    if not address.startswith("hf://"):
+        return address, revision
+    path = address.removeprefix("hf://").removeprefix("datasets/")
+    name, _, named_revision = path.partition("@")
+    if not is_hub_name(name) or address.endswith("@"):
+        remedy = "is not an address on the hub; write hf://OWNER/NAME@REVISION"
+        raise UserError(field, address, remedy)
+    if named_revision and revision not in (None, named_revision):
+        raise UserError(field, address, f"names another revision than {revision}; give one")
+    return name, named_revision or revision
+
+
 def explain_refusal(error: BaseException | None) -> str | None:
-    """Explain why the hub does not give what a name says, with the remedy, from an error or its
-    causes; None where they say nothing of it."""
+    """Explain why the hub does not serve what a name says, with the remedy, from an error or its
+    causes.
+
+    Returns:
+        None where they say nothing of it.
+    """
     reasons: list[str] = []
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        reasons += [REFUSALS[kind] for kind in kinds if kind in REFUSALS]
+    errors_read: set[int] = set()
+    # Errors may refer to one another in a circle.
+    while error is not None and id(error) not in errors_read:
+        errors_read.add(id(error))
+        class_names = [kind.__name__ for kind in type(error).__mro__]
+        reasons += [REFUSALS[name] for name in class_names if name in REFUSALS]
         if "gated dataset" in str(error):
             reasons.append(REFUSALS["GatedRepoError"])
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -58,17 +67,19 @@ def explain_refusal(error: BaseException | None) -> str | None:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form of a repository's name on the hub: ``OWNER/NAME``, or ``NAME``
-    of the few that have no owner."""
+    """Return whether a text has the form of a repository's name on the hub.
+
+    It is ``OWNER/NAME``, or ``NAME`` of the few that have no owner.
+    """
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text))
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Return whether a failed connection is among the causes."""
-    while error and not (
-        isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__)
-    ):
+    """Return whether a failed connection is among an error and its causes."""
+    while error:
+        if isinstance(error, ConnectionError | TimeoutError) or AWAY.search(type(error).__name__):
+            return True
         if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            break
+            return True
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False

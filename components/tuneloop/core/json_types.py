@@ -1,4 +1,4 @@
-"""Types of parsed JSON and YAML objects, such as Kubernetes manifests, messages of an API, and settings."""
+"""Types of parsed JSON and YAML objects, such as Kubernetes manifests, messages and settings."""
 
 from collections.abc import Mapping
 from typing import Any

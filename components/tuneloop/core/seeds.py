@@ -1,4 +1,6 @@
-"""Randomness is derived, never carried: every stream has a name, so resuming needs no generator state."""
+"""Randomness is derived, never carried: every stream has a name, so resuming needs no generator
+state.
+"""
 
 import hashlib
 import math
@@ -6,40 +8,60 @@ from collections.abc import Callable
 
 import xxhash
 
+ROUNDS = 8
+"""Rounds of the Feistel network: an even number, after which rows are rows again."""
+
 
 def derive_seed(seed: int, purpose: str, *index: int | str) -> int:
-    """Derive a 63-bit seed for the stream (`seed`, `purpose`, `index` …), by SHA-256 over its name.
+    """Derive a 63-bit seed for the stream (`seed`, `purpose`, `index` …), by SHA-256 of its name.
 
     >>> derive_seed(0, "rollout", 3, 17) == derive_seed(0, "rollout", 3, 17)
     True
     """
-    name = "/".join(map(str, (seed, purpose, *index)))
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    parts: list[int | str] = [seed, purpose]
+    parts += index
+    name = "/".join(map(str, parts))
+    digest = hashlib.sha256(name.encode()).digest()
+    # NumPy and torch take signed 64-bit seeds, so one bit is dropped.
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def draw_indices(count: int, start: int, size: int, seed: Callable[[int], int]) -> list[int]:
-    """Draw the indices `start` … `start + size - 1` of the endless stream of epochs over `count`; `seed` is an epoch's.
+    """Draw the indices `start` … `start + size - 1` of an endless stream of epochs over `count`.
+
+    Args:
+        seed: returns the seed of an epoch, from 0.
 
     >>> sorted(draw_indices(6, 0, 3, abs) + draw_indices(6, 3, 3, abs))
     [0, 1, 2, 3, 4, 5]
     """
-    places = (divmod(place, count) for place in range(start, start + size))
-    return [permute_index(offset, count, seed(epoch)) for epoch, offset in places]
+    indices: list[int] = []
+    for position in range(start, start + size):
+        epoch, offset = divmod(position, count)
+        indices.append(permute_index(offset, count, seed(epoch)))
+    return indices
 
 
 def permute_index(index: int, count: int, seed: int) -> int:
-    """Return what stands at place `index` of a random order of 0 … `count` - 1, in constant time and memory.
+    """Return what stands at position `index` of a random order of 0 … `count` - 1.
 
-    It is the generalized Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite Domains", CT-RSA 2002),
-    repeated until the result is below `count`; xxh3-64 under `seed` makes it a shuffle, not a cipher."""
-    columns = -(-count // (rows := math.isqrt(count - 1) + 1))
+    It takes constant time and memory, by the generalized Feistel network of Black and Rogaway
+    ("Ciphers with Arbitrary Finite Domains", CT-RSA 2002), which is repeated until the result is
+    below `count`. xxh3-64 under `seed` is its round function: enough for a shuffle, not for a
+    cipher.
+    """
+    rows = math.isqrt(count - 1) + 1
+    columns = (count + rows - 1) // rows
     while True:
-        left = index % rows
-        right = index // rows
-        for turn in range(8):  # an even number, so that rows are rows again
-            mixed = left + xxhash.xxh3_64_intdigest(b"%d/%d" % (turn, right), seed)
-            left = right
-            right = mixed % (columns if turn % 2 else rows)
-        index = left + rows * right
+        # The cell of a grid, whose two coordinates are the halves of the network's block.
+        row = index % rows
+        column = index // rows
+        for round_number in range(ROUNDS):
+            mixed = row + xxhash.xxh3_64_intdigest(b"%d/%d" % (round_number, column), seed)
+            row = column
+            column = mixed % (columns if round_number % 2 else rows)
+        # Rows and columns were exchanged an even number of times.
+        index = row + rows * column
+        # The grid has up to rows + 1 cells more than there are indices.
         if index < count:
             return index

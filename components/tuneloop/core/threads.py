@@ -1,4 +1,4 @@
-"""Work that goes on beside the rest of a program, the signals that end it, and its end while threads may go on."""
+"""Work on threads beside a program, the signals that end it, and its end while threads run."""
 
 import atexit
 import contextlib
@@ -14,16 +14,16 @@ from signal import SIGINT, SIGTERM
 from typing import Any, NoReturn, TypeVar
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @contextmanager
 def repeat_in_background(work: Callable[[], object], pause_s: float) -> Iterator[None]:
     """Call `work` on another thread every `pause_s` seconds, until the block ends."""
-    over = threading.Event()
+    finished = threading.Event()
 
     def repeat() -> None:
-        while not over.wait(pause_s):
+        while not finished.wait(pause_s):
             work()
 
     thread = threading.Thread(target=repeat, daemon=True, name=work.__name__)
@@ -31,19 +31,23 @@ def repeat_in_background(work: Callable[[], object], pause_s: float) -> Iterator
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
 def map_ahead(
-    function: Callable[[Item], Made], items: Iterable[Item], threads: int = 1
-) -> Iterator[Made]:
-    """Yield `function` of each item, in order; `threads` threads work ahead, and at most as many results wait."""
-    waiting = deque[Future[Made]]()
+    function: Callable[[Item], Result], items: Iterable[Item], threads: int = 1
+) -> Iterator[Result]:
+    """Yield `function` of each item, in order, while `threads` threads work ahead.
+
+    At most as many results wait as there are threads.
+    """
+    waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for item in items:
                 waiting.append(pool.submit(function, item))
+                # One item a thread is worked on, and one is done.
                 if len(waiting) == 2 * threads:
                     yield waiting.popleft().result()
             while waiting:
@@ -56,31 +60,41 @@ def map_ahead(
 def forward_signals(
     handler: Callable[[int], object], numbers: Iterable[int] = (SIGTERM, SIGINT)
 ) -> Iterator[None]:
-    """Call `handler` with the number of each of these signals that arrives in the block. A handler of the caller's
-    hears them, too, as it may have more stages to run. Only the main thread hears signals; on another, do nothing."""
+    """Call `handler` with the number of each of these signals that arrives in the block.
+
+    The handler that was installed before is called, too, as its owner may have more stages to run.
+    Only the main thread can install handlers; on another one this does nothing.
+    """
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
         handler(number)
-        if callable(before := previous.get(number)) and before is not signal.default_int_handler:
-            before(number, frame)
+        earlier = previous.get(number)
+        # Python's own handler of SIGINT would raise KeyboardInterrupt in the midst of a step.
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)
 
-    with contextlib.suppress(ValueError):  # not the main thread
+    # On any thread but the main one `signal` raises ValueError.
+    with contextlib.suppress(ValueError):
         for number in numbers:
             previous[number] = signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 def end_process(code: int, report: Callable[[int], None] = lambda code: None) -> NoReturn:
-    """End this process with an exit code, after its threads and exit functions, and then `report` with the code.
+    """End this process with an exit code, after its threads and exit functions, and then `report`
+    with the code.
 
-    The interpreter is not finalized: that takes half a second where torch is loaded, and threads of native libraries
-    may still run then, and abort a command that has succeeded ("terminate called without an active exception")."""
-    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end: joins, then exit functions
+    The interpreter is not finalized: that takes half a second where torch is loaded, and threads of
+    native libraries may still run then, and abort a command that has succeeded ("terminate called
+    without an active exception").
+    """
+    # The interpreter does the same at its end: it joins threads, then calls exit functions.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
@@ -90,17 +104,23 @@ def end_process(code: int, report: Callable[[int], None] = lambda code: None) ->
 
 
 class Background:
-    """Work that a stage defers until its output is committed, one piece at most; no result depends on it. Code that
-    uses its product, or changes its input, waits for it first. `beside`: run it on a thread, as more stages follow."""
+    """Work that a stage defers until its output is committed, one piece at most.
+
+    No result depends on it. Code that uses its product, or changes its input, waits for it first.
+
+    Attributes:
+        is_concurrent: whether the work runs on a thread, as more stages follow.
+        work: the work that was begun on a thread, until it was waited for.
+    """
 
     def __init__(self) -> None:
-        self.beside = False
+        self.is_concurrent = False
         self.work: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Begin `work`, which no signal ends, once what was begun before is done. Raises as `wait`."""
+        """Begin `work`, which no signal ends, once earlier work is done. Raises as `wait`."""
         self.wait()
-        if self.beside:
+        if self.is_concurrent:
             pool = ThreadPoolExecutor(1)
             self.work = pool.submit(work)
             pool.shutdown(wait=False)
@@ -111,6 +131,7 @@ class Background:
     def wait(self) -> None:
         """Wait for the work that was begun, and raise the error that ended it."""
         work = self.work
+        # It counts as waited for even if it failed.
         self.work = None
         if work:
             work.result()

@@ -81,7 +81,7 @@ class Iterations:
         outputs: dict[str, str] = {}
         code = 0
         first = int(values["iteration"])
-        BACKGROUND.beside = True
+        BACKGROUND.is_concurrent = True
         end = max(first, min(self._last, first + -first % self._per_pod))
         try:
             length = PodLength(self._run, first) if self._auto else None
@@ -113,7 +113,7 @@ class Iterations:
         except StageEnded as error:
             code = error.code
         finally:
-            BACKGROUND.beside = False
+            BACKGROUND.is_concurrent = False
         if BACKGROUND.work:
             code = run_component(BACKGROUND.wait) or code
         return code, {} if code else outputs

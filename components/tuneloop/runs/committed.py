@@ -104,7 +104,7 @@ class CommittedArtifacts:
         if all_iterations is None:
             all_iterations = store.root is not None
         indexed = {
-            key: mark for key, (mark, _) in self._index.held.items() if MANIFEST_KEY.match(key)
+            key: mark for key, (mark, _) in self._index.files.items() if MANIFEST_KEY.match(key)
         }
         marks = _find_marks(store, {} if all_iterations else indexed)
         # The loop's own failure lies above the folders that are listed.

@@ -162,7 +162,7 @@ def release_device(stage: Stage, trainer: Trainer) -> None:
 
     On a GPU the trainer moves to the host's memory first, and stays there. Nothing happens without a lease, or if other
     stages follow in this process, which use the device again. Raises as `fencing.release_lease`."""
-    if BACKGROUND.beside or not os.environ.get(fencing.VARIABLE):
+    if BACKGROUND.is_concurrent or not os.environ.get(fencing.VARIABLE):
         return
     if trainer.ranks.device.type == "cuda":
         trainer.sleep()

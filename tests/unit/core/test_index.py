@@ -38,8 +38,8 @@ def read(place: Path) -> tuple[object, ...]:
 
 def test_a_long_run_is_indexed_and_a_short_one_is_not(written: Path, tmp_path: Path) -> None:
     index = Index(Store(f"{written}/run"))
-    assert {key.rpartition("/")[2] for key in index.held} == {"manifest.json", "metrics.jsonl"}
-    assert len(index.held) == FILES
+    assert {key.rpartition("/")[2] for key in index.files} == {"manifest.json", "metrics.jsonl"}
+    assert len(index.files) == FILES
     toy.make(f"{tmp_path}/run", 1)
     read(tmp_path)
     assert not (tmp_path / "run" / KEY).exists()
@@ -87,7 +87,7 @@ def test_two_readers_that_write_at_once_leave_a_whole_index(written: Path) -> No
     for each in readers:
         each.join()
     assert len(found) == 4 and all(each == found[0] for each in found)
-    assert len(Index(Store(f"{written}/run")).held) == FILES
+    assert len(Index(Store(f"{written}/run")).files) == FILES
 
 
 def test_what_was_written_again_is_read_again_and_what_is_gone_is_gone(tmp_path: Path) -> None:

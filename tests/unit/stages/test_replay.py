@@ -252,7 +252,7 @@ def test_state_is_written_beside_what_follows_and_before_the_next_update(
 ) -> None:
     whole = loop(tmp_path / "whole", base, 3, **ROUNDED)
     monkeypatch.setenv("TUNELOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(BACKGROUND, "beside", True)
+    monkeypatch.setattr(BACKGROUND, "is_concurrent", True)
     with serve_s3(tmp_path / "objects", Held) as server:
         made = loop("s3://bucket/run", base, 3, **ROUNDED)
         server.gates[3].set()  # type: ignore[attr-defined]

@@ -7,5 +7,5 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.threads import BACKGROUND
 
 if __name__ == "__main__":
-    BACKGROUND.beside = True
+    BACKGROUND.is_concurrent = True
     loop("s3://bucket/run", Artifact(sys.argv[1]), 2, **ROUNDED)
