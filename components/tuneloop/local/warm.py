@@ -64,8 +64,8 @@ STAGES = (
 )
 SERVER = (
     "tuneloop.core.component",
-    "tuneloop.inference.engines._follow",
-    "tuneloop.inference.engines._loop",
+    "tuneloop.inference.follower",
+    "tuneloop.inference.engine_loop",
     "uvicorn",
     "fastapi",
     "torch",
