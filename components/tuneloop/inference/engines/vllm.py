@@ -24,7 +24,7 @@ from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.capabilities import Capabilities
-from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
+from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._readback import read_back, reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
@@ -233,6 +233,9 @@ class Vllm:
         while not (finished := list(self.step())):
             pass
         return cast(Completion, finished[0][1]).prompt_logprobs or []
+
+    def report(self) -> EngineReport:
+        return EngineReport(determinism=self.determinism)
 
     def close(self) -> None:
         """End the engine, and vLLM's state of this process with it: other engines in the process end, too."""
