@@ -72,7 +72,7 @@ def engine(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Vllm:
             output_processor=SimpleNamespace(request_states={}),
         )
 
-    monkeypatch.setattr(vllm, "_start", start)
+    monkeypatch.setattr(vllm, "start_engine", start)
     monkeypatch.setattr(vllm, "reload_weights", lambda engine, model: worker.load(model))
     return Vllm({})
 
