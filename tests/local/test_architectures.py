@@ -22,8 +22,9 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.engines import Sampling
+from tuneloop.inference.engines._vllm_start import quiet_vllm
 from tuneloop.inference.engines.transformers import Transformers
-from tuneloop.inference.engines.vllm import Vllm, quiet_vllm
+from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.proof import prove_weights
 from tuneloop.stages.base_model import base_model
 from tuneloop.stages.export import export

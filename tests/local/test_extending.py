@@ -97,7 +97,10 @@ class Algorithm(grpo.Algorithm):
 ''',
     "components/tuneloop/inference/engines/added.py": '''
 """The engine of transformers under another name."""
+from tuneloop.inference.capabilities import Capabilities
 from tuneloop.inference.engines import transformers
+
+CAPABILITIES = Capabilities(deterministic=True)
 
 
 def check_engine_args(args, prefix="--engine-args "):

@@ -29,9 +29,9 @@ from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.formats.canary import write_canary
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference.conformance import Probe, run_checks
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client
-from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import open_engine
 from tuneloop.inference.proof import prove_weights
 from tuneloop.runs.delivery import list_deliveries

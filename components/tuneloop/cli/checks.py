@@ -22,6 +22,7 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
     it needs lacks an option."""
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
+    from tuneloop.inference.engines._vllm_start import INSTALL
     from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
@@ -33,7 +34,7 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
     Store(store).check_writable()
     for path, value in list_leaves(config):
         if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
-            raise UserError(path, value, vllm.INSTALL)
+            raise UserError(path, value, INSTALL)
     engine = config.get("engine")
     if isinstance(engine, Mapping) and engine.get("name") == "vllm":
         vllm.check_here(engine.get("args") or {}, "engine.args.")

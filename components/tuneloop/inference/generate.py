@@ -1,9 +1,9 @@
-"""What `rollout` and `evaluate` share: from prompts and a policy to completions that provably came from it."""
+"""What `rollout` and `evaluate` share: completions of prompts that provably came from a policy."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field
@@ -48,7 +48,10 @@ SHARED_FLAGS = (
 
 
 class SamplingOptions(EpisodeOptions):
-    """The parameters of a stage that samples. Each stage adds its own fields, and lists all in order in `flags`."""
+    """The parameters of a stage that samples.
+
+    Each stage adds its own fields, and lists all in order in `flags`.
+    """
 
     engine: str = Field("vllm", description="vllm, transformers, or a dotted path")
     endpoint: str | None = Field(
@@ -62,8 +65,8 @@ class SamplingOptions(EpisodeOptions):
     canary_tolerance: float | None = Field(
         None,
         gt=0,
-        description="mean absolute log-probability difference, in nats, between engine and trainer on the canary; "
-        "none: from the noise that the checkpoint states",
+        description="mean absolute log-probability difference, in nats, between engine and trainer "
+        "on the canary; none: from the noise that the checkpoint states",
     )
     engine_args: JsonObject = Field(
         {},
@@ -78,18 +81,24 @@ class SamplingOptions(EpisodeOptions):
 
 
 def input_identity(params: Any) -> JsonObject:
-    """Return the parameters that affect the output: the fleet's URL does not, being an address like `endpoint`."""
-    return {
-        "engine_args": {
-            name: value for name, value in params.engine_args.items() if name != "fleet"
-        }
-    }
+    """Return the parameters that affect the output.
+
+    The fleet's URL does not: it is an address, as `endpoint` is.
+    """
+    args = {name: value for name, value in params.engine_args.items() if name != "fleet"}
+    return {"engine_args": args}
 
 
 def sampling_stage(
     kind: str, role: Role, **results: type
 ) -> Callable[[Callable[..., Results]], Component]:
-    """Make a stage of a function that samples with an engine, and commits an artifact of the kind `kind`."""
+    """Make a stage of a function that samples with an engine.
+
+    Args:
+        kind: of the artifact that the stage commits.
+        role: of the stage in a loop.
+        results: names of the stage's results, and their types.
+    """
     return component(
         kind, image="rollout", accelerator=True, role=role, results=results, identity=input_identity
     )
@@ -97,9 +106,16 @@ def sampling_stage(
 
 @dataclass(frozen=True)
 class Job:
-    """Completions to make: one request for each row of prompts, with `n` seeds; episodes if there is an environment.
-    With `rounds` they grow in rounds, and `rows` begin with those of unfinished groups. Rows whose prompts leave too
-    little room are replaced, in place, by `spares`."""
+    """Completions to make: one request for each row of prompts.
+
+    Attributes:
+        rows: of prompts. With `rounds` they begin with those of unfinished groups.
+        groups: the name of each row's group.
+        n: completions of a prompt.
+        options: of the stage; it plays episodes if they name an environment.
+        rounds: completions grow in these, if there are any.
+        spares: replace, in place, rows whose prompts leave too little room for a completion.
+    """
 
     rows: list[JsonObject]
     groups: list[str]
@@ -112,40 +128,106 @@ class Job:
 def generate_completions(
     stage: Stage, policy: Artifact, job: Job, engine: Engine
 ) -> tuple[Any, list[Request], Sequence[Sequence[Completion]]]:
-    """Run `job` on `engine` once it is proved to serve `policy`; leave facts and timings in the stage. Return the
-    policy's tokenizer, the requests, and for each its completions. Raises UserError: a prompt cannot be encoded or
-    leaves too little room in the context; StaleWeights: the engine serves other weights."""
+    """Run `job` on `engine` once it is proved to serve `policy`.
+
+    Facts, notes and timings are left in the stage.
+
+    Returns:
+        The policy's tokenizer, the requests, and for each its completions.
+
+    Raises:
+        UserError: a prompt cannot be encoded, or leaves too little room in the context.
+        StaleWeights: the engine serves other weights.
+    """
     model = policy.part("model")
     options = job.options
     tokenizer = load_tokenizer(model)
-    make_request = functools.partial(_request, stage, tokenizer, job, read_vocabulary_size(model))
-    requests = [make_request(index) for index in range(len(job.rows))]
-    proofs: list[Proof] = []
-
-    def prove(one: Engine) -> None:
-        proofs.append(prove_weights(one, policy, options.canary_tolerance))
-
+    encode = functools.partial(_make_request, stage, tokenizer, job, read_vocabulary_size(model))
+    requests = [encode(index) for index in range(len(job.rows))]
     if isinstance(engine, Remote):
         engine.check = stage.check_stop
     with stage.timed("load"):
         engine.load(policy)
+    context = engine.context
     replace_long_prompts(
         stage,
         job.rows,
         job.groups,
         requests,
         job.spares,
-        make_request,
-        fixed=len(job.rounds.begun) if job.rounds else 0,
-        room=engine.context - options.max_tokens,
-        problem=f"tokens of prompt and {options.max_tokens} of completion exceed the context of {engine.context}; "
-        "shorten or drop the prompt, lower max_tokens, or raise the engine's max_model_len if the model allows it",
+        encode,
+        fixed=len(job.rounds.unfinished) if job.rounds else 0,
+        room=context - options.max_tokens,
+        problem=f"tokens of prompt and {options.max_tokens} of completion exceed the context of "
+        f"{context}; shorten or drop the prompt, lower max_tokens, or raise the engine's "
+        "max_model_len if the model allows it",
     )
-    with stage.timed("canary"):
-        engine.call_each(prove) if isinstance(engine, Replicas) else prove(engine)
-    if isinstance(engine, Remote):  # a proof holds for one process only
-        engine.prove = prove
+    proofs = _prove_engine(stage, engine, policy, options.canary_tolerance)
     sampling = Sampling(options.temperature, options.max_tokens, stop_ids(tokenizer, model))
+    bound = engine.report().max_staleness
+    completions = _sample(stage, policy, job, engine, requests, sampling, tokenizer, bound)
+    bound += job.rounds.oldest if job.rounds else 0
+    stage.facts["staleness"] = measure_staleness(policy, completions, bound)
+    stage.notes.update(engine.report().list_notes())
+    tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
+    tokens -= job.rounds.unfinished_tokens if job.rounds else 0
+    stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
+    weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
+    stage.facts.update(
+        version=policy.manifest.facts["version"],
+        digest=policy.manifest.digest,
+        engine=engine.name,
+        sampling={
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+            "n": job.n,
+            "top_p": 1.0,
+            "top_k": -1,
+        },
+        canary=weakest.distances,
+        proof=weakest.describe(policy),
+    )
+    return tokenizer, requests, completions
+
+
+def _prove_engine(
+    stage: Stage, engine: Engine, policy: Artifact, tolerance: float | None
+) -> list[Proof]:
+    """Prove that `engine` serves `policy`, each of its replicas.
+
+    Returns:
+        The proofs so far. The list grows while the engine is used, by one for each process that is
+        restarted: a proof holds for one process only.
+    """
+    proofs: list[Proof] = []
+
+    def prove(process: Engine) -> None:
+        proofs.append(prove_weights(process, policy, tolerance))
+
+    with stage.timed("canary"):
+        if isinstance(engine, Replicas):
+            engine.call_each(prove)
+        else:
+            prove(engine)
+    if isinstance(engine, Remote):
+        engine.prove = prove
+    return proofs
+
+
+def _sample(
+    stage: Stage,
+    policy: Artifact,
+    job: Job,
+    engine: Engine,
+    requests: list[Request],
+    sampling: Sampling,
+    tokenizer: Any,
+    bound: int,
+) -> Sequence[Sequence[Completion]]:
+    """Sample completions in rounds, in one call, or in turns with an environment.
+
+    `bound`: versions that a new token may be older than the policy.
+    """
     bar = stage.progress(len(requests), "prompts")
 
     def done(count: int) -> None:
@@ -153,63 +235,48 @@ def generate_completions(
         bar.update(count)
 
     seed = functools.partial(stage.seed, "sample")
-    bound = getattr(engine, "max_staleness", 0)
     with stage.timed("generate"):
-        completions: Sequence[Sequence[Completion]]
         if job.rounds:
+            # A round that mixes versions must not be carried on.
             check = functools.partial(measure_staleness, policy, bound=bound)
-            completions = job.rounds.grow_completions(engine, requests, sampling, seed, check, done)
-            bound += job.rounds.oldest
-        elif options.environment is None:
-            completions = engine.generate(requests, sampling, done)
-        else:
-            completions = play_episodes(
-                options, engine, job.rows, requests, sampling, tokenizer, seed, done
-            )
-    stage.facts["staleness"] = measure_staleness(policy, completions, bound)
-    for name in ("pulled", "replicas", "determinism"):  # only some engines have them
-        if said := getattr(engine, name, None):
-            stage.notes[name] = said
-    if refitted := getattr(engine, "refitted", None):
-        stage.notes["refitted"] = asdict(refitted)
-    tokens = sum(sum(get_sampled_mask(c)) for group in completions for c in group)
-    tokens -= job.rounds.begun_tokens if job.rounds else 0
-    stage.timings["generated_tokens_per_s"] = tokens / stage.timings["generate"]
-    weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
-    given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-    stage.facts.update(
-        version=policy.manifest.facts["version"],
-        digest=policy.manifest.digest,
-        engine=engine.name,
-        sampling={**given, "n": job.n, "top_p": 1.0, "top_k": -1},
-        canary=weakest.distances,
-        proof=weakest.describe(policy),
-    )
-    return tokenizer, requests, completions
+            return job.rounds.grow_completions(engine, requests, sampling, seed, check, done)
+        if job.options.environment is None:
+            return engine.generate(requests, sampling, done)
+        return play_episodes(
+            job.options, engine, job.rows, requests, sampling, tokenizer, seed, done
+        )
 
 
 def open_engine(options: SamplingOptions) -> contextlib.closing[Engine]:
-    """Open the engine that `options` name, for a ``with`` block. Raises UserError: it, or an argument, is unknown."""
+    """Open the engine that `options` name, for a ``with`` block.
+
+    Raises:
+        UserError: the engine, or an argument of it, is unknown.
+    """
     create = plugins.load_variant("engines", options.engine, "open_engine")
     return contextlib.closing(create(options.endpoint, options.engine_args, options.timeout_s))
 
 
-def _request(stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index: int) -> Request:
-    """Make the request of row `index`. Raises UserError: its prompt cannot be encoded, or has a token that the model
-    has no embedding for."""
+def _make_request(
+    stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index: int
+) -> Request:
+    """Make the request of the row at `index`.
+
+    Raises:
+        UserError: its prompt cannot be encoded, or has a token that the model has no embedding for.
+    """
     row = job.rows[index]
     group = job.groups[index]
-    begun = job.rounds and job.rounds.begun.get(group)
-    place = f"prompts row {name_row(row)}"
-    ids = begun.prompt_ids if begun else encode_prompt_row(tokenizer, row)
-    surplus = max(ids)
-    if surplus >= vocabulary_size:
-        token = tokenizer.convert_ids_to_tokens(surplus)
+    unfinished = job.rounds.unfinished.get(group) if job.rounds else None
+    ids = unfinished.prompt_ids if unfinished else encode_prompt_row(tokenizer, row)
+    highest = max(ids)
+    if highest >= vocabulary_size:
+        token = tokenizer.convert_ids_to_tokens(highest)
         remedy = (
-            f"the model has embeddings for {vocabulary_size} ids, and this token has {surplus}; "
+            f"the model has embeddings for {vocabulary_size} ids, and this token has {highest}; "
             "drop the row"
         )
-        raise UserError(place, token, remedy)
+        raise UserError(f"prompts row {name_row(row)}", token, remedy)
     seeds = [stage.seed("sample", request_id(group, sample)) for sample in range(job.n)]
     return Request(group, ids, seeds)
 
@@ -217,13 +284,23 @@ def _request(stage: Stage, tokenizer: Any, job: Job, vocabulary_size: int, index
 def measure_staleness(
     policy: Artifact, completions: Sequence[Sequence[Completion]], bound: int
 ) -> dict[str, float]:
-    """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`. Raises
-    StaleWeights: some are older than the bound, or newer than the policy."""
-    want = policy.manifest.facts["version"]
-    each = [v for group in completions for c in group for v in get_versions(c)]
-    if not each or not want - bound <= min(each) <= max(each) <= want:
+    """Measure how many versions the tokens are older than the policy.
+
+    Returns:
+        ``max``, ``mean``, and the `bound`.
+
+    Raises:
+        StaleWeights: some are older than the bound, or newer than the policy.
+    """
+    current = policy.manifest.facts["version"]
+    versions = [v for group in completions for c in group for v in get_versions(c)]
+    if not versions or not current - bound <= min(versions) <= max(versions) <= current:
         raise StaleWeights(
-            f"completions were made by versions {sorted(set(each))} instead of {want}: the weights changed during the "
-            "batch; let one loop at a time use the server"
+            f"completions were made by versions {sorted(set(versions))} instead of {current}: the "
+            "weights changed during the batch; let one loop at a time use the server"
         )
-    return {"max": want - min(each), "mean": want - sum(each) / len(each), "bound": bound}
+    return {
+        "max": current - min(versions),
+        "mean": current - sum(versions) / len(versions),
+        "bound": bound,
+    }

@@ -22,11 +22,11 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
 from tuneloop.formats.rollouts import Completion, Request
+from tuneloop.inference.engine_loop import EngineLoop, Mode, Ticket
 from tuneloop.inference.engines import Sampling
-from tuneloop.inference.engines._follow import Follower
-from tuneloop.inference.engines._loop import EngineLoop, Mode, Ticket
 from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.follower import Follower
 from tuneloop.inference.guard import TokenGuard
 from tuneloop.inference.refusals import Refused, create_app
 

@@ -1,8 +1,9 @@
-"""Completions of several turns: the policy speaks, an environment replies, and so on, in one growing list of ids.
+"""Completions of several turns: the policy speaks, an environment replies, and so on.
 
-The prompt of each turn is, id by id, the input and output of the engine in the turns before and the encoded reply: no
-sampled token is ever tokenized again. So one pass over the whole list gives every turn's log-probabilities, and all
-that `policy_update` needs to know is which tokens were sampled.
+They are one growing list of ids. The prompt of each turn is, id by id, the input and output of the
+engine in the turns before and the encoded reply: no sampled token is ever tokenized again. So one
+pass over the whole list gives every turn's log-probabilities, and all that `policy_update` needs to
+know is which tokens were sampled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +22,25 @@ from tuneloop.inference.engines import Engine, Sampling
 
 
 def _check_args(args: JsonObject, info: ValidationInfo) -> JsonObject:
-    """Refuse arguments that the environment does not have; one that only the stage's image has is checked there."""
-    name = info.data.get("environment", "")  # empty: refused already
+    """Refuse arguments that the environment lacks; those of a third party's are checked later."""
+    # The name is absent where it was refused already.
+    name = info.data.get("environment", "")
     if args and name is None:
         raise ValueError("goes with environment: set both, or neither")
     if name in plugins.list_shipped_variants("environments"):
-        _find(name, args)
+        _find_factory(name, args)
     return args
 
 
-def _find(name: str, args: JsonMapping, prefix: str = "") -> Callable[..., Environment]:
-    """Find the factory of the environment `name`, and check its arguments' names; `prefix` begins their errors."""
-    factory = plugins.load_variant("environments", name)
-    create: Callable[..., Environment] = (
-        factory if callable(factory) else factory.create_environment
-    )
+def _find_factory(name: str, args: JsonMapping, prefix: str = "") -> Callable[..., Environment]:
+    """Find the factory of an environment, and check the names of its arguments.
+
+    Raises:
+        UserError: there is no such environment, or it lacks an argument (`prefix` + its name).
+    """
+    variant = plugins.load_variant("environments", name)
+    create: Callable[..., Environment]
+    create = variant if callable(variant) else variant.create_environment
     plugins.check_variant_args(name, create, args, first=1, prefix=prefix)
     return create
 
@@ -53,75 +58,85 @@ class EpisodeOptions(Options):
     max_turns: int = Field(8, ge=1, description="maximum turns of the policy in an environment")
     keep_reasoning: bool = Field(
         False,
-        description="accept a chat template that strips earlier turns' reasoning; tuneloop keeps it",
+        description="accept a chat template that strips earlier turns' reasoning; "
+        "tuneloop keeps it",
     )
 
     def open_environment(self, row: JsonMapping) -> Environment:
-        """Open the environment of a new episode. Raises UserError: an argument or the row does not suit it."""
-        create = _find(self.environment or "", self.environment_args, "environment_args.")
+        """Open the environment of a new episode.
+
+        Raises:
+            UserError: an argument or the row does not suit it.
+        """
+        prefix = "environment_args."
+        create = _find_factory(self.environment or "", self.environment_args, prefix)
         try:
             environment: Environment = validate_call(create)(row, **self.environment_args)
         except ValidationError as error:
-            raise convert_validation_error(error, "environment_args.") from None
+            raise convert_validation_error(error, prefix) from None
         return environment
 
 
 @dataclass
-class _Live:
-    """An episode that has not ended."""
+class _LiveEpisode:
+    """An episode that has not ended.
+
+    `ids`, `logprobs`, `versions` and `mask` have one entry for each token after the prompt; `turn`
+    has the ids that the policy sampled last.
+    """
 
     id: str
     prompt: list[int]
     environment: Environment
-    chat: bool
+    is_chat: bool
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
     turns: int = 0
     finish_reason: FinishReason = "abort"
     reward: float | None = None
     escape: str = ""
 
-    def hear(self, completion: Completion) -> None:
+    def add_turn(self, completion: Completion) -> None:
+        """Append what the policy said."""
         self.versions += get_versions(completion)
-        self.extend(completion.ids, completion.logprobs, sampled=True)
-        self.last, self.turns, self.finish_reason = (
-            completion.ids,
-            self.turns + 1,
-            completion.finish_reason,
-        )
+        self._extend(completion.ids, completion.logprobs, is_sampled=True)
+        self.turn = completion.ids
+        self.turns += 1
+        self.finish_reason = completion.finish_reason
 
-    def extend(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+    def add_reply(self, ids: Sequence[int]) -> None:
+        """Append what the environment said; its ids have the version of the turn before."""
+        self.versions += self.versions[-1:] * len(ids)
+        self._extend(ids, [0.0] * len(ids), is_sampled=False)
+
+    def _extend(self, ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
         self.ids += ids
         self.logprobs += logprobs
-        self.mask += [sampled] * len(ids)
+        self.mask += [is_sampled] * len(ids)
 
-    def episode(self) -> Episode:
-        facts = {
-            "turns": self.turns,
-            "reward": self.reward,
-            **({"escape": self.escape} if self.escape else {}),
-        }
-        start = self.versions[0]
-        end = self.versions[-1]
+    def finish(self) -> Episode:
+        facts: JsonObject = {"turns": self.turns, "reward": self.reward}
+        if self.escape:
+            facts["escape"] = self.escape
         return Episode(
             self.ids,
             self.logprobs,
             self.finish_reason,
-            start,
-            end,
+            self.versions[0],
+            self.versions[-1],
             self.versions,
             None,
             self.mask,
-            self.last,
+            self.turn,
             facts,
         )
 
 
 def play_episodes(
-    how: EpisodeOptions,
+    options: EpisodeOptions,
     engine: Engine,
     rows: Sequence[JsonMapping],
     requests: Sequence[Request],
@@ -130,63 +145,87 @@ def play_episodes(
     seed: Callable[[str, int], int],
     done: Callable[[int], None],
 ) -> list[list[Episode]]:
-    """Play episodes, and return them in the order of `requests` (one per row of prompts in `rows`) and of their seeds.
+    """Play episodes, and return them in the order of `requests` and of their seeds.
 
-    All unfinished episodes take their turns together, and the environment gets every turn. An episode ends when the
-    environment says so, or with the finish reason ``length`` if a turn reaches `sampling.max_tokens`, after
-    `how.max_turns` turns, or if reply and next turn do not fit the engine's context (the reply is dropped). `seed` gets
-    an episode's name and the number of a later turn; `done` gets the number of requests whose episodes have ended."""
-    everyone = [
+    All unfinished episodes take their turns together, and the environment gets every turn. An
+    episode ends when the environment says so. It ends with the finish reason ``length`` if a turn
+    reaches `sampling.max_tokens`, after `options.max_turns` turns, or if reply and next turn do not
+    fit the engine's context (the reply is dropped).
+
+    Args:
+        options: of the episodes.
+        engine: serves the policy.
+        rows: of prompts, one for each of `requests`.
+        requests: the first turns.
+        sampling: of one turn.
+        tokenizer: the policy's.
+        seed: called with an episode's name and the number of a later turn.
+        done: called with the number of requests whose episodes have ended.
+    """
+    groups = [
         [
-            _Live(f"{r.id}-s{s:02d}", r.prompt_ids, how.open_environment(row), row["chat"])
-            for s in range(len(r.seeds))
+            _LiveEpisode(
+                f"{request.id}-s{sample:02d}",
+                request.prompt_ids,
+                options.open_environment(row),
+                row["chat"],
+            )
+            for sample in range(len(request.seeds))
         ]
-        for row, r in zip(rows, requests)
+        for row, request in zip(rows, requests)
     ]
-    over = 0
+    ended = 0
 
-    def beat(_: int) -> None:
-        done(over)
+    def report_progress(_: int) -> None:
+        done(ended)
 
-    for group, said in zip(everyone, engine.generate(requests, sampling, beat)):
-        for one, completion in zip(group, said, strict=True):
-            one.hear(completion)
-    alive = [one for group in everyone for one in group]
-    while alive := list(_still(alive, how, engine, sampling, tokenizer)):
-        names = {one.id for one in alive}
-        over = sum(all(one.id not in names for one in group) for group in everyone)
-        turns = [Request(one.id, one.prompt + one.ids, [seed(one.id, one.turns)]) for one in alive]
-        for one, (completion,) in zip(alive, engine.generate(turns, sampling, beat)):
-            one.hear(completion)
+    answers = engine.generate(requests, sampling, report_progress)
+    for group, completions in zip(groups, answers):
+        for episode, completion in zip(group, completions, strict=True):
+            episode.add_turn(completion)
+    live = [episode for group in groups for episode in group]
+    while live := list(_step_environments(live, options, engine, sampling, tokenizer)):
+        names = {episode.id for episode in live}
+        ended = sum(all(episode.id not in names for episode in group) for group in groups)
+        turns = [
+            Request(episode.id, episode.prompt + episode.ids, [seed(episode.id, episode.turns)])
+            for episode in live
+        ]
+        for episode, (completion,) in zip(live, engine.generate(turns, sampling, report_progress)):
+            episode.add_turn(completion)
     done(len(requests))
-    return [[one.episode() for one in group] for group in everyone]
+    return [[episode.finish() for episode in group] for group in groups]
 
 
-def _still(
-    alive: Sequence[_Live], how: EpisodeOptions, engine: Engine, sampling: Sampling, tokenizer: Any
-) -> Iterator[_Live]:
+def _step_environments(
+    live: Sequence[_LiveEpisode],
+    options: EpisodeOptions,
+    engine: Engine,
+    sampling: Sampling,
+    tokenizer: Any,
+) -> Iterator[_LiveEpisode]:
     """Let the environments reply, and yield the episodes in which the policy has another turn."""
-    for one in alive:
-        turn = decode_ids(tokenizer, one.last)
-        reply = one.environment.step(turn)
-        one.reward = reply.reward
-        one.escape = reply.escape
-        if reply.done or reply.escape or one.finish_reason != "stop":
+    for episode in live:
+        text = decode_ids(tokenizer, episode.turn)
+        reply = episode.environment.step(text)
+        episode.reward = reply.reward
+        episode.escape = reply.escape
+        if reply.done or reply.escape or episode.finish_reason != "stop":
             continue
         ids = encode_reply(
             tokenizer,
             reply.text,
-            one.chat,
+            episode.is_chat,
             reply.role,
             sampling.stop_token_ids,
-            how.keep_reasoning,
-            turn=turn,
-            last=one.last[-1],
+            options.keep_reasoning,
+            turn=text,
+            last=episode.turn[-1],
         )
-        room = engine.context - len(one.prompt) - len(one.ids) - len(ids)
-        if one.turns == how.max_turns or room < sampling.max_tokens:
-            one.finish_reason = "length"
+        room = engine.context - len(episode.prompt) - len(episode.ids) - len(ids)
+        # The next turn has to have its full length: a shorter one would be another distribution.
+        if episode.turns == options.max_turns or room < sampling.max_tokens:
+            episode.finish_reason = "length"
             continue
-        one.versions += one.versions[-1:] * len(ids)
-        one.extend(ids, [0.0] * len(ids), sampled=False)
-        yield one
+        episode.add_reply(ids)
+        yield episode

@@ -1,7 +1,8 @@
-"""Completions that grow in rounds, so that a batch is complete while longer ones continue in the next iteration.
+"""Completions that grow in rounds, so that a batch is complete while longer ones continue later.
 
-A round is one call of the engine. When to stop depends on how many groups have ended, and on no clock: the same tokens
-give the same rounds, however often a stage is restarted."""
+A round is one call of the engine. When to stop depends on how many groups have ended, and on no
+clock: the same tokens give the same rounds, however often a stage is restarted.
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,38 +10,39 @@ from dataclasses import dataclass, replace
 
 from tuneloop.core.errors import UserError
 from tuneloop.formats.carried import Begun
-from tuneloop.formats.rollouts import Completion, FinishReason, Request, get_versions, request_id
+from tuneloop.formats.rollouts import Completion, Request, get_versions, request_id
 from tuneloop.inference.engines import Engine, Sampling
 
 
-def bound_staleness(rounds: int, groups: int, wanted: int) -> int:
+def bound_staleness(rounds: int, groups: int, batch_groups: int) -> int:
     """Return the maximum number of iterations that a token waits for the update that trains on it.
 
-    Each iteration has at least one round, so a group has ended after `rounds` iterations. The first of these takes
-    `wanted` groups out, which leaves `groups - wanted` that are no newer; these are taken out first once they end."""
-    batches = -(-groups // wanted)
+    Each iteration has at least one round, so a group has ended after `rounds` iterations. The first
+    of these takes `batch_groups` groups out, which leaves `groups - batch_groups` that are no
+    newer. These are taken out first once they end.
+    """
+    batches = -(-groups // batch_groups)
     return max(rounds, 2) + batches - 3 if batches > 1 else 0
-
-
-def has_ended(said: Completion, max_tokens: int) -> bool:
-    """Return whether a completion needs no further token."""
-    return said.finish_reason != "length" or len(said.ids) >= max_tokens
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """All completions grow by at most `size` tokens in a round, until `wanted` groups have ended. `begun`: unfinished
-    groups of earlier iterations, by name; `oldest`: how many versions older than the policy their tokens may be."""
+    """All completions grow by `size` tokens in a round, until `batch_groups` groups have ended.
+
+    Attributes:
+        oldest: versions that the tokens of unfinished groups may be older than the policy.
+        unfinished: groups of earlier iterations that have not ended, by name.
+    """
 
     size: int
-    wanted: int
+    batch_groups: int
     oldest: int
-    begun: Mapping[str, Begun]
+    unfinished: Mapping[str, Begun]
 
     @property
-    def begun_tokens(self) -> int:
+    def unfinished_tokens(self) -> int:
         """The number of tokens that earlier iterations sampled for unfinished groups."""
-        return sum(len(said.ids) for each in self.begun.values() for said in each.completions)
+        return sum(len(c.ids) for group in self.unfinished.values() for c in group.completions)
 
     def grow_completions(
         self,
@@ -51,76 +53,99 @@ class Rounds:
         check: Callable[[Sequence[Sequence[Completion]]], object],
         done: Callable[[int], None],
     ) -> list[list[Completion]]:
-        """Return the completions of all `requests`, ended or not. `seed` gets the name and the length of a completion
-        that continues; `check` gets all completions after a round; `done` gets the number of groups that have ended."""
-        nothing = Completion([], [], "length", 0, 0)
+        """Return the completions of all `requests`, ended or not.
+
+        Args:
+            engine: serves the policy.
+            requests: one for each group, of unfinished groups too.
+            sampling: of whole completions; a round takes fewer tokens.
+            seed: called with the name and the length of a completion that continues.
+            check: called with the new part of each completion after a round.
+            done: called with the number of groups that have ended.
+
+        Raises:
+            UserError: the engine gave no token to a completion.
+        """
+        empty = Completion([], [], "length", 0, 0)
         groups = [
-            [*self.begun[each.id].completions]
-            if each.id in self.begun
-            else [nothing] * len(each.seeds)
-            for each in requests
+            list(self.unfinished[request.id].completions)
+            if request.id in self.unfinished
+            else [empty] * len(request.seeds)
+            for request in requests
         ]
         ended = 0
 
-        def beat(_: int) -> None:
+        def report_progress(_: int) -> None:
             done(ended)
 
         while True:
-            asked, places = _list_live(requests, groups, sampling.max_tokens, seed)
-            made = engine.generate(asked, replace(sampling, max_tokens=self.size), beat)
-            check(made)
-            for (group, sample), new in zip(
-                places, itertools.chain.from_iterable(made), strict=True
-            ):
-                said = groups[group][sample]
-                if not new.ids:
-                    raise UserError(
-                        "engine",
-                        engine.name,
-                        "gave no token to a completion; each takes one at least",
-                    )
-                # An engine may say length although the last token is a stop token: nothing is sampled after that.
-                reason: FinishReason = (
-                    "stop" if new.ids[-1] in sampling.stop_token_ids else new.finish_reason
-                )
-                versions = get_versions(said) + get_versions(new)
-                whole = said.ids + new.ids, said.logprobs + new.logprobs, reason
-                groups[group][sample] = Completion(*whole, versions[0], versions[-1], versions)
-            ended = sum(
-                all(has_ended(said, sampling.max_tokens) for said in each) for each in groups
-            )
-            if ended >= self.wanted:
+            parts, places = _list_live(requests, groups, sampling.max_tokens, seed)
+            limited = replace(sampling, max_tokens=self.size)
+            answers = engine.generate(parts, limited, report_progress)
+            check(answers)
+            additions = itertools.chain.from_iterable(answers)
+            for (group, sample), addition in zip(places, additions, strict=True):
+                if not addition.ids:
+                    problem = "gave no token to a completion; each takes one at least"
+                    raise UserError("engine", engine.name, problem)
+                groups[group][sample] = _join(groups[group][sample], addition, sampling)
+            ended = sum(_is_ended(group, sampling.max_tokens) for group in groups)
+            if ended >= self.batch_groups:
                 return groups
 
     def divide_groups(
         self, groups: Sequence[Sequence[Completion]], max_tokens: int
     ) -> tuple[list[int], list[int]]:
-        """Divide groups, by their places, into the first `wanted` that have ended and all others."""
-        ended = [
-            i for i, each in enumerate(groups) if all(has_ended(said, max_tokens) for said in each)
-        ]
-        batch = ended[: self.wanted]
+        """Divide groups into the batch, the first that have ended, and the others, by place."""
+        ended = [i for i, group in enumerate(groups) if _is_ended(group, max_tokens)]
+        batch = ended[: self.batch_groups]
         return batch, sorted({*range(len(groups))} - {*batch})
+
+
+def _join(completion: Completion, addition: Completion, sampling: Sampling) -> Completion:
+    """Append the tokens of a round to a completion."""
+    versions = get_versions(completion) + get_versions(addition)
+    # An engine may say length although the last token is a stop token: nothing follows that.
+    is_stopped = addition.ids[-1] in sampling.stop_token_ids
+    return Completion(
+        completion.ids + addition.ids,
+        completion.logprobs + addition.logprobs,
+        "stop" if is_stopped else addition.finish_reason,
+        versions[0],
+        versions[-1],
+        versions,
+    )
+
+
+def _needs_tokens(completion: Completion, max_tokens: int) -> bool:
+    return completion.finish_reason == "length" and len(completion.ids) < max_tokens
+
+
+def _is_ended(group: Sequence[Completion], max_tokens: int) -> bool:
+    return not any(_needs_tokens(completion, max_tokens) for completion in group)
 
 
 def _list_live(
     requests: Sequence[Request],
     groups: Sequence[Sequence[Completion]],
-    most: int,
+    max_tokens: int,
     seed: Callable[[str, int], int],
 ) -> tuple[list[Request], list[tuple[int, int]]]:
-    """List the requests of a round, one for a new group and one for each completion that continues; and the group and
-    completion to which each answer belongs."""
-    asked: list[Request] = []
+    """List the requests of a round: one for a new group, one for each completion that continues.
+
+    Also list the group and the completion to which each answer belongs.
+    """
+    parts: list[Request] = []
     places: list[tuple[int, int]] = []
-    for place, (request, group) in enumerate(zip(requests, groups)):
-        live = [i for i, said in enumerate(group) if not has_ended(said, most)]
-        places += [(place, i) for i in live]
+    for number, (request, group) in enumerate(zip(requests, groups)):
+        live = [i for i, sample in enumerate(group) if _needs_tokens(sample, max_tokens)]
+        places += [(number, i) for i in live]
+        # The completions of a new group share its prompt, which the engine computes once.
         if not group[0].ids:
-            asked.append(request)
+            parts.append(request)
             continue
         for i in live:
             name = request_id(request.id, i)
             ids = group[i].ids
-            asked.append(Request(name, request.prompt_ids + ids, [seed(name, len(ids))]))
-    return asked, places
+            parts.append(Request(name, request.prompt_ids + ids, [seed(name, len(ids))]))
+    return parts, places

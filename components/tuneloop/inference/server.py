@@ -37,9 +37,9 @@ from tuneloop.core.json_types import JsonObject
 from tuneloop.core.program import Parser
 from tuneloop.core.server_token import VARIABLE, read_tokens
 from tuneloop.core.store import Store
-from tuneloop.inference.engines._follow import Follower
-from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.follower import Follower
 from tuneloop.inference.guard import TimedProtocol
 from tuneloop.inference.http_api import HttpApi, change_policy
 from tuneloop.inference.refusals import Refused

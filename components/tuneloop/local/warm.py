@@ -36,7 +36,7 @@ from typing import Literal, NoReturn, cast
 from tuneloop.core.processor import find_answer
 from tuneloop.core.provenance import code_digest, list_packages
 from tuneloop.core.threads import end_process
-from tuneloop.inference.engines.vllm import quiet_vllm
+from tuneloop.inference.engines._vllm_start import quiet_vllm
 from tuneloop.local.spawn import adopt_orphans, die_with_parent, end_all, serve_requests
 
 Kind = Literal["stages", "server"]
@@ -64,8 +64,8 @@ STAGES = (
 )
 SERVER = (
     "tuneloop.core.component",
-    "tuneloop.inference.engines._follow",
-    "tuneloop.inference.engines._loop",
+    "tuneloop.inference.follower",
+    "tuneloop.inference.engine_loop",
     "uvicorn",
     "fastapi",
     "torch",

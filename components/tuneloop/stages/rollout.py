@@ -113,7 +113,7 @@ def rollout(stage: Stage, policy: Input, prompts: Input, *, options: RolloutOpti
     )
     size, told = options.oversampled_prompts or wanted, dict[str, float]()
     rounds, drawn = _open_rounds(stage, policy, options)
-    begun = rounds.begun if rounds else {}
+    begun = rounds.unfinished if rounds else {}
     places = draw_indices(
         total, drawn, size - len(begun), partial(derive_seed, options.seed, "prompts")
     )

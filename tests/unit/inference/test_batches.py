@@ -8,8 +8,8 @@ import pytest
 from tests.unit.inference.rollout_server import Digits
 from tests.waiting import LIMIT_S
 from tuneloop.formats.rollouts import Request
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines import Sampling
-from tuneloop.inference.engines._loop import EngineLoop
 
 
 class Watched(Digits):

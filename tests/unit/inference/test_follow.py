@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from tests.making import checkpoint_artifact
 from tests.waiting import LIMIT_S, until
-from tuneloop.inference.engines import _follow
-from tuneloop.inference.engines._follow import Follower, prove_tensors
-from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference import follower as follower_module
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines._readback import Readback
 from tuneloop.inference.engines.vllm import Vllm
+from tuneloop.inference.follower import Follower, prove_tensors
 from tuneloop.inference.http_api import HttpApi
 from tuneloop.weights.publish import publish_version
 
@@ -57,7 +57,7 @@ def test_a_version_is_reported_once_it_is_verified(
 
     loop, seen = EngineLoop(engine), list[dict[str, Any]]()
     monkeypatch.setattr(engine, "change", change)
-    monkeypatch.setattr(_follow, "prove_tensors", prove)
+    monkeypatch.setattr(follower_module, "prove_tensors", prove)
     api = HttpApi(
         loop,
         follower := Follower(loop, str(tmp_path / "weights"), tmp_path / "at", 0.01, "wait", None),

@@ -21,10 +21,10 @@ from tuneloop.core.errors import UserError
 from tuneloop.core.server_token import VARIABLE, create_token_file
 from tuneloop.formats.rollouts import Request
 from tuneloop.inference import guard
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines import Sampling
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._connection import Lost
-from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines.endpoint import open_engine
 from tuneloop.inference.fleet import Worker
 from tuneloop.inference.http_api import HttpApi

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.policies import commit_policy
 from tests.unit.inference.rollout_server import Digits
 from tuneloop.core.artifacts import Artifact
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines import vllm
-from tuneloop.inference.engines._loop import EngineLoop
 from tuneloop.inference.engines._tensors import compare_state
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.http_api import HttpApi
@@ -72,7 +72,7 @@ def engine(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Vllm:
             output_processor=SimpleNamespace(request_states={}),
         )
 
-    monkeypatch.setattr(vllm, "_start", start)
+    monkeypatch.setattr(vllm, "start_engine", start)
     monkeypatch.setattr(vllm, "reload_weights", lambda engine, model: worker.load(model))
     return Vllm({})
 

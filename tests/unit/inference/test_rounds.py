@@ -102,7 +102,7 @@ def test_completions_grow_until_enough_groups_have_ended() -> None:
 
     begun = {name: Begun({}, PROMPT, made[i]) for i, name in enumerate(lengths) if i in (0, 2)}
     later = Rounds(2, 2, 1, begun)
-    assert later.begun_tokens == 1 + 4 + 4 + 4
+    assert later.unfinished_tokens == 1 + 4 + 4 + 4
     engine = Given(4, lambda name, sample: 1 if name == "e" else lengths[name][sample])
     whole = play(engine, later, ["a", "c", "e"], 2, 6)
     assert [[r.id for r in asked] for asked in engine.asked] == [["a-s01", "c-s00", "c-s01", "e"]]

@@ -17,7 +17,7 @@ from tests.waiting import LIMIT_S, until
 from tuneloop.core.artifacts import Artifact, Draft
 from tuneloop.core.errors import UserError
 from tuneloop.inference import http_api
-from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm
 from tuneloop.inference.server import _open_policy, _parse
 

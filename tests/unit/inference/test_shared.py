@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from tests.unit.inference.rollout_server import BODY, Digits
 from tests.waiting import LIMIT_S, until
 from tuneloop.inference import http_api
-from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines._tensors import Readback
 from tuneloop.inference.http_api import HttpApi
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.waiting import LIMIT_S, until
 from tuneloop.core.errors import UserError
-from tuneloop.inference.engines._loop import EngineLoop
+from tuneloop.inference.engine_loop import EngineLoop
 from tuneloop.inference.engines.vllm import Vllm, check_engine_args, open_engine
 from tuneloop.inference.refusals import Refused
 from tuneloop.sharing import snapshot

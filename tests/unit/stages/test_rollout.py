@@ -271,11 +271,10 @@ class Foreign:
 
     def __init__(self) -> None:
         self.inner = Transformers(dtype="bfloat16")
-        self.generate, self.score, self.close = (
-            self.inner.generate,
-            self.inner.score,
-            self.inner.close,
-        )
+        self.generate = self.inner.generate
+        self.score = self.inner.score
+        self.report = self.inner.report
+        self.close = self.inner.close
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         self.inner.load(policy, force=force)

@@ -1,24 +1,33 @@
 """Engines, which turn prompt ids into completion ids.
 
-A variant is a module with ``open_engine(endpoint, args, timeout_s) -> Engine``, which `rollout` and `evaluate` call. An
-engine serves one set of weights at a time and says which. A module that ships with tuneloop also has
-``check_engine_args(args, prefix)``, called before anything runs, and so imports no library at its head.
+A variant is a module with ``open_engine(endpoint, args, timeout_s) -> Engine``, which `rollout` and
+`evaluate` call. An engine serves one set of weights at a time and says which. A module that ships
+with tuneloop also has ``CAPABILITIES`` (`tuneloop.inference.capabilities`) and
+``check_engine_args(args, prefix)``. Both are read before anything runs, on a machine that may lack
+the engine's libraries, and so the module imports none of these at its head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from tuneloop.core import plugins
 from tuneloop.core.artifacts import Artifact
+from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.formats.rollouts import Completion, Request, TokenId
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling in vLLM's terms, without top-p or top-k. Temperature 0 is greedy; completions include the stop token."""
+    """Sampling in vLLM's terms, without top-p or top-k.
+
+    Attributes:
+        temperature: 0 is greedy.
+        max_tokens: of a completion.
+        stop_token_ids: a completion ends with the first of these that is sampled, and includes it.
+    """
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 16
@@ -29,8 +38,41 @@ Done = Callable[[int], None]
 """Called with the number of requests finished so far; what it raises ends the generation."""
 
 
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine says of itself since it loaded a policy. The defaults say nothing.
+
+    Attributes:
+        max_staleness: versions that a token may be older than the policy.
+        pulled: timings of the last pull of a published version, by its servers.
+        replicas: URL of a server → the ``requests`` that it finished and, if it was ``lost``, why.
+        determinism: what decides the bits: ``device``, ``threads``, ``batch_invariant``.
+        refitted: timings of the last refit of its fleet.
+    """
+
+    max_staleness: int = 0
+    pulled: JsonMapping = field(default_factory=dict)
+    replicas: JsonMapping = field(default_factory=dict)
+    determinism: JsonMapping = field(default_factory=dict)
+    refitted: JsonMapping = field(default_factory=dict)
+
+    def list_notes(self) -> JsonObject:
+        """Return what a stage's manifest notes of the engine: only what the engine has."""
+        notes = {
+            "pulled": self.pulled,
+            "replicas": self.replicas,
+            "determinism": self.determinism,
+            "refitted": self.refitted,
+        }
+        return {name: note for name, note in notes.items() if note}
+
+
 class Engine(Protocol):
-    """Generates and scores with the checkpoint of `version` and `digest`; they are -1 and "" while none is loaded."""
+    """Generates and scores with the checkpoint of `version` and `digest`.
+
+    They are -1 and "" while none is loaded. `context` is the maximum number of tokens of a prompt
+    with its completion.
+    """
 
     name: str
     context: int
@@ -38,7 +80,7 @@ class Engine(Protocol):
     digest: str
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Serve the weights of a checkpoint artifact; nothing is done if its digest is served, unless `force`."""
+        """Serve the weights of a checkpoint; do nothing if its digest is served, unless `force`."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Done
@@ -46,7 +88,13 @@ class Engine(Protocol):
         """Generate completions, in the order of `requests` and their seeds."""
 
     def score(self, ids: Sequence[int]) -> list[float]:
-        """Compute the log-probability at temperature 1 of each id but the first, given those before it."""
+        """Compute the log-probability, at temperature 1, of each id but the first.
+
+        Each is computed given all ids before it, in nats.
+        """
+
+    def report(self) -> EngineReport:
+        """Report what the engine did since it loaded the policy."""
 
     def close(self) -> None:
         """Release memory and connections."""
@@ -54,9 +102,13 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Remote(Engine, Protocol):
-    """An engine in another process, which may die and be restarted while it is used. `check` is called during a wait
-    for that process; an error that it raises ends the wait. `prove` is called with the engine once a restarted process
-    serves the policy, and raises an error if it does not."""
+    """An engine in another process, which may die and be restarted while it is used.
+
+    Attributes:
+        check: called during a wait for that process; an error that it raises ends the wait.
+        prove: called with the engine once a restarted process serves the policy; raises an error
+            if it does not.
+    """
 
     check: Callable[[], None]
     prove: Callable[[Engine], None]
@@ -95,10 +147,15 @@ class Readable(Engine, Protocol):
     """An engine whose tensors can be compared with a checkpoint's."""
 
     def read_back(self, policy: Artifact) -> TensorProof | None:
-        """Compare the tensors that the engine holds with those of a checkpoint; None if it cannot."""
+        """Compare the tensors that the engine holds with a checkpoint's; None if it cannot."""
 
 
-def check_args(name: str, args: Mapping[str, Any], prefix: str) -> None:
-    """Raise UserError for an argument that a shipped engine refuses; its field is `prefix` and the argument's name."""
+def check_args(name: str, args: JsonMapping, prefix: str) -> None:
+    """Check the arguments of a shipped engine; those of any other engine are checked in its stage.
+
+    Raises:
+        UserError: the engine refuses one; the field is `prefix` and the argument's name.
+    """
+    # What the user chose has to be refused before its libraries are needed.
     if name in plugins.list_shipped_variants("engines"):
         plugins.load_variant("engines", name, "check_engine_args")(args, prefix)

@@ -1,18 +1,19 @@
 """The client of `tuneloop.inference.server`: an `Engine` over HTTP.
 
-Requests are sent in groups, up to `PROMPTS` and `TOKENS` per POST. The reply is a stream of JSON lines, one per
-finished request, with empty lines while nothing has finished: they tell a slow server from a dead one. Closing the
-connection makes the server drop what it still runs.
+Requests are sent in groups, up to `PROMPTS` and `TOKENS` per POST. The reply is a stream of JSON
+lines, one per finished request, with empty lines while nothing has finished: they tell a slow
+server from a dead one. Closing the connection makes the server drop what it still runs.
 
-When the server is lost, the client keeps the completions that it has, waits until the address answers again, loads the
-policy there (a restarted server boots with its own ``--policy``), verifies it again, and requests the rest.
+When the server is lost, the client keeps the completions that it has and waits until the address
+answers again. It loads the policy there, as a restarted server boots with its own ``--policy``,
+verifies it again, and requests the rest.
 """
 
 import ipaddress
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -23,44 +24,60 @@ from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered
 from tuneloop.core.json_types import JsonObject
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
+from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
 from tuneloop.inference.engines._connection import Lost, open_answer, read_message, read_messages
 
 Value = TypeVar("Value")
 Finished = dict[int, list[Completion]]
+"""Key of a request → its completions."""
 PROMPTS = 4096
+"""Maximum requests in one POST."""
 TOKENS = 2**19
-"""Limits of one POST: a server accepts 4 MiB; a token id takes up to 8 bytes, a seed 24, the rest of a prompt 256."""
+"""Maximum tokens in one POST, of requests that are padded to the longest: a server accepts 4 MiB.
+
+A token id takes up to 8 bytes, a seed 24, the rest of a prompt 256.
+"""
 LOSSES = 3
-"""The client gives up after so many losses of the server in a row without a finished request in between."""
+"""The client gives up after so many losses in a row without a finished request in between."""
 IN_WORKFLOW = "TUNELOOP_NODE_NAME"
 """Set in every pod, on a cluster and on this machine."""
 HERE_S = 1800.0
-"""Seconds that a local workflow's server may be away: it is restarted at the same address, and loads for minutes."""
+"""Seconds that a local workflow's server may be away.
+
+It is restarted at the same address, and loads for minutes.
+"""
 ELSEWHERE_S = 30.0
-"""Seconds that another server may be away: a restarted pod's new address is only known to the stage's next attempt."""
+"""Seconds that another server may be away.
+
+The new address of a restarted pod is only known to the next attempt of the stage.
+"""
 
 
 class Client:
     """`Remote` over a running server.
 
-    Every call waits while the server is away. It raises Retryable where that takes too long, where the server is lost
-    `LOSSES` times in a row or is not ready in time, and UserError where the server refuses the request.
+    Every call waits while the server is away. It raises Retryable where that takes too long, where
+    the server is lost `LOSSES` times in a row or is not ready in time, and UserError where the
+    server refuses the request.
 
     Args:
         endpoint: ``http://host:port``.
-        timeout_s: seconds without a byte after which the server counts as dead; also the limit for loading a version.
-        sleeps: the server leases its device: `load` wakes it, and `close` puts it to sleep at vLLM's level 2,
-            which drops the weights, or keeps them in its snapshot. Untested: it needs a GPU.
-        deterministic: require a deterministic server, and discard a lost POST whole: its rest would be another batch.
-        patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and outside a workflow 0
-            for an address that never answered.
+        timeout_s: seconds without a byte after which the server counts as dead; also the limit for
+            loading a version.
+        sleeps: the server leases its device: `load` wakes it, and `close` puts it to sleep at
+            vLLM's level 2, which drops the weights, or keeps them in its snapshot. Untested: it
+            needs a GPU.
+        deterministic: require a deterministic server, and discard a lost POST whole: its rest would
+            be another batch.
+        patience_s: seconds that the server may be away; default: `HERE_S` or `ELSEWHERE_S`, and
+            outside a workflow 0 for an address that never answered.
 
     Attributes:
         fail_fast: give up on a lost server at once; other replicas take its requests.
         pulled: the timings of the last pull, if the server follows published versions.
         determinism: `Vllm.determinism` of a deterministic server.
-        keep_s: seconds for which the server keeps the weights that `load` loads, unless it generates with them sooner.
+        keep_s: seconds for which the server keeps the weights that `load` loads, unless it
+            generates with them sooner.
     """
 
     name = "vllm"
@@ -79,24 +96,24 @@ class Client:
             raise UserError("--endpoint", endpoint, "must be an absolute URL: http://host:port")
         self.endpoint = endpoint.rstrip("/")
         self.timeout_s = timeout_s
-        self._parts = parts
         self.sleeps = sleeps
-        self._patience_s = patience_s
-        self._met = False
+        self.deterministic = deterministic
         self.context = 0
         self.version = -1
         self.digest = ""
         self.pulled: JsonObject = {}
-        self.deterministic = deterministic
-        self.determinism = JsonObject()
+        self.determinism: JsonObject = {}
         self.fail_fast = False
         self.keep_s = 0.0
         self.check: Callable[[], None] = lambda: None
         self.prove: Callable[[Engine], None] = lambda _: None
+        self._is_loopback = _is_loopback(parts.hostname)
+        self._patience_s = patience_s
         self._policy: Artifact | None = None
         self._tensor_proof: JsonObject | None = None
-        self._renewing = False
-        self._given_up = False
+        self._has_answered = False
+        self._is_renewing = False
+        self._has_given_up = False
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         self._persist(lambda: self._load(policy, force))
@@ -115,46 +132,20 @@ class Client:
         sampling: Sampling,
         results: Finished,
         done: Done,
-        **more: Any,
+        *,
+        prompt_logprobs: bool = False,
     ) -> None:
-        """Add the missing completions to `results`, under the keys of `requests`. `more`: other fields of the body."""
-
-        longest = max(
-            (len(each.prompt_ids) + 3 * len(each.seeds) + 32 for each in requests.values()),
-            default=1,
-        )
-        size = min(PROMPTS, TOKENS // longest) or 1
+        """Add the missing completions to `results`, under the keys of `requests`."""
+        batch = _count_requests_per_post(requests.values())
 
         def attempt() -> None:
-            while left := [i for i in requests if i not in results][:size]:
-                waiting = [asdict(requests[i]) for i in left]
-                finished = len(results) + len(left)
-                made, before = (
-                    (dict[int, list[Completion]](), len(results))
-                    if self.deterministic
-                    else (results, 0)
-                )
-                body = {
-                    "requests": waiting,
-                    "sampling": asdict(sampling),
-                    "version": self.version,
-                } | more
-                body["digest"] = self.digest or None  # nothing was loaded: any weights will do
-                with self._open("POST", "/generate", body) as response:
-                    for answer in read_messages(response):
-                        made[left[answer["index"]]] = [
-                            Completion(**c) for c in answer["completions"]
-                        ]
-                        done(before + len(made))
-                        if before + len(made) == finished:
-                            break
-                    else:
-                        raise Lost(
-                            f"broke off after {before + len(made)} of {len(requests)} requests"
-                        )
-                results.update(made)
+            missing = [key for key in requests if key not in results]
+            while missing:
+                part = {key: requests[key] for key in missing[:batch]}
+                self._post(part, len(requests), sampling, results, done, prompt_logprobs)
+                missing = missing[batch:]
 
-        self._persist(attempt, self._renew, lambda: len(results), len(requests))
+        self._persist(attempt, self._renew, results, len(requests))
 
     def score(self, ids: Sequence[int]) -> list[float]:
         results: Finished = {}
@@ -163,9 +154,14 @@ class Client:
         self.generate_into({0: request}, sampling, results, lambda _: None, prompt_logprobs=True)
         return results[0][0].prompt_logprobs or []
 
+    def report(self) -> EngineReport:
+        return EngineReport(pulled=self.pulled, determinism=self.determinism)
+
     def read_back(self, policy: Artifact) -> TensorProof | None:
-        """Return what the server found when it read back the tensors of the version that it serves;
-        None from a server that does not do that."""
+        """Return what the server found when it read back the tensors of the version it serves.
+
+        None from a server that does not do that.
+        """
         if self._tensor_proof is None:
             return None
         try:
@@ -176,7 +172,7 @@ class Client:
 
     def close(self) -> None:
         """Release the device if it is leased; connections live only as long as a call."""
-        if self.sleeps and not self._given_up:
+        if self.sleeps and not self._has_given_up:
             self._persist(lambda: self._json("POST", "/sleep", {"level": 2}))
 
     # A server that is lost
@@ -185,52 +181,58 @@ class Client:
         self,
         attempt: Callable[[], Value],
         renew: Callable[[], None] = lambda: None,
-        finished: Callable[[], int] = lambda: 0,
+        results: Finished | None = None,
         total: int = 0,
     ) -> Value:
-        """Return the result of `attempt`, which is repeated after each loss of the server, once the server answers
-        again and `renew` has made it ready. `finished` counts the finished requests of `total`."""
-        if self._renewing:  # the outer call counts this loss
+        """Return the result of `attempt`, which is repeated after each loss of the server.
+
+        Args:
+            attempt: raises Lost if the server is lost.
+            renew: called once the server answers again; makes it ready for `attempt`.
+            results: what the attempts have finished so far.
+            total: requests that the attempts have to finish.
+        """
+        # The outer call counts a loss that happens while the server is made ready.
+        if self._is_renewing:
             return attempt()
         losses = 0
-        before = 0
-        renewed = True
+        finished_before = 0
+        is_ready = True
         while True:
             try:
-                if not renewed:
+                if not is_ready:
                     renew()
-                    renewed = True
+                    is_ready = True
                 return attempt()
             except Lost as lost:
-                now = finished()
-                renewed = False
-                losses = 1 if now > before else losses + 1
-                before = now
+                finished = len(results or ())
+                is_ready = False
+                losses = 1 if finished > finished_before else losses + 1
+                finished_before = finished
                 if losses == LOSSES:
-                    self._given_up = True
+                    self._has_given_up = True
                     raise Retryable(
                         f"{lost}; lost {losses} times in a row without a request finished"
                     ) from lost
-                self._await_return(lost, now, total)
+                self._await_return(lost, finished, total)
 
     def _renew(self) -> None:
         """Load and verify the policy again, as the server may be another process now."""
         if self._policy is None:
             return
-        self._renewing = True
+        self._is_renewing = True
         try:
             self._load(self._policy, False)
             self.prove(self)
         finally:
-            self._renewing = False
+            self._is_renewing = False
 
     def _await_return(self, lost: Lost, finished: int, total: int) -> None:
         """Wait until the server answers again, whatever it serves."""
-        kept = f"; {finished} of {total} requests are finished, and kept" if total else ""
-        _say(
-            f"lost the server ({lost}){kept}; {'looks for it once more' if self.fail_fast else 'waits for it'}"
-        )
-        begun = time.monotonic()
+        progress = f"; {finished} of {total} requests are finished, and kept" if total else ""
+        next_step = "looks for it once more" if self.fail_fast else "waits for it"
+        _print_event(f"lost the server ({lost}){progress}; {next_step}")
+        start = time.monotonic()
         while True:
             self.check()
             time.sleep(POLL_S)
@@ -238,31 +240,34 @@ class Client:
                 self._json("GET", "/version")
                 break
             except Lost as still:
-                if (seconds := time.monotonic() - begun) > self._patience():
-                    self._given_up = True
+                seconds = time.monotonic() - start
+                if seconds > self._choose_patience():
+                    self._has_given_up = True
                     raise Lost(f"{still}; it has been away for {seconds:.0f} s") from lost
-        left = f"; asks it for the {total - finished} requests that are left" if total else ""
-        _say(f"{self.endpoint} answers again after {time.monotonic() - begun:.1f} s{left}")
+        rest = f"; asks it for the {total - finished} requests that are left" if total else ""
+        _print_event(f"{self.endpoint} answers again after {time.monotonic() - start:.1f} s{rest}")
 
-    def _patience(self) -> float:
+    def _choose_patience(self) -> float:
+        """Return the seconds that the server may be away."""
         if self.fail_fast:
             return 0.0
         if self._patience_s is not None:
             return self._patience_s
         if IN_WORKFLOW in os.environ:
-            return HERE_S if _is_loopback(self._parts.hostname or "") else ELSEWHERE_S
-        return ELSEWHERE_S if self._met else 0.0
+            return HERE_S if self._is_loopback else ELSEWHERE_S
+        return ELSEWHERE_S if self._has_answered else 0.0
 
-    # What is asked
+    # Requests
 
     def _load(self, policy: Artifact, force: bool) -> None:
         if self.sleeps:
             self._json("POST", "/wake_up", {})
         served = self._json("GET", "/version")
-        wanted = policy.manifest.facts["version"], policy.manifest.digest
-        if force or (served["version"], served["digest"]) != wanted:
-            request = {"ref": policy.ref, "version": wanted[0], "force": force}
-            request |= {"keep_s": self.keep_s} if self.keep_s else {}
+        version = policy.manifest.facts["version"]
+        if force or (served["version"], served["digest"]) != (version, policy.manifest.digest):
+            request = {"ref": policy.ref, "version": version, "force": force}
+            if self.keep_s:
+                request["keep_s"] = self.keep_s
             served = self._json("POST", "/load", request)
         self.context = served["context"]
         self.version = served["version"]
@@ -271,8 +276,49 @@ class Client:
         self._tensor_proof = served.get("tensors")
         self.determinism = served.get("determinism") or {}
         if self.deterministic and not self.determinism:
-            remedy = "its server is not deterministic; start it with --engine-args '{\"deterministic\": true}'"
+            remedy = (
+                "its server is not deterministic; start it with "
+                "--engine-args '{\"deterministic\": true}'"
+            )
             raise UserError("--endpoint", self.endpoint, remedy)
+
+    def _post(
+        self,
+        requests: Mapping[int, Request],
+        total: int,
+        sampling: Sampling,
+        results: Finished,
+        done: Done,
+        prompt_logprobs: bool,
+    ) -> None:
+        """Have `requests` completed by one POST. Raises Lost where its answer breaks off."""
+        keys = list(requests)
+        # A deterministic batch counts only whole: its completions are kept apart until the last one
+        # has arrived.
+        received: Finished = {} if self.deterministic else results
+        finished_before = len(results) if self.deterministic else 0
+        finished_after = len(results) + len(keys)
+        body: JsonObject = {
+            "requests": [asdict(request) for request in requests.values()],
+            "sampling": asdict(sampling),
+            "version": self.version,
+            # Where nothing was loaded, any weights will do.
+            "digest": self.digest or None,
+        }
+        if prompt_logprobs:
+            body["prompt_logprobs"] = True
+        finished = len(results)
+        with self._open("POST", "/generate", body) as response:
+            for answer in read_messages(response):
+                completions = [Completion(**fields) for fields in answer["completions"]]
+                received[keys[answer["index"]]] = completions
+                finished = finished_before + len(received)
+                done(finished)
+                if finished == finished_after:
+                    break
+            else:
+                raise Lost(f"broke off after {finished} of {total} requests")
+        results.update(received)
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         with self._open(method, path, body) as response:
@@ -292,13 +338,13 @@ class Client:
                     body=body,
                     check=self.check,
                 ) as response:
-                    self._met = True
+                    self._has_answered = True
                     yield response
                     return
             except Lost as lost:
-                self._met = self._met or lost.status is not None
-                # If the server had the policy, 409 means that it is another process now, or that another policy was
-                # loaded.
+                self._has_answered = self._has_answered or lost.status is not None
+                # If the server had the policy, 409 means that it is another process now, or that
+                # another policy was loaded.
                 has_changed = self._policy is not None and path != "/load"
                 if lost.status != 409 or has_changed:
                     raise self._locate(lost) from lost
@@ -314,7 +360,14 @@ class Client:
         return Lost(f"{self.endpoint}: {lost}{hint}", lost.status)
 
 
-def _say(line: str) -> None:
+def _count_requests_per_post(requests: Iterable[Request]) -> int:
+    """Count the requests that fit into one POST, if each is as long as the longest."""
+    # A seed has up to 24 bytes, as 3 tokens; the fields of a request 256, as 32.
+    sizes = [len(request.prompt_ids) + 3 * len(request.seeds) + 32 for request in requests]
+    return min(PROMPTS, TOKENS // max(sizes, default=1)) or 1
+
+
+def _print_event(line: str) -> None:
     print(f"engine: {line}", file=sys.stderr, flush=True)
 
 

@@ -1,5 +1,8 @@
-"""Ask a server of rollouts, this run's or somebody else's, and tell a loss, after which another attempt may succeed,
-from a refusal, which stays one. When to ask again is the caller's to say."""
+"""Requests to a server of rollouts, this run's or somebody else's.
+
+A loss, after which another attempt may succeed, is told from a refusal, which stays one. The caller
+decides when to ask again.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +19,7 @@ LATER = (409, 425)
 
 
 class Lost(Unavailable):
-    """The server cannot be reached, closed the connection, or cannot answer now: another attempt may succeed.
+    """The server is away, closed the connection, or cannot answer now: a retry may succeed.
 
     Attributes:
         status: of the answer; None without one.
@@ -40,8 +43,21 @@ def open_answer(
     headers: Mapping[str, str] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[Response]:
-    """Yield an answer with status 200. `server` is its address in messages, and `check` may end the wait by an error.
-    Raises Lost where no answer arrives or it may be another one later, and UserError at any other status."""
+    """Yield an answer with status 200.
+
+    Args:
+        method: of HTTP.
+        url: of the request.
+        server: its address in messages.
+        timeout_s: seconds without a byte after which the server counts as dead.
+        body: sent as JSON; none if None.
+        headers: of the request; None: those with the run's token.
+        check: called during the wait, which an error of it ends.
+
+    Raises:
+        Lost: no answer arrives, or it may be another one later.
+        UserError: any other status.
+    """
     try:
         with open_response(
             method,
@@ -61,6 +77,7 @@ def open_answer(
 def _refuse(status: int, content: bytes, server: str) -> None:
     """Raise the error that fits a status other than 200."""
     text = " ".join(content.decode(errors="replace").split())
+    # Ours is JSON with one line; of a proxy's page the beginning has to do.
     try:
         text = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
@@ -84,6 +101,6 @@ def read_message(text: bytes) -> JsonObject:
 
 
 def read_messages(response: Response) -> Iterator[JsonObject]:
-    """Yield the messages of an answer, a line each. An empty line only says that the server is alive."""
+    """Yield the messages of an answer, one a line; an empty line is only a sign of life."""
     for line in filter(bytes.strip, response.lines()):
         yield read_message(line)

@@ -1,4 +1,6 @@
-"""The engine that needs only torch and transformers: in process, deterministic, for any decoder of transformers.
+"""The engine that needs only torch and transformers, for any decoder of transformers.
+
+It samples in the stage's process and is deterministic.
 
 Each step is one forward over all live rows. A prompt is prefilled once, however many completions it
 gets; rows leave the batch as they finish. Every completion draws its noise from a generator of its
@@ -6,8 +8,8 @@ own, so the rest of the batch changes it by float rounding only, and the same ba
 bits. Both libraries are imported late: options are checked without them.
 
 The cache grows by concatenation, which was measured faster than transformers' static one. Rows are
-selected by its `reorder_cache`, which beam search needs of every kind of layer. `batch_select_indices`
-is missing from layers with a recurrent state (linear attention, convolutions).
+selected by its `reorder_cache`, which beam search needs of every kind of layer. Layers with a
+recurrent state (linear attention, convolutions) lack `batch_select_indices`.
 """
 
 from __future__ import annotations
@@ -25,34 +27,48 @@ from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.processor import check_processor
 from tuneloop.formats.architectures import find_model_class, supports_attention
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
+from tuneloop.inference.capabilities import Capabilities
+from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
 from tuneloop.inference.engines._tensors import compare_state, digest_model
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
 
+CAPABILITIES = Capabilities(deterministic=True)
+
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
-    """Open the engine; `args` are those of `Transformers`. Raises UserError: another argument, or an endpoint."""
+    """Open the engine; `args` are those of `Transformers`.
+
+    Raises:
+        UserError: it has no such argument, or an endpoint is given.
+    """
     if endpoint:
-        raise UserError(
-            "--endpoint",
-            endpoint,
-            "the transformers engine runs in process; leave the endpoint out",
-        )
+        remedy = "the transformers engine runs in process; leave the endpoint out"
+        raise UserError("--endpoint", endpoint, remedy)
     check_engine_args(args)
     return Transformers(**args)
 
 
 def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None:
-    """Refuse what `open_engine` does not know. Raises UserError: with `prefix` and the argument's name as the field."""
+    """Refuse arguments that `Transformers` does not have.
+
+    Raises:
+        UserError: there is one; the field is `prefix` and the argument's name.
+    """
     plugins.check_variant_args("engine transformers", Transformers, args, first=0, prefix=prefix)
 
 
 class Transformers:
-    """`Engine` over a `transformers` model. `dtype` of weights and arithmetic: ``auto`` is float32 on a CPU, and the
-    saved dtype on a GPU. `max_model_len`: maximum tokens of a sequence; None: the model's own limit."""
+    """`Engine` over a `transformers` model.
+
+    Args:
+        dtype: of weights and arithmetic; ``auto``: float32 on a CPU, the saved dtype on a GPU.
+        max_model_len: maximum tokens of a sequence; None: the model's own limit.
+        max_num_seqs: maximum completions that are generated together.
+        attn_implementation: transformers' name of the attention; None: its default.
+    """
 
     name = "transformers"
 
@@ -97,15 +113,14 @@ class Transformers:
     def serve(self, model: Any, version: int, digest: str) -> None:
         """Serve a model of this process; the engine owns it from then on."""
         self.model = model.to(self.device).eval()
-        limit = (
-            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-            or sys.maxsize
-        )
+        # A model without learned positions states no limit.
+        text_config = self.model.config.get_text_config()
+        limit = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
         self.context = min(limit, self.max_model_len or limit)
         self.accepts = inspect.signature(self.model.forward).parameters.keys()
         if "past_key_values" not in self.accepts:
-            remedy = f"cannot sample from {type(model).__name__}, whose cache is of another kind; take vllm"
-            raise UserError("engine", self.name, remedy)
+            problem = f"cannot sample from {type(model).__name__}, whose cache is of another kind"
+            raise UserError("engine", self.name, f"{problem}; take vllm")
         self.version = version
         self.digest = digest
 
@@ -115,10 +130,11 @@ class Transformers:
         import torch
 
         results: dict[int, list[Completion]] = {}
-        for batch in self._batches(requests):
-            beat = functools.partial(done, len(results))
+        for batch in self._divide(requests):
+            report_progress = functools.partial(done, len(results))
+            prompts = [requests[i] for i in batch]
             with torch.inference_mode():
-                completions = iter(self._run([requests[i] for i in batch], sampling, beat))
+                completions = iter(self._generate_batch(prompts, sampling, report_progress))
             results |= {i: [next(completions) for _ in requests[i].seeds] for i in batch}
             done(len(results))
         return [results[i] for i in range(len(requests))]
@@ -128,10 +144,13 @@ class Transformers:
 
         tokens = torch.tensor([ids], device=self.device)
         with torch.inference_mode():
-            logprobs = (
-                self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            )
-        return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()  # type: ignore[no-any-return]
+            logits = self.model(input_ids=tokens, use_cache=False).logits[0, :-1]
+        logprobs = logits.float().log_softmax(-1).gather(-1, tokens[0, 1:, None])
+        scores: list[float] = logprobs.squeeze(-1).tolist()
+        return scores
+
+    def report(self) -> EngineReport:
+        return EngineReport()
 
     def read_back(self, policy: Artifact) -> TensorProof:
         """Compare the tensors of the model with those of a checkpoint."""
@@ -146,8 +165,12 @@ class Transformers:
         self.digest = ""
         self.__dict__.pop("model", None)
 
-    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Yield indices of requests of similar length (little padding), at most `max_num_seqs` completions together."""
+    def _divide(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Yield the indices of requests that are generated together.
+
+        They have similar lengths, which needs little padding, and at most `max_num_seqs`
+        completions.
+        """
         batch: list[int] = []
         rows = 0
         for i in sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids)):
@@ -160,73 +183,75 @@ class Transformers:
         if batch:
             yield batch
 
-    def _run(
-        self, requests: Sequence[Request], sampling: Sampling, beat: Callable[[], None]
+    def _generate_batch(
+        self, requests: Sequence[Request], sampling: Sampling, report_progress: Callable[[], None]
     ) -> list[Completion]:
-        """Run one batch to its end; rows are (request, seed) pairs in order."""
+        """Generate one batch to its end; rows are (request, seed) pairs in order."""
         import torch
         from transformers import DynamicCache
 
-        # Uniform in [0, 1), a row for each seed, whatever the other seeds are.
-        streams = [torch.Generator().manual_seed(seed) for r in requests for seed in r.seeds]
-        rows = [
-            torch.rand(sampling.max_tokens, generator=each, dtype=torch.float64) for each in streams
-        ]
-        noise = torch.stack(rows).to(self.device)
-        stops = torch.tensor(sampling.stop_token_ids, device=self.device, dtype=torch.long)
+        noise = _draw_noise(requests, sampling.max_tokens).to(self.device)
+        rows = len(noise)
+        stop_ids = torch.tensor(sampling.stop_token_ids, device=self.device, dtype=torch.long)
         tokens = torch.zeros(noise.shape, dtype=torch.long, device=self.device)
         logprobs = torch.zeros(noise.shape, device=self.device)
-        lengths = torch.full((len(noise),), sampling.max_tokens, device=self.device)
-        stopped = torch.zeros(len(noise), dtype=torch.bool, device=self.device)
-        live = torch.arange(len(noise), device=self.device)
+        lengths = torch.full((rows,), sampling.max_tokens, device=self.device)
+        is_stopped = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        # The rows that have not ended. Cache, logits and mask have these rows only.
+        live = torch.arange(rows, device=self.device)
         cache = DynamicCache(config=self.model.config)
         logits, mask = self._prefill(requests, cache)
         for step in range(sampling.max_tokens):
-            beat()
+            report_progress()
             chosen, logprobs[live, step] = _choose(logits, sampling.temperature, noise[live, step])
             tokens[live, step] = chosen
-            ended = torch.isin(chosen, stops)
-            if ended.any():
-                lengths[live[ended]], stopped[live[ended]] = step + 1, True
-                going = (~ended).nonzero().squeeze(-1)
-                live = live[going]
-                chosen = chosen[going]
-                mask = mask[going]
-                cache.reorder_cache(going)
+            is_stop = torch.isin(chosen, stop_ids)
+            if is_stop.any():
+                lengths[live[is_stop]] = step + 1
+                is_stopped[live[is_stop]] = True
+                going_on = (~is_stop).nonzero().squeeze(-1)
+                live = live[going_on]
+                chosen = chosen[going_on]
+                mask = mask[going_on]
+                cache.reorder_cache(going_on)
             if not len(live) or step + 1 == sampling.max_tokens:
                 break
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
             logits = self._forward(chosen[:, None], mask, cache)
         version = self.version
+        columns = (tokens.tolist(), logprobs.tolist(), lengths.tolist(), is_stopped.tolist())
         return [
-            Completion(ids[:n], lps[:n], "stop" if stop else "length", version, version)
-            for ids, lps, n, stop in zip(
-                tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist()
-            )
+            Completion(ids[:end], values[:end], "stop" if stop else "length", version, version)
+            for ids, values, end, stop in zip(*columns)
         ]
 
     def _prefill(self, requests: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor]:
-        """Prefill each prompt once, padded left; then repeat cache, logits and mask for each completion of a prompt."""
+        """Prefill each prompt once; then repeat its cache for each of its completions.
+
+        Returns:
+            Logits (completions × vocabulary, float32), and the mask (completions × longest prompt)
+            of prompts that are padded on the left.
+        """
         import torch
 
         width = max(len(r.prompt_ids) for r in requests)
         padded = [[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in requests]
-        kept = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
-        mask = torch.tensor(kept, device=self.device)
+        is_token = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
+        mask = torch.tensor(is_token, device=self.device)
         logits = self._forward(torch.tensor(padded, device=self.device), mask, cache)
-        owner = torch.tensor(
-            [i for i, r in enumerate(requests) for _ in r.seeds], device=self.device
-        )
+        owners = [i for i, request in enumerate(requests) for _ in request.seeds]
+        owner = torch.tensor(owners, device=self.device)
         cache.reorder_cache(owner)
         return logits[owner], mask[owner]
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Compute logits after the last of `ids`: float32, rows by vocabulary. `mask` covers the cached tokens too."""
+        """Compute the logits after the last of `ids` (rows × vocabulary, float32).
+
+        `mask` covers the cached tokens too.
+        """
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        optional = {
-            "position_ids": positions,
-            "logits_to_keep": 1,
-        }  # alibi models take no positions
+        # A model with ALiBi takes no positions.
+        optional = {"position_ids": positions, "logits_to_keep": 1}
         out = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -237,8 +262,29 @@ class Transformers:
         return out.logits[:, -1].float()
 
 
+def _draw_noise(requests: Sequence[Request], max_tokens: int) -> Tensor:
+    """Draw uniform numbers in [0, 1), float64, a row for each seed and a column for each token."""
+    import torch
+
+    rows = []
+    for seed in (seed for request in requests for seed in request.seeds):
+        # A generator of its own: a row does not depend on which other seeds there are.
+        generator = torch.Generator().manual_seed(seed)
+        rows.append(torch.rand(max_tokens, generator=generator, dtype=torch.float64))
+    return torch.stack(rows)
+
+
 def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose a token a row by inversion of the distribution function at `noise`; return it and its log-probability."""
+    """Choose a token for each row by inversion of the distribution function at `noise`.
+
+    Args:
+        logits: rows × vocabulary, float32.
+        temperature: 0 chooses the most probable token.
+        noise: one number in [0, 1) for each row, float64.
+
+    Returns:
+        The tokens, and their log-probabilities at the temperature (at 1 where it is 0).
+    """
     import torch
 
     logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
@@ -246,6 +292,7 @@ def _choose(logits: Tensor, temperature: float, noise: Tensor) -> tuple[Tensor, 
         chosen = logits.argmax(-1)
     else:
         cumulative = logprobs.double().exp().cumsum(-1)
-        points = noise[:, None] * cumulative[:, -1:]  # the sum is 1 but for rounding
+        # The sum is 1 but for rounding, so the noise is scaled to it.
+        points = noise[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
     return chosen, logprobs.gather(-1, chosen[:, None]).squeeze(-1)

@@ -1,11 +1,11 @@
 """vLLM, in process or behind the URL of a `tuneloop.inference.server`.
 
-In process, the engine core runs in the calling process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): it starts ten times
-faster and uses all cores. vllm is imported only when weights are loaded here; a server's client does not need it.
+vllm is imported only when weights are loaded here; a server's client does not need it.
 
-With the argument ``deterministic``, completions are a function of the weights, the sampling and the requests of one
-call, provided that the conditions in docs/training.md are equal. These requests make one batch, in their order, which
-shares no step and no prefix cache with another call. vLLM uses batch-invariant kernels where they exist.
+With the argument ``deterministic``, completions are a function of the weights, the sampling and the
+requests of one call, provided that the conditions in docs/training.md are equal. These requests
+make one batch, in their order, which shares no step and no prefix cache with another call. vLLM
+uses batch-invariant kernels where they exist.
 """
 
 import ast
@@ -16,30 +16,36 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.core.processor import check_processor
 from tuneloop.formats.rollouts import Completion, Request
-from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
+from tuneloop.inference.capabilities import Capabilities
+from tuneloop.inference.engines import Done, Engine, EngineReport, Sampling, TensorProof
 from tuneloop.inference.engines._client import Client
 from tuneloop.inference.engines._readback import read_back, reload_weights, reset_prefix_cache
 from tuneloop.inference.engines._replicas import Replicas
 from tuneloop.inference.engines._start_errors import explain_start_error
 from tuneloop.inference.engines._tensors import Readback, digest_model
+from tuneloop.inference.engines._vllm_start import describe_kernels, start_engine
 from tuneloop.sharing.snapshot import check_snapshots, resume_processes, suspend_process
 
-DETERMINISTIC, SNAPSHOT = OWN = "deterministic", "snapshot"
+CAPABILITIES = Capabilities(serves=True, pulls=True, sleeps=True, deterministic=True, replicas=True)
+DETERMINISTIC = "deterministic"
+SNAPSHOT = "snapshot"
+OWN = (DETERMINISTIC, SNAPSHOT)
 """The engine arguments that are tuneloop's own."""
 OURS = ("model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "seed", "load_format")
-"""Engine arguments that tuneloop sets: with other values a rollout would not be what its manifest says."""
+"""Engine arguments that tuneloop sets.
+
+With other values a rollout would not be what its manifest says.
+"""
 VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Fields of a model's configuration that may differ between versions of one policy."""
 PROBE = 16
 """After each change, one column in so many is read back from the layers that are packed."""
-INSTALL = "vLLM is not installed; pip install 'tuneloop[rollout]' (without a GPU: docs/install.md), or use transformers"
 
 
 @dataclass(frozen=True)
@@ -52,76 +58,101 @@ class Tokens:
 
 
 Answer = Completion | Tokens
-"""What a step yields for a request: its completion at the end; before that, if it is streamed, its new tokens."""
+"""What a step yields for a request: its completion at the end, or new tokens that it streams."""
 
 
 def open_engine(endpoint: str | None, args: JsonMapping, timeout_s: float) -> Engine:
-    """Open a client of the servers at `endpoint` (URLs separated by commas), else an engine in this process. `args` are
-    vLLM's ``EngineArgs`` by name, and `OWN`: a server has its own and is not sent these, but its `Client` heeds
-    ``enable_sleep_mode``, `OWN` and `timeout_s`. Raises UserError: ours, or several servers if ``deterministic``."""
-    sleeps = any(map(args.get, ("enable_sleep_mode", SNAPSHOT)))
+    """Open a client of servers, else an engine in this process.
+
+    Args:
+        endpoint: URLs of servers, separated by commas; None: sample in this process.
+        args: vLLM's ``EngineArgs`` by name, and `OWN`. A server has its own and is not sent these,
+            but its `Client` heeds ``enable_sleep_mode`` and `OWN`.
+        timeout_s: seconds without a byte after which a server counts as dead.
+
+    Raises:
+        UserError: an argument that tuneloop sets; several servers and ``deterministic``.
+    """
+    if not endpoint:
+        return Vllm(args)
     deterministic = bool(args.get(DETERMINISTIC))
-    if endpoint and "," in endpoint:
-        if deterministic:
-            remedy = "several servers divide a batch by which of them are up: deterministic needs a single one"
-            raise UserError("--endpoint", endpoint, remedy)
-        return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
-    return (
-        Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic)
-        if endpoint
-        else Vllm(args)
-    )
+    if "," not in endpoint:
+        sleeps = bool(args.get("enable_sleep_mode") or args.get(SNAPSHOT))
+        return Client(endpoint, timeout_s, sleeps=sleeps, deterministic=deterministic)
+    if deterministic:
+        remedy = (
+            "several servers divide a batch by which of them are up: "
+            "deterministic needs a single one"
+        )
+        raise UserError("--endpoint", endpoint, remedy)
+    return Replicas([Client(url.strip(), timeout_s) for url in endpoint.split(",")])
 
 
 def check_engine_args(args: JsonMapping, prefix: str = "--engine-args ") -> None:
-    """Refuse what tuneloop sets itself. Raises UserError: with `prefix` and the argument's name as the field."""
+    """Refuse arguments that tuneloop sets itself.
+
+    Raises:
+        UserError: there is one; the field is `prefix` and the argument's name.
+    """
     for name in args.keys() & set(OURS):
         raise UserError(f"{prefix}{name}", args[name], "is set by tuneloop; leave it out")
     for name in OWN:
-        if not isinstance(value := args.get(name, False), bool):
+        value = args.get(name, False)
+        if not isinstance(value, bool):
             raise UserError(f"{prefix}{name}", value, "must be true or false")
 
 
 def check_here(args: JsonMapping, prefix: str) -> None:
-    """Raise as `check_engine_args` for arguments not in the installed vLLM's source, as importing it takes seconds."""
+    """Refuse arguments that the installed vLLM does not have; do nothing if none is installed.
+
+    Its source is read, as importing it takes seconds. Raises as `check_engine_args`.
+    """
     spec = importlib.util.find_spec("vllm")
     if not args or spec is None or spec.origin is None:
         return
-    path = Path(spec.origin).with_name("engine") / "arg_utils.py"
-    classes = [
-        n
-        for n in ast.parse(path.read_bytes()).body
-        if isinstance(n, ast.ClassDef) and n.name == "EngineArgs"
+    source = (Path(spec.origin).with_name("engine") / "arg_utils.py").read_bytes()
+    options = [
+        ast.unparse(statement.target)
+        for definition in ast.parse(source).body
+        if isinstance(definition, ast.ClassDef) and definition.name == "EngineArgs"
+        for statement in definition.body
+        if isinstance(statement, ast.AnnAssign)
     ]
-    known = [
-        ast.unparse(n.target) for each in classes for n in each.body if isinstance(n, ast.AnnAssign)
-    ]
-    for name in args.keys() - {*known, *OWN}:
-        near = difflib.get_close_matches(name, known, n=1)
+    for name in args.keys() - set(options) - set(OWN):
+        near = difflib.get_close_matches(name, options, n=1)
         remedy = f"did you mean {near[0]}?" if near else "see its EngineArgs"
         raise UserError(f"{prefix}{name}", args[name], f"vLLM has no such option; {remedy}")
 
 
 class Vllm:
-    """`Engine` over vLLM's engine in this process. `generate` and `score` are for one caller; a server drives
-    `begin_batch`, `submit`, `step` and `abort` from the thread that owns the engine. `determinism`: of a deterministic
-    engine with weights, what decides the bits: ``device``, ``threads``, ``batch_invariant``. `suspended`: processes of
-    an engine with ``snapshot`` that is asleep, in which calls of CUDA wait. `files`: the model directory that was
-    loaded last. `tensor_proof`: what a server found when it read back the tensors after that."""
+    """`Engine` over vLLM's engine in this process.
+
+    `generate` and `score` are for one caller; a server drives `begin_batch`, `submit`, `step` and
+    `abort` from the thread that owns the engine.
+
+    Attributes:
+        determinism: of a deterministic engine with weights, what decides the bits: ``device``,
+            ``threads``, ``batch_invariant``.
+        dtype: of the weights, such as ``bfloat16``.
+        files: the model directory that was loaded last.
+        suspended: ids of the processes of an engine with ``snapshot`` that is asleep, in which
+            calls of CUDA wait.
+        tensor_proof: what a server found when it read back the tensors after the last change.
+    """
 
     name = "vllm"
 
     def __init__(self, args: JsonMapping) -> None:
         check_engine_args(args)
         self.args = {name: value for name, value in args.items() if name not in OWN}
-        self.deterministic, self.snapshot = (bool(args.get(name)) for name in OWN)
+        self.deterministic = bool(args.get(DETERMINISTIC))
+        self.snapshot = bool(args.get(SNAPSHOT))
         if self.snapshot:
-            several = any(
-                args.get(f"{way}_parallel_size", 1) != 1 for way in ("tensor", "pipeline")
-            )
+            ways = ("tensor_parallel_size", "pipeline_parallel_size")
+            several = any(args.get(way, 1) != 1 for way in ways)
             check_snapshots(f"--engine-args {SNAPSHOT}", several)
         self.sleeps = not self.snapshot or bool(args.get("enable_sleep_mode"))
-        self.suspended = list[int]()
+        self.suspended: list[int] = []
         self.determinism: JsonObject = {}
         self.engine: Any = None
         self.context = 0
@@ -130,49 +161,81 @@ class Vllm:
         self.dtype = ""
         self.files: Path | None = None
         self.tensor_proof: TensorProof | None = None
+        # Names of tensors that vLLM keeps in a form of its own.
         self._opaque: frozenset[str] = frozenset()
-        self._spans: dict[str, list[int]] = {}
+        # Of requests that ran during a change: the version that made each token so far.
+        self._versions: dict[str, list[int]] = {}
+        # Of requests that are streamed: all tokens so far.
         self._streamed: dict[str, Tokens] = {}
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
-        """Serve `policy`. Raises UserError: vLLM is absent or refuses an argument, or runs another architecture."""
-        wanted = policy.manifest.facts["version"], policy.manifest.digest
-        if (self.version, self.digest) != wanted or force:
-            self.change(policy.part("model"), *wanted)
+        """Serve `policy`. Raises as `change`."""
+        version = policy.manifest.facts["version"]
+        digest = policy.manifest.digest
+        if force or (self.version, self.digest) != (version, digest):
+            self.change(policy.part("model"), version, digest)
 
     def change(self, model: Path, version: int, digest: str) -> None:
-        """Start on, or change in place to, the weights in a model directory. Raises UserError: a model of another
-        shape. Running requests go on with the new weights: their cached keys and values are computed again, and their
-        completions say which version made which token."""
+        """Start on the weights in a model directory, or change to them in place.
+
+        Running requests go on with the new weights: their cached keys and values are computed
+        again, and their completions say which version made which token.
+
+        Raises:
+            UserError: vLLM is absent, refuses an argument, or runs a model of another shape.
+        """
         config: JsonObject = json.loads((model / "config.json").read_text())
         shape = {key: value for key, value in config.items() if key not in VOLATILE}
         if self.engine is None:
-            self.engine = _start(model, self.args, self.deterministic)
-            self._try_first_step(model)
-            self.determinism = _describe_kernels() if self.deterministic else {}
-            self.shape, self.context = shape, self.engine.model_config.max_model_len
-            self.dtype = str(self.engine.model_config.dtype).removeprefix("torch.")
-            # What differs right after vLLM's own first load of these files, it keeps in another form.
-            self._opaque = frozenset(read_back(self.engine, model, PROBE).different)
+            self._start(model)
+            self.shape = shape
         elif shape != self.shape:
-            raise UserError(
-                "policy", str(model), "is a model of another shape; start another engine for it"
-            )
+            remedy = "is a model of another shape; start another engine for it"
+            raise UserError("policy", str(model), remedy)
         else:
-            # neither version is served during the change
-            before = self.version
+            self._note_versions()
+            # Neither version is served during the change.
             self.version = -1
             self.digest = ""
-            for state in self.engine.output_processor.request_states.values():
-                spans = self._spans.setdefault(
-                    state.external_req_id, []
-                )  # the version that made each token
-                spans += [before] * (state.detokenizer.num_output_tokens() - len(spans))
             reload_weights(self.engine, model)
         self.files = model
         self.tensor_proof = None
         self.version = version
         self.digest = digest
+
+    def _start(self, model: Path) -> None:
+        self.engine = start_engine(model, self.args, self.deterministic)
+        self._try_first_step(model)
+        self.determinism = describe_kernels() if self.deterministic else {}
+        self.context = self.engine.model_config.max_model_len
+        self.dtype = str(self.engine.model_config.dtype).removeprefix("torch.")
+        # What differs right after vLLM's own first load of these files, it keeps in another form.
+        self._opaque = frozenset(read_back(self.engine, model, PROBE).different)
+
+    def _note_versions(self) -> None:
+        """Note that the current version made the newest tokens of all running requests."""
+        for state in self.engine.output_processor.request_states.values():
+            versions = self._versions.setdefault(state.external_req_id, [])
+            newest = state.detokenizer.num_output_tokens() - len(versions)
+            versions += [self.version] * newest
+
+    def _try_first_step(self, model: Path) -> None:
+        """Compute two tokens, since some kernels refuse a model only then.
+
+        Raises:
+            UserError: the engine can never serve the model here.
+        """
+        try:
+            self.begin_batch()
+            self.submit("first-step", [0, 1, 2], 0, Sampling(1.0, 2, ()))
+            while not list(self.step()):
+                pass
+        except Exception as error:
+            self.engine = None
+            lasting = explain_start_error(error, model, self.args)
+            if lasting is None:
+                raise
+            raise lasting from error
 
     def compare_files(self, model: Path, every: int = PROBE) -> Readback:
         """Compare the tensors that vLLM holds with those below `model`.
@@ -191,63 +254,59 @@ class Vllm:
         """Add the digest of the files that were compared, and the dtype of the engine."""
         return comparison.summarize(digest, self.dtype)
 
-    def _try_first_step(self, model: Path) -> None:
-        """Compute two tokens, since some kernels refuse a model only then. Raises UserError: it will never do."""
-        try:
-            self.begin_batch()
-            self.submit("first-step", [0, 1, 2], 0, Sampling(1.0, 2, ()))
-            while not list(self.step()):
-                pass
-        except Exception as error:
-            self.engine = None
-            lasting = explain_start_error(error, model, self.args)
-            if lasting is None:
-                raise
-            raise lasting from error
-
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, done: Done
     ) -> list[list[Completion]]:
         keys = [[f"{i}-{j}" for j in range(len(r.seeds))] for i, r in enumerate(requests)]
         completions: dict[str, Completion] = {}
-        left = [len(names) for names in keys]
+        missing = [len(group) for group in keys]
         self.begin_batch()
         try:
-            for request, names in zip(requests, keys):
-                for key, seed in zip(names, request.seeds):
+            for request, group in zip(requests, keys):
+                for key, seed in zip(group, request.seeds):
                     self.submit(key, request.prompt_ids, seed, sampling)
-            while len(completions) < sum(map(len, keys)):
+            while any(missing):
                 for key, completion in self.step():
-                    completions[key] = cast(Completion, completion)
-                    left[int(key.partition("-")[0])] -= 1
-                done(left.count(0))
+                    assert isinstance(completion, Completion)
+                    completions[key] = completion
+                    missing[int(key.partition("-")[0])] -= 1
+                done(missing.count(0))
         finally:
-            self.abort([key for names in keys for key in names if key not in completions])
-        return [[completions[key] for key in names] for names in keys]
+            self.abort([key for group in keys for key in group if key not in completions])
+        return [[completions[key] for key in group] for group in keys]
 
     def score(self, ids: Sequence[int]) -> list[float]:
         self.begin_batch()
         self.submit("score", ids, 0, Sampling(0.0, 1, ()), prompt_logprobs=True)
-        while not (finished := list(self.step())):
-            pass
-        return cast(Completion, finished[0][1]).prompt_logprobs or []
+        while True:
+            for _, completion in self.step():
+                assert isinstance(completion, Completion)
+                return completion.prompt_logprobs or []
+
+    def report(self) -> EngineReport:
+        return EngineReport(determinism=self.determinism)
 
     def close(self) -> None:
-        """End the engine, and vLLM's state of this process with it: other engines in the process end, too."""
+        """End the engine, and vLLM's state of this process with it.
+
+        Other engines in the process end, too.
+        """
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         self.engine = None
-        self.version = -1
-        self.digest = ""
-        self.files = self.tensor_proof = None
+        self.files = None
+        self.poison()
 
     def flush(self) -> None:
-        """Drop all cached keys and values; does nothing in a deterministic engine, which does so before each batch."""
+        """Drop all cached keys and values; a deterministic engine does so before each batch."""
         if self.engine is not None and not self.deterministic:
             reset_prefix_cache(self.engine)
 
     def begin_batch(self) -> None:
-        """If deterministic, drop the prefix cache, so that no earlier request matters; nothing may be running."""
+        """If deterministic, drop the prefix cache, so that no earlier request matters.
+
+        No request may be running.
+        """
         if self.deterministic:
             reset_prefix_cache(self.engine)
 
@@ -258,20 +317,23 @@ class Vllm:
         self.tensor_proof = None
 
     def sleep(self, level: int) -> None:
-        """Release the device's memory; no request may be running. Level 1 keeps weights on the host, 2 drops them;
-        ``snapshot`` keeps the rest. Raises SnapshotFailed; UserError if device or engine do not support it."""
-        if self.sleeps and not self.suspended:
-            from vllm.platforms import current_platform
+        """Release the device's memory; no request may be running.
 
-            if not current_platform.is_sleep_mode_available():
-                remedy = "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; stop the server instead"
-                raise UserError("sleep", current_platform.device_type, remedy)
+        Level 1 keeps weights on the host, 2 drops them; ``snapshot`` keeps the rest.
+
+        Raises:
+            SnapshotFailed: the process can serve no more.
+            UserError: device or engine do not support it.
+        """
+        if self.sleeps and not self.suspended:
+            remedy = (
+                "vLLM's sleep mode gives back memory of CUDA and ROCm devices only; "
+                "stop the server instead"
+            )
+            _check_sleep_mode("sleep", remedy)
             if not self.engine.model_config.enable_sleep_mode:
-                raise UserError(
-                    "sleep",
-                    level,
-                    "start the engine with --engine-args '{\"enable_sleep_mode\": true}'",
-                )
+                remedy = "start the engine with --engine-args '{\"enable_sleep_mode\": true}'"
+                raise UserError("sleep", level, remedy)
             self.engine.sleep(level)
             if level > 1:
                 self.poison()
@@ -283,12 +345,7 @@ class Vllm:
         resume_processes(self.suspended)
         self.suspended = []
         if self.sleeps:
-            from vllm.platforms import current_platform
-
-            if not current_platform.is_sleep_mode_available():
-                raise UserError(
-                    "wake_up", current_platform.device_type, "this device has no sleep mode"
-                )
+            _check_sleep_mode("wake_up", "this device has no sleep mode")
             self.engine.wake_up()
 
     def submit(
@@ -301,9 +358,20 @@ class Vllm:
         prompt_logprobs: bool = False,
         stream: bool = False,
     ) -> None:
-        """Queue one completion under the caller's name `key`. `prompt_logprobs`: score the prompt, too, from the
-        weights and never from the prefix cache. `stream`: yield tokens as they are made. Raises ValueError: vLLM
-        refuses it (too long), the prompt is empty, or an id is not in the vocabulary."""
+        """Queue one completion.
+
+        Args:
+            key: the caller's name of it.
+            prompt_ids: of the prompt.
+            seed: of its random stream.
+            sampling: of the completion.
+            prompt_logprobs: score the prompt, too, from the weights and never from the prefix cache.
+            stream: yield tokens as they are made.
+
+        Raises:
+            ValueError: vLLM refuses it (too long), the prompt is empty, or an id is not in the
+                vocabulary.
+        """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
@@ -312,7 +380,8 @@ class Vllm:
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # stop tokens are given above, not by a file beside the weights
+            # Stop tokens are given above, not by a file beside the weights.
+            ignore_eos=True,
             seed=seed,
             logprobs=0,
             prompt_logprobs=0 if prompt_logprobs else None,
@@ -320,10 +389,9 @@ class Vllm:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
+        # vLLM would crash on an id that has no embedding.
         vocabulary = self.engine.model_config.get_vocab_size()
-        if (
-            not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary
-        ):  # vLLM would crash on it
+        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
             raise ValueError(f"prompt ids must be at least one, from 0 to {vocabulary - 1}")
         try:
             (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
@@ -335,26 +403,33 @@ class Vllm:
 
     def count_requests(self) -> tuple[int, int]:
         """Count the running and the queued requests; any thread may call this."""
-        core = self.engine and self.engine.engine_core.engine_core
-        running, waiting = core.scheduler.get_request_counts() if core else (0, 0)
+        # The engine's thread may set it to None meanwhile.
+        engine = self.engine
+        if engine is None or engine.engine_core.engine_core is None:
+            return 0, 0
+        running, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
         return running, waiting
 
     def step(self) -> Iterator[tuple[str, Answer]]:
-        """Run one forward pass over the queued requests; yield the names and answers of finished or streamed ones."""
-        for out in self.engine.step():
-            key = out.request_id
-            output = out.outputs[0]
-            new = Tokens(
-                list(output.token_ids), list(map(float, output.logprobs.logprobs)), self.version
-            )
+        """Run one forward pass over the queued requests.
+
+        Yields:
+            The names and answers of those that finished, or stream new tokens.
+        """
+        for output in self.engine.step():
+            key = output.request_id
+            sample = output.outputs[0]
+            logprobs = [float(logprob) for logprob in sample.logprobs.logprobs]
+            tokens = Tokens(list(sample.token_ids), logprobs, self.version)
             if key in self._streamed:
-                whole = self._streamed[key]
-                whole.ids.extend(new.ids)
-                whole.logprobs.extend(new.logprobs)
-                yield key, new
-                new = whole
-            if out.finished:
-                yield key, self._completion(key, out, new)
+                yield key, tokens
+                # vLLM gives only the newest tokens of a request that is streamed.
+                streamed = self._streamed[key]
+                streamed.ids.extend(tokens.ids)
+                streamed.logprobs.extend(tokens.logprobs)
+                tokens = streamed
+            if output.finished:
+                yield key, self._complete(key, output, tokens)
 
     def abort(self, keys: Sequence[str]) -> None:
         """Drop the requests queued under these names; unknown names are ignored."""
@@ -363,123 +438,31 @@ class Vllm:
         for key in keys:
             self._forget(key)
 
-    def _completion(self, key: str, out: Any, tokens: Tokens) -> Completion:
-        versions = self._spans.get(key, [])
-        versions = [*versions, *[self.version] * (len(tokens.ids) - len(versions))]
-        scored = (
-            None if out.prompt_logprobs is None else list(map(float, out.prompt_logprobs.logprobs))
-        )
+    def _complete(self, key: str, output: Any, tokens: Tokens) -> Completion:
+        versions = self._versions.get(key, [])
+        versions = versions + [self.version] * (len(tokens.ids) - len(versions))
+        prompt_logprobs = None
+        if output.prompt_logprobs is not None:
+            prompt_logprobs = [float(logprob) for logprob in output.prompt_logprobs.logprobs]
         self._forget(key)
-        end: Any = out.outputs[0].finish_reason or "abort"
-        mixed = versions if versions[0] != versions[-1] else []
         return Completion(
-            tokens.ids, tokens.logprobs, end, versions[0], versions[-1], mixed, scored
+            tokens.ids,
+            tokens.logprobs,
+            output.outputs[0].finish_reason or "abort",
+            versions[0],
+            versions[-1],
+            versions if versions[0] != versions[-1] else [],
+            prompt_logprobs,
         )
 
     def _forget(self, key: str) -> None:
-        self._spans.pop(key, None)
+        self._versions.pop(key, None)
         self._streamed.pop(key, None)
 
 
-def quiet_vllm() -> None:
-    """Before vLLM is imported, set its variables to keep its core here and log errors only; set ones are kept."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
-def _start(model: Path, args: JsonMapping, deterministic: bool) -> Any:
-    """Start a vLLM engine on `model`, its core in this process."""
-    quiet_vllm()
-    try:
-        from vllm.platforms import current_platform
-
-        if (
-            deterministic
-            and current_platform.is_cuda()
-            and current_platform.has_device_capability(90)
-        ):
-            os.environ.setdefault(
-                "VLLM_BATCH_INVARIANT", "1"
-            )  # some modules read it when they are imported
-        import vllm.v1.engine.llm_engine  # noqa: F401
-    except ImportError as error:
-        raise UserError("engine", "vllm", f"{INSTALL} ({error})") from error
-    try:
-        return _create_engine(model, args)
-    except Exception as error:
-        lasting = explain_start_error(error, model, args)
-        if lasting is None:
-            raise
-        raise lasting from error
-
-
-def _create_engine(model: Path, args: JsonMapping) -> Any:
-    """Create vLLM's engine on `model`. Raises whatever vLLM and its model classes raise."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if current_platform.is_cpu():
-        check_processor()
-        inspect_here(model)
-        args = {**_cpu_defaults(model), **args}
-    if args.get("enforce_eager"):  # vLLM would compile parts of its sampler even so, for seconds
-        import torch._dynamo
-
-        torch._dynamo.config.disable = True
-    fixed = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
-    given = {"disable_log_stats": True, "use_tqdm_on_load": False, **args, **fixed}
-    # The context only chooses defaults: those of vLLM's own offline class, which are for throughput.
-    engine_args = EngineArgs(model=str(model), **given)
-    config = engine_args.create_engine_config(UsageContext.LLM_CLASS)
-    quiet = engine_args.disable_log_stats
-    return LLMEngine.from_vllm_config(config, UsageContext.LLM_CLASS, disable_log_stats=quiet)
-
-
-def _describe_kernels() -> JsonObject:
-    """Describe what decides the bits of a batch, on the thread that computes it."""
-    import torch
-    from vllm import envs
+def _check_sleep_mode(action: str, remedy: str) -> None:
+    """Check that this kind of device has vLLM's sleep mode. Raises UserError where it has not."""
     from vllm.platforms import current_platform
 
-    cuda = current_platform.is_cuda_alike()
-    device = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "batch_invariant": envs.VLLM_BATCH_INVARIANT,
-    }
-
-
-def inspect_here(model: Path) -> None:
-    """Have vLLM look at a model's class in this process. Else, where no file below ``VLLM_CACHE_ROOT`` describes it,
-    vLLM imports itself in another process (15 s of computing) to leave CUDA uninitialized here: needless on a CPU."""
-    from vllm import ModelRegistry
-
-    for name in json.loads((model / "config.json").read_text()).get("architectures") or ():
-        known = ModelRegistry.models.get(name)
-        if hasattr(known, "load_model_cls") and hasattr(known, "module_name"):  # not loaded yet
-            ModelRegistry.register_model(name, known.load_model_cls())
-
-
-def _cpu_defaults(model: Path) -> JsonObject:
-    """Return engine arguments for a CPU. vLLM's default cache would take most of the memory, compiling takes longer
-    than a small loop, and bfloat16 without instructions for it was measured at less than half of float32's speed. A
-    prompt cut into chunks ends vLLM 0.32 on a CPU if its request has a seed ("CPU Generator does not use offset").
-    Layers with a recurrent state share a prefix only between chunks, so that such a model has no prefix cache."""
-    import torch
-    from vllm.engine.arg_utils import EngineArgs
-
-    native = {"avx512_bf16", "amx_bf16", "bf16"} & {
-        k for k, has in torch.cpu.get_capabilities().items() if has
-    }
-    space = {} if os.environ.get("VLLM_CPU_KVCACHE_SPACE") else {"kv_cache_memory_bytes": 1 << 30}
-    chosen = {
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "dtype": "auto" if native else "float32",
-    }
-    if EngineArgs(model=str(model), skip_tokenizer_init=True).create_model_config().has_inner_state:
-        chosen["enable_prefix_caching"] = False
-    return {**chosen, **space}
+    if not current_platform.is_sleep_mode_available():
+        raise UserError(action, current_platform.device_type, remedy)

@@ -18,7 +18,7 @@ from pathlib import Path
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.json_types import JsonObject
 from tuneloop.core.store import Store
-from tuneloop.inference.engines._loop import EngineLoop, Mode
+from tuneloop.inference.engine_loop import EngineLoop, Mode
 from tuneloop.inference.engines._readback import read_back
 from tuneloop.inference.engines._tensors import Readback, digest_model
 from tuneloop.inference.engines.vllm import PROBE, Vllm
