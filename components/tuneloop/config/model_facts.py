@@ -13,7 +13,7 @@ from pathlib import Path
 from tuneloop.core.errors import UserError
 from tuneloop.core.hub import split_hub_address
 from tuneloop.core.json_types import JsonMapping, JsonObject
-from tuneloop.formats.adapter_files import read_adapter
+from tuneloop.formats.adapter_files import STACKED, explain_base, read_adapter
 from tuneloop.stages.base_model import TINY, TINY_SHAPE, base_model
 from tuneloop.stages.export import count_parameters
 from tuneloop.training.options import LOGITS
@@ -96,16 +96,21 @@ def read_model_facts(
 ) -> ModelFacts:
     """Read what is known of the base model `name`. `adapter_base` is the model under adapters, by
     default the one that they name. `vocab_size` and `max_position_embeddings` are those of a tiny
-    model, by default the defaults of the stage `base_model`. Raises UserError for a file that is not
-    JSON."""
+    model, by default the defaults of the stage `base_model`. Raises UserError: a file that is not
+    JSON, or adapters whose base model has adapters, too."""
     if name in TINY:
         return describe_tiny_model(name, vocab_size, max_position_embeddings)
     directory = find_model_directory(name, revision)
     adapter = read_adapter(directory) if directory else None
     # What is trained is the model under adapters; only a chat template may be their own.
     base = (adapter_base or adapter.base) if adapter else None
-    if adapter and base and base != name:
-        facts = read_model_facts(base, None if adapter_base else adapter.revision)
+    if adapter and base:
+        revision = None if adapter_base else adapter.revision
+        base_directory = find_model_directory(base, revision)
+        # Refused here, as two adapters that name each other would be followed without end.
+        if base_directory and read_adapter(base_directory):
+            raise UserError("base_model", name, explain_base(base, STACKED))
+        facts = read_model_facts(base, revision)
         own_template = find_chat_template(adapter.directory)
         has_template = facts.has_chat_template if own_template is None else own_template
         return replace(facts, name=name, has_chat_template=has_template)

@@ -4,8 +4,10 @@
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tuneloop.core.errors import UserError
+from tuneloop.core.errors import Retryable, UserError
 
 # These are names of classes: several clients may be installed, and none is imported here.
 AWAY = re.compile("Connect(ion)?Error|Connector(DNS)?Error|Disconnected|NameResolution|gaierror")
@@ -64,6 +66,33 @@ def explain_refusal(error: BaseException | None) -> str | None:
     # The clients raise an error for what is missing while they handle the one that says why.
     ordered = list(REFUSALS.values()) + list(STATUSES.values())
     return min(reasons, key=ordered.index, default=None)
+
+
+@contextmanager
+def explain_failures(field: str, name: str, advice: str = "") -> Iterator[None]:
+    """Turn what libraries raise about a model or a data set into one line with its name.
+
+    Args:
+        field: the setting that names it. Its first part begins the line of a Retryable.
+        name: the directory, or the name on the hub.
+        advice: what a user can do where only the library's reason is known.
+
+    Raises UserError, or Retryable where the hub does not answer."""
+    try:
+        yield
+    except (UserError, Retryable):
+        raise
+    except Exception as error:
+        # Each library has its own errors, and all of them are about what the name means.
+        refusal = explain_refusal(error)
+        if refusal:
+            raise UserError(field, name, refusal) from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if is_unreachable(error):
+            subject = field.partition(".")[0]
+            message = f"{subject}: {name}: the hub does not answer ({reason})"
+            raise Retryable(message) from error
+        raise UserError(field, name, f"cannot be loaded: {reason}{advice}") from error
 
 
 def is_hub_name(text: str) -> bool:

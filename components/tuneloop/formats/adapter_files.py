@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.hub import is_hub_name
 
 CONFIG = "adapter_config.json"
 SETTING = "model.adapter_base"
 """The setting that names the model under adapters."""
 REMEDY = f"set {SETTING} to the model that it was trained on, a directory or a hub name"
+STACKED = "is an adapter, too"
+"""What is wrong with a base model that has adapters in place of weights: no engine of ours, and not
+peft, merges one over another."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,13 @@ class AdapterFiles:
     kind: str
 
     def choose_base(self, name: str, chosen: str | None) -> tuple[str, str | None]:
-        """Choose the base model and its revision; `chosen` wins. Raises UserError, for the adapter
-        called `name`: none is stated, or a path that is not here."""
+        """Choose the base model and its revision; `chosen` wins. Raises UserError: for the adapter
+        called `name`, that none is stated, or a path that is not here; for `chosen`, that it is a
+        path that is not here."""
         if chosen is not None:
+            if is_path(chosen) and not Path(chosen).is_dir():
+                remedy = "is not a directory here; name one, or a model of the hub"
+                raise UserError(SETTING, chosen, remedy)
             return chosen, None
         if not self.base:
             remedy = f"is an adapter (peft), and its {CONFIG} names no base model; {REMEDY}"
@@ -48,11 +56,16 @@ class AdapterFiles:
         return str(directory) if is_path(self.base) else self.base, self.revision
 
 
+def explain_base(base: str, problem: str) -> str:
+    """Return the remedy for adapters whose base model cannot be used: `problem` says why."""
+    return f"is an adapter (peft), and its base model {base} {problem}; {REMEDY}"
+
+
 def is_path(name: str) -> bool:
     """Return whether a name can only be one of a directory, and not of a model on the hub."""
     if name.startswith("hf://"):
         return False
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return name.startswith(("/", ".", "~")) or not is_hub_name(name)
 
 
 def read_adapter(directory: Path) -> AdapterFiles | None:
@@ -65,9 +78,8 @@ def read_adapter(directory: Path) -> AdapterFiles | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(
-            "base_model", str(directory), f"its {CONFIG} is not JSON ({error})"
-        ) from error
+        remedy = f"its {CONFIG} is not JSON ({error})"
+        raise UserError("base_model", str(directory), remedy) from error
     if not isinstance(config, dict):
         raise UserError("base_model", str(directory), f"its {CONFIG} is not a JSON object")
     base = config.get("base_model_name_or_path")

@@ -22,13 +22,12 @@ from tuneloop.config.followed import SECTION_SUFFIX
 from tuneloop.config.machine import Machine, describe_pods
 from tuneloop.config.model_facts import Model, ModelFacts
 from tuneloop.core.errors import UserError
-from tuneloop.core.hub import is_hub_name, split_hub_address
 from tuneloop.core.store import local_path
 from tuneloop.data.files import TableSource, list_sources
 from tuneloop.data.readers.hub import is_saved
 from tuneloop.data.readers.opening import is_on_hub, list_files
 from tuneloop.data.sources import FILES, is_source_name
-from tuneloop.formats.adapter_files import SETTING, AdapterFiles, is_path, read_adapter
+from tuneloop.formats.adapter_files import AdapterFiles, is_path, read_adapter
 from tuneloop.formats.model_files import list_missing_parts
 from tuneloop.formats.template_settings import read_template
 from tuneloop.planning.adapters import check_target_modules
@@ -132,8 +131,7 @@ def check_base_model(subject: Subject) -> Iterator[Limit]:
         for remedy in list_missing_parts(Path(name)):
             yield Limit(UserError("base_model", name, remedy))
         return
-    hub_name, _ = split_hub_address("base_model", name, None)
-    if name.startswith(("/", "./", "../", "~")) or not is_hub_name(hub_name):
+    if is_path(name):
         remedy = "is not a directory here; name one, or a model of the hub"
         yield Limit(UserError("base_model", name, remedy))
 
@@ -143,14 +141,9 @@ def check_adapter_base(subject: Subject, adapter: AdapterFiles) -> Iterator[Limi
     stage = next(stage for stage in subject.stages if stage.component is base_model)
     chosen = stage.flags.get("adapter_base", "null")
     try:
-        base, _ = adapter.choose_base(subject.facts.name, None if chosen == "null" else chosen)
+        adapter.choose_base(subject.facts.name, None if chosen == "null" else chosen)
     except UserError as error:
         yield Limit(error)
-        return
-    if is_path(base) and not Path(base).is_dir():
-        yield Limit(
-            UserError(SETTING, base, "is not a directory here; name one, or a model of the hub")
-        )
 
 
 def check_adapters(subject: Subject) -> Iterator[Limit]:

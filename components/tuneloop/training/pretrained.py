@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.hub import explain_refusal, is_unreachable, split_hub_address
-from tuneloop.formats.adapter_files import REMEDY, SETTING, AdapterFiles, read_adapter
+from tuneloop.core.errors import UserError
+from tuneloop.core.hub import explain_failures, split_hub_address
+from tuneloop.formats.adapter_files import (
+    SETTING,
+    STACKED,
+    AdapterFiles,
+    explain_base,
+    is_path,
+    read_adapter,
+)
 from tuneloop.formats.model_files import CARD, WEIGHTS, list_missing_parts
 from tuneloop.training.merged import find_adapter_on_hub, has_tokenizer, merge_adapter
 
@@ -54,7 +59,7 @@ def load_pretrained(
     Raises Retryable: the hub does not answer."""
     name, revision = split_hub_address(FIELD, address, revision)
     _check_directory(name)
-    with _explained(name):
+    with explain_failures(FIELD, name):
         adapter = _find_adapter(name, revision)
     if adapter is not None:
         return _load_adapted(name, adapter, adapter_base, trust_remote_code)
@@ -62,24 +67,6 @@ def load_pretrained(
         remedy = f"is for adapters (peft), and {name} is a whole model; leave it out"
         raise UserError(SETTING, adapter_base, remedy)
     return _load_whole(name, revision, trust_remote_code)
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn what libraries raise about a model into one line with its name."""
-    try:
-        yield
-    except (UserError, Retryable):
-        raise
-    except Exception as error:
-        # Each library has its own errors, and all of them are about this model.
-        refusal = explain_refusal(error)
-        if refusal:
-            raise UserError(FIELD, name, refusal) from error
-        reason = " ".join(str(error).split())[:300]
-        if is_unreachable(error):
-            raise Retryable(f"base_model: {name}: the hub does not answer ({reason})") from error
-        raise UserError(FIELD, name, f"cannot be loaded: {reason}") from error
 
 
 def _find_adapter(name: str, revision: str | None) -> AdapterFiles | None:
@@ -98,17 +85,16 @@ def _load_adapted(
     base, revision = split_hub_address(SETTING, chosen, revision)
     try:
         _check_directory(base)
-        with _explained(base):
+        with explain_failures(FIELD, base):
             if _find_adapter(base, revision):
-                raise UserError(FIELD, base, "is an adapter, too")
+                raise UserError(FIELD, base, STACKED)
         whole = _load_whole(base, revision, trust_remote_code)
     except UserError as error:
-        remedy = f"is an adapter (peft), and its base model {base} {error.remedy}; {REMEDY}"
-        raise UserError(FIELD, name, remedy) from error
+        raise UserError(FIELD, name, explain_base(base, error.remedy)) from error
     model, is_changed = merge_adapter(whole.model, adapter, name, base)
     tokenizer = whole.tokenizer
     if has_tokenizer(adapter.directory):
-        with _explained(name):
+        with explain_failures(FIELD, name):
             tokenizer = _load_tokenizer(str(adapter.directory), None, trust_remote_code)
     adapted = Pretrained(
         model=model,
@@ -123,7 +109,7 @@ def _load_adapted(
 
 def _load_whole(name: str, revision: str | None, trust_remote_code: bool) -> Pretrained:
     """Load a model without adapters, and its tokenizer."""
-    with _explained(name):
+    with explain_failures(FIELD, name):
         pretrained = _load(name, revision, trust_remote_code)
     if isinstance(pretrained, list):
         missing = ", ".join(pretrained[:3])
@@ -207,7 +193,7 @@ def _check_directory(model: str) -> None:
     """Refuse an incomplete model directory; transformers would look on the hub for missing files."""
     path = Path(model)
     if not path.is_dir():
-        if path.is_absolute() or model.startswith("."):
+        if is_path(model):
             raise UserError(FIELD, model, "no such directory")
         return
     if read_adapter(path):

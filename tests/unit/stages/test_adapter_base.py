@@ -104,6 +104,29 @@ def test_a_base_that_is_not_here_is_refused_before_anything_starts(
     base_model(out=str(tmp_path / "base"), model=str(orphan), adapter_base=str(model))
 
 
+def test_adapters_that_name_each_other_are_refused(adapter: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    second = change_config(adapter, tmp_path / "second", base_model_name_or_path=str(first))
+    change_config(adapter, first, base_model_name_or_path=str(second))
+    for name, base in ((first, second), (second, first)):
+        with pytest.raises(UserError) as planned:
+            limits("sft", CPU, f"base_model={name}")
+        with pytest.raises(UserError) as loaded:
+            base_model(out=str(tmp_path / "base"), model=str(name))
+        problem = f"is an adapter (peft), and its base model {base} is an adapter, too; set"
+        for error in (planned, loaded):
+            assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_base_that_is_chosen_and_not_here(model: Path, adapter: Path, tmp_path: Path) -> None:
+    chosen = str(tmp_path / "nowhere")
+    (line,) = limits("sft", CPU, f"base_model={adapter}", f"model.adapter_base={chosen}")
+    with pytest.raises(UserError) as error:
+        base_model(out=str(tmp_path / "base"), model=str(adapter), adapter_base=chosen)
+    assert line == str(error.value)
+    assert line.startswith(f"model.adapter_base: {chosen!r}: is not a directory here")
+
+
 def test_a_base_that_the_hub_does_not_give(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

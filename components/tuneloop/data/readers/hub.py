@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.hub import explain_refusal, is_unreachable, split_hub_address
+from tuneloop.core.errors import UserError
+from tuneloop.core.hub import explain_failures, split_hub_address
 from tuneloop.data import BadRow
 from tuneloop.data.readers import Row, Rows
 from tuneloop.data.readers.arrow_files import make_row
@@ -46,17 +46,6 @@ def stream_split(
     return first, (_name(values, title) for values in numbered)
 
 
-def _explain(path: str, error: Exception) -> UserError | Retryable:
-    """Return what to raise where a data set cannot be loaded: one line with the remedy."""
-    refusal = explain_refusal(error)
-    if refusal:
-        return UserError("data.source", path, refusal)
-    reason = (str(error) or type(error).__name__).split("\n")[0][:200]
-    if is_unreachable(error) or "reach" in reason:
-        return Retryable(f"data: {path}: the hub does not answer ({reason})")
-    return UserError("data.source", path, f"cannot be loaded ({reason}); check name and split")
-
-
 NUMBER = "__tuneloop_row__"
 
 
@@ -77,15 +66,12 @@ def _load(path: str, name: str | None, revision: str | None, split: str, *, stre
         remedy = f"needs {error.name}; pip install 'tuneloop[data]'"
         raise UserError("data.source", path, remedy) from error
     address, revision = split_hub_address("data.source", path, revision)
-    try:
+    with explain_failures("data.source", path, "; check name and split"):
         if not is_saved(address):
             return datasets.load_dataset(
                 address, name, revision=revision, split=split, streaming=streaming
             )
         saved = datasets.load_from_disk(address)
-    except Exception as error:
-        # The libraries behind have their own errors, and all of them are about this data set.
-        raise _explain(path, error) from error
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:
