@@ -62,6 +62,10 @@ JSON = Annotated[
     typer.Option("--json", help="For programs: nothing is cut; the keys are in docs/commands.md."),
 ]
 NAMESPACE = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the runs.")]
+CLUSTER_NAMESPACE = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", help="Namespace of runs on a cluster; default: none."),
+]
 CONTEXT = Annotated[
     str | None,
     typer.Option("--context", help="Context of the kubeconfig; default: the current one."),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, OUTPUT, PIPELINE, SETS
 from tuneloop.cli.inspect import open_run
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.training.devices import DEVICES
 
 
@@ -36,7 +38,12 @@ def plan_pipeline(
     ] = None,
     ignore_limits: IGNORE_LIMITS = False,
 ) -> None:
-    """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the arithmetic."""
+    """Show what a run will do and need. Graph, pods, accelerators, steps, tokens; memory with the
+    arithmetic.
+
+    Nothing is run and nothing is written. The settings that follow the base model are shown with
+    the reason for each. Exit code 2: the run would not fit the machine or the pods.
+    """
     from rich.console import Console
 
     from tuneloop.cli.checks import check_limits, print_followed
@@ -46,57 +53,87 @@ def plan_pipeline(
     from tuneloop.planning.limits import find_limits
     from tuneloop.planning.plan import render_plan
 
-    found = find_pipeline(pipeline)
-    machine = choose_machine(found.read_values(config, sets or ()))
-    draft = found.configure_for(machine, config, sets or ())
-    configured = draft.settings
-    built = found.build(configured)
+    definition = find_pipeline(pipeline)
+    machine = choose_machine(definition.read_values(config, sets or ()))
+    configured = definition.configure_for(machine, config, sets or ())
+    workflow = definition.build(configured.settings)
     if price is not None and measured is None and device is None:
         raise UserError("--price", price, "needs seconds: give --measured RUN or --device NAME")
     if device is not None and measured is not None:
         raise UserError(
             "--device", device, "estimates without a measured run: leave out --measured"
         )
+    # The cost is computed before anything is printed: a mistake in its options is all one sees.
+    cost: list[str] = []
     if device is not None:
-        from tuneloop.planning.arithmetic import estimate_seconds
-
-        seconds, lines = estimate_seconds(built, device)
-    run = open_run(measured, store) if measured is not None else None
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-    console.print(render_plan(found.name, built))
-    footprint = estimate_footprint(built)
+        cost = _describe_estimated_cost(workflow, device, price)
+    elif measured is not None:
+        cost = _describe_measured_cost(workflow, measured, store, price)
+    # A pipe has no width: a table that is cut to 80 columns would be useless in a file.
+    width = None if sys.stdout.isatty() else 200
+    console = Console(highlight=False, soft_wrap=True, width=width)
+    console.print(render_plan(definition.name, workflow))
+    footprint = estimate_footprint(workflow)
     if footprint:
         typer.echo("\n".join(describe_footprint(footprint)))
-    print_followed(draft)
-    if run or device is not None:
-        from tuneloop.planning.cost import estimate_cost, read_seconds
+    print_followed(configured)
+    if cost:
+        typer.echo("\n".join(cost))
+    limits = find_limits(configured.settings, workflow, machine)
+    check_limits(limits, ignore=ignore_limits)
 
-        if run:
-            seconds = read_seconds(run)
-            lines = []
-        how = (
-            ("at most", f"as {run.name} took")
-            if run
-            else ("about", f"by arithmetic for {device}, not measured")
-        )
-        typer.echo("\n".join([*estimate_cost(built, seconds, *how, price), *lines]))
-    check_limits(find_limits(configured, built, machine), ignore=ignore_limits)
+
+def _describe_estimated_cost(
+    workflow: JsonMapping,
+    device: str,
+    price: float | None,
+) -> list[str]:
+    """Describe the accelerator hours of a workflow on a device, by arithmetic, in lines.
+
+    Raises:
+        UserError: the device is unknown, or the arithmetic lacks a size of the model.
+    """
+    from tuneloop.planning.arithmetic import estimate_seconds
+    from tuneloop.planning.cost import estimate_cost
+
+    seconds, assumptions = estimate_seconds(workflow, device)
+    source = f"by arithmetic for {device}, not measured"
+    return [*estimate_cost(workflow, seconds, "about", source, price), *assumptions]
+
+
+def _describe_measured_cost(
+    workflow: JsonMapping,
+    run_name: str,
+    store: str,
+    price: float | None,
+) -> list[str]:
+    """Describe the accelerator hours of a workflow whose stages take as long as those of a run."""
+    from tuneloop.planning.cost import estimate_cost, read_seconds
+
+    run = open_run(run_name, store)
+    seconds: Mapping[str, float] = read_seconds(run)
+    return list(estimate_cost(workflow, seconds, "at most", f"as {run.name} took", price))
 
 
 def lint_pipeline(pipeline: PIPELINE, config: CONFIG = None, sets: SETS = None) -> int:
-    """Check the rendered workflow by tuneloop's rules. For Argo's: `render -o FILE`, `argo lint --offline FILE`."""
+    """Check the rendered workflow by tuneloop's rules. For Argo's: `render -o FILE`, `argo lint
+    --offline FILE`.
+
+    A line on standard error for each problem. Exit code 0: there is none; 2: there are some.
+    """
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
 
-    found = find_pipeline(pipeline)
-    settings = found.configure(config, sets or ())
-    workflow = found.build(settings)
-    limits = find_limits(settings, workflow, read_pods(settings))
-    problems = [*lint_workflow(workflow), *(limit.error for limit in limits)]
+    definition = find_pipeline(pipeline)
+    settings = definition.configure(config, sets or ())
+    workflow = definition.build(settings)
+    problems: list[object] = list(lint_workflow(workflow))
+    for limit in find_limits(settings, workflow, read_pods(settings)):
+        problems.append(limit.error)
     for problem in problems:
         typer.echo(f"error: {problem}", err=True)
-    typer.echo(f"{found.name}: {len(problems)} problems")
+    typer.echo(f"{definition.name}: {len(problems)} problems")
     return 2 if problems else 0
 
 
@@ -118,29 +155,43 @@ def render_pipeline(
         ),
     ] = None,
 ) -> None:
-    """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal settings, equal bytes."""
+    """Print the Argo Workflow as YAML. It is what `run` executes and a cluster takes; equal
+    settings, equal bytes.
+
+    With --template it is a WorkflowTemplate, from which a run starts when a workflow refers to it.
+    With --servers it is only the rollout servers, which then outlive the runs that use them.
+    """
     from tuneloop.argo.jobset import dump_manifest
     from tuneloop.cluster.run_workflows import as_template, template_name
     from tuneloop.cluster.serving import render_servers
     from tuneloop.config.loading import dump_workflow, find_pipeline
 
-    found = find_pipeline(pipeline)
-    workflow = found.build(configured := found.configure(config, sets or ()))
-    if servers is not None and template:
-        raise UserError("--template", "true", "cannot be combined with --servers: leave one out")
+    definition = find_pipeline(pipeline)
+    settings = definition.configure(config, sets or ())
+    workflow = definition.build(settings)
     if servers is not None:
-        text = "---\n".join(map(dump_manifest, render_servers(workflow, servers, configured)))
+        if template:
+            raise UserError(
+                "--template", "true", "cannot be combined with --servers: leave one out"
+            )
+        manifests = render_servers(workflow, servers, settings)
+        text = "---\n".join(dump_manifest(manifest) for manifest in manifests)
     else:
-        text = dump_workflow(
-            as_template(workflow, template_name(found.name)) if template else workflow
-        )
+        if template:
+            workflow = as_template(workflow, template_name(definition.name))
+        text = dump_workflow(workflow)
     print_or_write_text(text, output)
 
 
 def print_or_write_text(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to the file `output`. Raises UserError where it cannot be written."""
+    """Print `text`, or write it to the file `output`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     if output is None:
-        return typer.echo(text, nl=False)
+        typer.echo(text, nl=False)
+        return
     try:
         output.write_text(text)
     except OSError as error:
@@ -156,7 +207,11 @@ def print_schema(
         bool, typer.Option("--json", help="For programs: JSON Schema, with types and limits.")
     ] = False,
 ) -> None:
-    """Print the settings of a pipeline. A line each: key, default and meaning."""
+    """Print the settings of a pipeline. A line each: key, default and meaning.
+
+    A file for --config has these keys, each section as a mapping; --set takes them as they are
+    printed here.
+    """
     from tuneloop.config.listing import list_settings
     from tuneloop.config.loading import find_pipeline
 
@@ -164,15 +219,16 @@ def print_schema(
     if as_json:
         typer.echo(json.dumps(config.model_json_schema(), indent=2))
         return
-    settings = [
-        setting
-        for setting in list_settings(config)
-        if setting.key == section or setting.key.startswith(f"{section}." if section else "")
+    settings = list_settings(config)
+    prefix = f"{section}." if section else ""
+    rows = [
+        (setting.key, setting.default, setting.meaning)
+        for setting in settings
+        if setting.key == section or setting.key.startswith(prefix)
     ]
-    if not settings:
-        known = ", ".join(
-            dict.fromkeys(item.key.partition(".")[0] for item in list_settings(config))
+    if not rows:
+        sections = dict.fromkeys(setting.key.partition(".")[0] for setting in settings)
+        raise UserError(
+            "SECTION", section, f"no setting is below it; there are {', '.join(sections)}"
         )
-        raise UserError("SECTION", section, f"no setting is below it; there are {known}")
-    rows = [(setting.key, setting.default, setting.meaning) for setting in settings]
     print_table(("setting", "default", "meaning"), rows, cut="meaning")

@@ -4,11 +4,12 @@ import importlib.util
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 
 if TYPE_CHECKING:
@@ -16,29 +17,40 @@ if TYPE_CHECKING:
     from tuneloop.planning.limits import Limit
 
 
-def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], store: str) -> None:
-    """Refuse a run that cannot succeed on this machine. Raises UserError if the workflow does not
-    pass the lint or needs a cluster, the store cannot be written, a port is taken, or the vLLM that
-    it needs lacks an option."""
+def check_local_run(config: JsonMapping, workflow: JsonMapping, store: str) -> None:
+    """Refuse a run that cannot succeed on this machine.
+
+    Args:
+        config: all settings, resolved.
+        workflow: as it is rendered from them.
+        store: where the run commits, a path or URL.
+
+    Raises:
+        UserError: the workflow does not pass the lint or needs a cluster, the store cannot be
+            written, a port is taken, or the vLLM that the run needs lacks an option.
+    """
     from tuneloop.argo.lint import lint_workflow
     from tuneloop.inference.engines import vllm
     from tuneloop.inference.engines._vllm_start import INSTALL
     from tuneloop.runs.records import list_leaves
     from tuneloop.workflow import manifest
 
-    if problems := lint_workflow(workflow):
+    problems = lint_workflow(workflow)
+    if problems:
         raise UserError(
             "pipeline", str(problems[0]), f"{len(problems)} problems; see `tuneloop lint`"
         )
     manifest.check_workflow(workflow["spec"])
     Store(store).check_writable()
+    # The spec of the package is looked up; its import takes seconds.
+    is_vllm_installed = importlib.util.find_spec("vllm") is not None
     for path, value in list_leaves(config):
-        if value == "vllm" and "engine" in path and importlib.util.find_spec("vllm") is None:
+        if value == "vllm" and "engine" in path and not is_vllm_installed:
             raise UserError(path, value, INSTALL)
     engine = config.get("engine")
     if isinstance(engine, Mapping) and engine.get("name") == "vllm":
         vllm.check_here(engine.get("args") or {}, "engine.args.")
-    for name, port in daemon_ports(workflow):
+    for name, port in list_server_ports(workflow):
         if is_port_taken(port):
             raise UserError(
                 f"port of {name}", port, "is taken here; stop what listens there, or set another"
@@ -46,8 +58,15 @@ def check_local_run(config: Mapping[str, Any], workflow: Mapping[str, Any], stor
 
 
 def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
-    """Refuse what a run would break, all of it, before it does any work. With `ignore` an estimate
-    is only printed. Raises UserError for the first; the others are printed before it."""
+    """Refuse what a run would break, all of it, before it does any work.
+
+    Args:
+        limits: those that the run exceeds, as `tuneloop.planning.limits.find_limits` finds them.
+        ignore: only print those that are estimates.
+
+    Raises:
+        UserError: the first of them; the others are printed before it.
+    """
     refused: list[UserError] = []
     for limit in limits:
         if ignore and limit.is_estimate:
@@ -64,8 +83,10 @@ def check_limits(limits: Iterable["Limit"], ignore: bool) -> None:
 
 
 def print_followed(configured: "Configured") -> None:
-    """Print the settings that follow the base model and the machine, each with its reason, and what
-    could not be followed."""
+    """Print the settings that follow the base model and the machine, each with its reason.
+
+    What could not be followed is printed as notes on standard error.
+    """
     for note in configured.notes:
         typer.echo(f"note: {note}", err=True)
     if not configured.followed:
@@ -84,9 +105,17 @@ def format_value(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def demo_engine() -> tuple[str, str]:
-    """Choose the engine for the demo on this machine, and say why; vLLM is only looked up, as its
-    import takes seconds. Raises UserError if the training packages are not installed."""
+def choose_demo_engine() -> tuple[str, str]:
+    """Choose the engine for the demo on this machine.
+
+    vLLM is only looked up, as its import takes seconds.
+
+    Returns:
+        The engine's name, and the reason in words.
+
+    Raises:
+        UserError: the packages for training are not installed.
+    """
     for package in ("torch", "transformers", "datasets", "peft"):
         if importlib.util.find_spec(package) is None:
             raise UserError("demo", package, "is not installed; pip install 'tuneloop[train]'")
@@ -95,12 +124,17 @@ def demo_engine() -> tuple[str, str]:
     return "vllm", "as vLLM is installed here; without it: --set engine.name=transformers"
 
 
-def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield template and port of every server that the workflow starts; it is the port of the
-    readiness probe."""
+def list_server_ports(workflow: JsonMapping) -> Iterator[tuple[str, int]]:
+    """Yield template and port of every server that the workflow starts.
+
+    The port is that of the server's readiness probe.
+    """
     for template in workflow["spec"].get("templates", ()):
-        probe = (template.get("container") or {}).get("readinessProbe") or {}
-        port = (probe.get("httpGet") or probe.get("tcpSocket") or {}).get("port")
+        container = template.get("container") or {}
+        probe = container.get("readinessProbe") or {}
+        target = probe.get("httpGet") or probe.get("tcpSocket") or {}
+        port = target.get("port")
+        # The port of a template may also be a parameter: it is known only in the run.
         if template.get("daemon") and isinstance(port, int):
             yield template["name"], port
 
@@ -108,9 +142,8 @@ def daemon_ports(workflow: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def is_port_taken(port: int) -> bool:
     """Return whether a process listens on `port` of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do: a port in TIME_WAIT is free
+        # Servers set this, too: a port in TIME_WAIT is free for them.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:

@@ -1,10 +1,9 @@
 """Commands that run a pipeline on a cluster, and look at such runs."""
 
-import functools
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +28,9 @@ from tuneloop.cli.inspect import open_run, print_json
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import Connection, connect_to_cluster, retry_until_available
+
+if TYPE_CHECKING:
+    from tuneloop.cluster.submission import Submission
 
 app = typer.Typer(no_args_is_help=True, help="The runs on a cluster.")
 
@@ -62,108 +64,107 @@ def submit_run(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Submit a pipeline to a cluster, after checking that the cluster has everything it needs."""
-    from tuneloop.argo.claim_steps import add_graph_end
-    from tuneloop.cli.checks import check_limits
-    from tuneloop.cli.verdict import print_verdict
-    from tuneloop.cluster import run_workflows
-    from tuneloop.cluster import submit as argo
-    from tuneloop.config.loading import dump_workflow, find_pipeline, read_yaml_documents
-    from tuneloop.inference.fleet.graph import bring_up, render_graph
-    from tuneloop.planning.limits import find_limits, read_pods
-    from tuneloop.runs import forking
-    from tuneloop.workflow.settings import RUN_LABEL
+    """Submit a pipeline to a cluster, after checking that the cluster has everything it needs.
 
-    graph = None
-    fleet_sets: list[str] = []
-    if fleet:  # the graph makes the rollouts
-        graph = render_graph(
-            read_yaml_documents("manifest", fleet), namespace=namespace, labels={RUN_LABEL: run}
-        )
-        fleet_sets = [
-            "engine.name=endpoint",
-            "engine.fleet=dynamo://{name}.{namespace}".format(**graph["metadata"]),
-        ]
-    settings: Any = (found := find_pipeline(pipeline)).configure(
-        config, [*fleet_sets, *(sets or ())]
+    All that it lacks is printed, with the commands that mend it, and nothing is created. The name
+    of a run that has ended resumes that run: its committed stages end at once.
+
+    Exit code 0: it was submitted, and with --wait it has succeeded; with --wait the other codes are
+    those of `tuneloop run`.
+    """
+    from tuneloop.cli.checks import check_limits
+    from tuneloop.cluster.submission import Submission
+    from tuneloop.cluster.submit import delete_forgotten_pods
+    from tuneloop.config.loading import dump_workflow, find_pipeline
+
+    origin, iteration = fork or (None, 0)
+    submission = Submission.plan(
+        find_pipeline(pipeline),
+        run,
+        store,
+        config=config,
+        sets=sets or (),
+        priority=priority,
+        namespace=namespace,
+        fleet=fleet,
+        origin=open_run(origin, store) if origin else None,
+        iteration=iteration,
     )
-    origin = open_run(fork[0], store) if fork else None
-    workflow = (
-        forking.begin_workflow(found, settings, origin, fork[1])
-        if origin and fork
-        else found.build(settings)
-    )
-    if graph:
-        add_graph_end(workflow, settings.cluster)
-    check_limits(find_limits(settings, workflow, read_pods(settings)), ignore_limits)
-    made = run_workflows.prepare_workflow(
-        workflow, run=run, store=store, namespace=namespace, priority=priority
-    )
+    check_limits(submission.limits, ignore_limits)
     if dry_run:
-        typer.echo("---\n".join(dump_workflow(each) for each in (graph, made) if each), nl=False)
+        manifests = [submission.workflow]
+        if submission.graph:
+            manifests.insert(0, submission.graph)
+        typer.echo("---\n".join(map(dump_workflow, manifests)), nl=False)
         return 0
     if server:
-        if graph:
+        if fleet:
             raise UserError(
                 "--fleet",
                 str(fleet),
                 "needs a kubeconfig; bring the graph up by `tuneloop fleet up`",
             )
-        if origin:
-            forking.record_fork(run, made, origin, settings)
-        return _submit_to(server, made, run, namespace, wait)
-    there = _connect_and_check(made, graph, namespace, context)
+        return _submit_to_server(submission, server, namespace, wait)
+    cluster = connect_to_cluster(namespace, context)
+    for warning in submission.check(cluster):
+        typer.echo(f"note: {warning}", err=True)
     if check:
-        argo.prepare_resumption(made, run_workflows.list_workflows(there, run), run)
-        typer.echo(f"{run}: can be submitted to {there.context}, namespace {namespace}")
+        submission.check_name(cluster)
+        typer.echo(f"{run}: can be submitted to {cluster.context}, namespace {namespace}")
         return 0
-    if origin:
-        forking.record_fork(run, made, origin, settings)
-    begun = time.monotonic()
-    create = functools.partial(argo.create_workflow, there, made, run)
-    name = bring_up(there, graph, create, tell=typer.echo) if graph else create()
+    start = time.monotonic()
+    name = submission.create(cluster, typer.echo)
     options = f" --namespace {namespace}" if namespace != "tuneloop" else ""
     options += f" --context {context}" if context else ""
     typer.echo(f"{run}: submitted as workflow {name}; see `tuneloop cluster status {run}{options}`")
-    argo.delete_forgotten_pods(there)
-    if not wait:
-        return 0
-    said = _print_logs(there, run, None, follow=True, since=name)
-    argo.wait_for_run(there, run)
-    ended = retry_until_available(lambda: run_workflows.find_workflows(there, run))
-    return print_verdict(run, ended, time.monotonic() - begun, said, options)
+    delete_forgotten_pods(cluster)
+    return _follow_to_end(cluster, run, name, start, options) if wait else 0
 
 
-def _connect_and_check(
-    made: dict[str, Any], graph: dict[str, Any] | None, namespace: str, context: str | None
-) -> Connection:
-    """Connect to a cluster, check that it has all that a workflow and its graph need, and warn of possible waits."""
-    from tuneloop.cluster.preflight import check_cluster
-    from tuneloop.cluster.queue_problems import find_queue_warnings
-    from tuneloop.inference.fleet.graph import find_api_version
+def _follow_to_end(
+    cluster: Connection,
+    run: str,
+    workflow_name: str,
+    start: float,
+    options: str,
+) -> int:
+    """Print the logs of a run until it ends, and how it has ended; return the run's exit code.
 
-    there = connect_to_cluster(namespace, context)
-    if graph:
-        find_api_version(there)
-    check_cluster(there, made)
-    for warning in find_queue_warnings(there, made):
-        typer.echo(f"note: {warning}", err=True)
-    return there
+    Args:
+        cluster: where the run is.
+        run: its name.
+        workflow_name: the first workflow whose logs are printed.
+        start: when it was submitted, by the monotonic clock.
+        options: those that commands about the run need, as in `` --namespace mine``.
+    """
+    from tuneloop.cli.verdict import print_verdict
+    from tuneloop.cluster.run_workflows import find_workflows
+    from tuneloop.cluster.submit import wait_for_run
+
+    last_lines = _print_logs(cluster, run, None, follow=True, since=workflow_name)
+    wait_for_run(cluster, run)
+    workflows = retry_until_available(lambda: find_workflows(cluster, run))
+    return print_verdict(run, workflows, time.monotonic() - start, last_lines, options)
 
 
-def _submit_to(url: str, made: dict[str, Any], run: str, namespace: str, wait: bool) -> int:
-    """Submit through an Argo server, which is used for nothing else: without preflight and without logs."""
+def _submit_to_server(submission: "Submission", url: str, namespace: str, wait: bool) -> int:
+    """Submit through an Argo server; return the exit code.
+
+    The server is used for nothing else: neither the cluster's checks nor the logs.
+    """
     from tuneloop.cli.verdict import print_verdict
     from tuneloop.cluster.argo_server import Server
 
-    there = Server(url, namespace)
-    begun = time.monotonic()
-    name = there.submit(made, run)
+    submission.record_origin()
+    run = submission.run
+    server = Server(url, namespace)
+    start = time.monotonic()
+    name = server.submit(submission.workflow, run)
     typer.echo(f"{run}: submitted as workflow {name} to {url}")
     if not wait:
         return 0
-    there.wait(run)
-    return print_verdict(run, there.workflows(run), time.monotonic() - begun, {})
+    server.wait(run)
+    return print_verdict(run, server.workflows(run), time.monotonic() - start, {})
 
 
 def schedule_pipeline(
@@ -185,19 +186,29 @@ def schedule_pipeline(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Run a pipeline whenever its data has changed. Checks at given times; the same name again changes the schedule."""
+    """Run a pipeline whenever its data has changed. Checks at given times; the same name again
+    changes the schedule.
+
+    A check makes the prompts again and compares their digest. It starts no run while one of this
+    schedule is active.
+    """
     from tuneloop.cli.checks import check_limits
     from tuneloop.cluster.schedule import apply_schedule
     from tuneloop.config.loading import find_pipeline
     from tuneloop.planning.limits import find_limits, read_pods
 
-    found = find_pipeline(pipeline)
-    settings = found.configure(config, sets or ())
-    workflow = found.build(settings)
+    definition = find_pipeline(pipeline)
+    settings = definition.configure(config, sets or ())
+    workflow = definition.build(settings)
     check_limits(find_limits(settings, workflow, read_pods(settings)), ignore=False)
-    there = connect_to_cluster(namespace, context)
     apply_schedule(
-        there, workflow, name=name, store=store, cron=cron, timezone=timezone, priority=priority
+        connect_to_cluster(namespace, context),
+        workflow,
+        name=name,
+        store=store,
+        cron=cron,
+        timezone=timezone,
+        priority=priority,
     )
     typer.echo(
         f"{name}: checks for new data at {cron}; `tuneloop cluster unschedule {name}` ends that"
@@ -220,18 +231,26 @@ def diff_pipeline(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Compare a cluster with the rendered pipeline. Exits with 0: equal; 1: different; more: no answer."""
+    """Compare a cluster with the rendered pipeline. Exits with 0: equal; 1: different; more: no
+    answer.
+
+    Prints the lines that differ, as `diff` does; what the controller or the API server adds is left
+    out.
+    """
     from tuneloop.cluster.drift import run_drift, template_drift
     from tuneloop.cluster.run_workflows import template_name
     from tuneloop.config.loading import find_pipeline
 
-    found = find_pipeline(pipeline)
-    workflow = found.build(found.configure(config, sets or ()))
-    there = connect_to_cluster(namespace, context)
-    wanted = template or template_name(found.name)
-    told = run_drift(there, workflow, run) if run else template_drift(there, workflow, wanted)
-    typer.echo(told, nl=False)
-    return 1 if told else 0
+    definition = find_pipeline(pipeline)
+    workflow = definition.build(definition.configure(config, sets or ()))
+    cluster = connect_to_cluster(namespace, context)
+    if run:
+        differences = run_drift(cluster, workflow, run)
+    else:
+        name = template or template_name(definition.name)
+        differences = template_drift(cluster, workflow, name)
+    typer.echo(differences, nl=False)
+    return 1 if differences else 0
 
 
 @app.command("unschedule")
@@ -252,22 +271,29 @@ def show_schedules(
     """Show the schedules, and for their newest checks which run was started, or why none was."""
     from tuneloop.cluster.schedule import list_schedules
 
-    found = list_schedules(connect_to_cluster(namespace, context))
+    schedules = list_schedules(connect_to_cluster(namespace, context))
     if as_json:
-        return print_json({"schedules": found})
-    columns = ("check", "phase", "result")
-    for each in found:
-        typer.echo(
-            f"{each['name']}  {each['cron']}  last check: {each['last'] or 'never'}  {each['message']}".rstrip()
+        print_json({"schedules": schedules})
+        return
+    for schedule in schedules:
+        title = "{name}  {cron}  last check: {last}".format(
+            name=schedule["name"],
+            cron=schedule["cron"],
+            last=schedule["last"] or "never",
         )
-        print_table(columns, (tuple(look.values()) for look in each["looks"]), cut=columns[-1])
-    if not found:
+        typer.echo(f"{title}  {schedule['message']}".rstrip())
+        rows = [(look["time"], look["phase"], look["said"]) for look in schedule["looks"]]
+        print_table(("check", "phase", "result"), rows, cut="result")
+    if not schedules:
         typer.echo(f"no schedules in namespace {namespace}")
 
 
 @app.command("status")
 def show_status(
-    run: RUN, as_json: JSON = False, namespace: NAMESPACE = "tuneloop", context: CONTEXT = None
+    run: RUN,
+    as_json: JSON = False,
+    namespace: NAMESPACE = "tuneloop",
+    context: CONTEXT = None,
 ) -> None:
     """Show the stages of a run, their newest results, and what each waiting pod waits for.
 
@@ -277,21 +303,23 @@ def show_status(
     from tuneloop.cluster.watch import read_status
     from tuneloop.runs.stages import list_cluster_stages
 
-    seen = read_status(connect_to_cluster(namespace, context), run)
+    status = read_status(connect_to_cluster(namespace, context), run)
+    stages = list_cluster_stages(status.nodes, status.waiting)
     if as_json:
-        fields = {name: value for name, value in asdict(seen).items() if name != "nodes"}
-        return print_json(
-            {**fields, "stages": [asdict(s) for s in list_cluster_stages(seen.nodes, seen.waiting)]}
-        )
-    typer.echo(f"{run}  {seen.phase}  {seen.message}".rstrip())
-    typer.echo(f"  workflows    {', '.join(seen.workflows)}")
-    if seen.accelerator_seconds:
-        typer.echo(f"  GPU seconds  {seen.accelerator_seconds:.0f}")
-    for claim, told in seen.claims.items():
-        typer.echo(f"  claim        {claim}: {told}")
-    for node, why in seen.waiting.items():
-        typer.echo(f"  waiting      {node}: {why}")
-    show_stages(list_cluster_stages(seen.nodes, seen.waiting), places=0)
+        fields = asdict(status)
+        # A node a pod: what they say is in the stages, whose number does not grow with the loop.
+        del fields["nodes"]
+        print_json(fields | {"stages": [asdict(stage) for stage in stages]})
+        return
+    typer.echo(f"{run}  {status.phase}  {status.message}".rstrip())
+    typer.echo(f"  workflows    {', '.join(status.workflows)}")
+    if status.accelerator_seconds:
+        typer.echo(f"  GPU seconds  {status.accelerator_seconds:.0f}")
+    for claim, description in status.claims.items():
+        typer.echo(f"  claim        {claim}: {description}")
+    for node, reason in status.waiting.items():
+        typer.echo(f"  waiting      {node}: {reason}")
+    show_stages(stages, places=0)
 
 
 @app.command("logs")
@@ -302,7 +330,9 @@ def show_logs(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Print the logs of a run's pods, each line with its stage; the logs of deleted pods are gone."""
+    """Print the logs of a run's pods, each line with its stage; the logs of deleted pods are
+    gone.
+    """
     _print_logs(connect_to_cluster(namespace, context), run, stage, follow)
 
 
@@ -315,34 +345,43 @@ def stop_run(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Stop a run and release its resources; submitting it again continues where it stopped."""
-    from tuneloop.cluster import submit as argo
+    """Stop a run and release its resources; submitting it again continues where it stopped.
 
-    ended = argo.stop_run(connect_to_cluster(namespace, context), run, timeout=timeout)
-    typer.echo(f"{run}: stopped" if ended else f"{run}: was not under way")
+    Its stages commit what a resume needs. Exit code 75: its pods have not ended in time.
+    """
+    from tuneloop.cluster import submit
+
+    count = submit.stop_run(connect_to_cluster(namespace, context), run, timeout=timeout)
+    typer.echo(f"{run}: stopped" if count else f"{run}: was not under way")
 
 
 @app.command("claims")
 def show_claims(namespace: NAMESPACE = "tuneloop", context: CONTEXT = None) -> None:
-    """Show the claims of shared devices, and the runs that reserve them; releases those of ended runs."""
+    """Show the claims of shared devices, and the runs that reserve them; releases those of ended
+    runs.
+    """
     from tuneloop.cluster.watch import refresh_claims
 
-    found = refresh_claims(connect_to_cluster(namespace, context))
-    for name, told in found.items():
-        typer.echo(f"{name}  {told}")
-    if not found:
+    claims = refresh_claims(connect_to_cluster(namespace, context))
+    for name, description in claims.items():
+        typer.echo(f"{name}  {description}")
+    if not claims:
         typer.echo(f"no claims in namespace {namespace}")
 
 
 def _print_logs(
-    there: Connection, run: str, stage: str | None, follow: bool, since: str | None = None
+    cluster: Connection,
+    run: str,
+    stage: str | None,
+    follow: bool,
+    since: str | None = None,
 ) -> dict[str, str]:
-    """Print the pods' logs; return stage → its last line."""
+    """Print the pods' logs, and return stage → its last line that is not empty."""
     from tuneloop.cluster.watch import read_logs
 
-    said = {}
-    for name, line in read_logs(there, run, stage=stage, follow=follow, since=since):
+    last_lines: dict[str, str] = {}
+    for name, line in read_logs(cluster, run, stage=stage, follow=follow, since=since):
         typer.echo(f"{name} | {line}")
         if line.strip():
-            said[name] = line.strip()
-    return said
+            last_lines[name] = line.strip()
+    return last_lines

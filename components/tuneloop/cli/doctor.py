@@ -34,25 +34,31 @@ def diagnose_argo(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> int:
-    """Say what a cluster lacks for a pipeline, each with the command that fixes it. Changes nothing there.
+    """Say what a cluster lacks for a pipeline, each with the command that fixes it. Changes nothing
+    there.
 
-    Exits with 0: nothing is refused; 2: something is.
+    Exits with 0: nothing is refused; 2: something is. What this account may not read is said as not
+    checked.
     """
     from tuneloop.cluster.doctor import check_argo, describe_queued_stage
     from tuneloop.cluster.run_workflows import prepare_workflow
     from tuneloop.config.loading import find_pipeline
 
     _check_settings(pipeline, config, sets)
-    found = find_pipeline(pipeline) if pipeline else None
-    workflow = (
-        found.build(found.configure(config, sets or ())) if found else describe_queued_stage()
+    workflow = describe_queued_stage()
+    if pipeline:
+        definition = find_pipeline(pipeline)
+        workflow = definition.build(definition.configure(config, sets or ()))
+    cluster = connect_to_cluster(namespace, context)
+    prepared = prepare_workflow(
+        workflow,
+        run="doctor",
+        # A workflow has a store; nothing is looked up there unless the user names one.
+        store=store or "s3://bucket/runs",
+        namespace=namespace,
+        priority=priority,
     )
-    there = connect_to_cluster(namespace, context)
-    url = store or "s3://bucket/runs"
-    made = prepare_workflow(
-        workflow, run="doctor", store=url, namespace=namespace, priority=priority
-    )
-    return _show("argo", there, check_argo(there, made, store), as_json)
+    return _print_checks("argo", cluster, check_argo(cluster, prepared, store), as_json)
 
 
 @kfp.app.command("doctor")
@@ -65,34 +71,54 @@ def diagnose_kfp(
     namespace: NAMESPACE = "kubeflow",
     context: CONTEXT = None,
 ) -> int:
-    """Say what a backend lacks for a pipeline, each with the command that fixes it. Changes nothing there.
+    """Say what a backend lacks for a pipeline, each with the command that fixes it. Changes nothing
+    there.
 
     Asks the Kubernetes API of the kubeconfig. Exits with 0: nothing is refused; 2: something is.
     """
     check_kfp_is_installed()
+    # It needs kfp, so that this is said first where that is missing.
     from tuneloop.kfp.doctor import check_kfp
 
     _check_settings(pipeline, config, sets)
-    built, settings = kfp.build_kfp_pipeline(pipeline, config, sets) if pipeline else (None, None)
-    there = connect_to_cluster(namespace, context)
-    return _show("kfp", there, check_kfp(there, built, settings, endpoint=endpoint), as_json)
+    compiled = settings = None
+    if pipeline:
+        compiled, settings = kfp.build_kfp_pipeline(pipeline, config, sets)
+    cluster = connect_to_cluster(namespace, context)
+    checks = check_kfp(cluster, compiled, settings, endpoint=endpoint)
+    return _print_checks("kfp", cluster, checks, as_json)
 
 
 def _check_settings(pipeline: str | None, config: Path | None, sets: list[str] | None) -> None:
-    if pipeline is None and (config or sets):
-        raise UserError(
-            "--set" if sets else "--config", sets or str(config), "needs a pipeline: name one"
-        )
+    """Raise UserError for settings without a pipeline that has them."""
+    if pipeline:
+        return
+    if sets:
+        raise UserError("--set", sets, "needs a pipeline: name one")
+    if config:
+        raise UserError("--config", str(config), "needs a pipeline: name one")
 
 
-def _show(target: str, there: Connection, checks: "list[Check]", as_json: bool) -> int:
-    """Print the checks, a line each, with the remedy on the next; return the exit code."""
+def _print_checks(target: str, cluster: Connection, checks: "list[Check]", as_json: bool) -> int:
+    """Print the checks, a line each, with the remedy on the next; return the exit code.
+
+    Args:
+        target: ``argo`` or ``kfp``.
+        cluster: that was checked.
+        checks: in the order in which they are printed.
+        as_json: print an object for programs, with the keys of docs/commands.md.
+    """
     from tuneloop.cluster.doctor import NOT_CHECKED, REFUSED, WARNING
 
     outcomes = [check.outcome for check in checks]
     if as_json:
-        place = {"target": target, "context": there.context, "namespace": there.namespace}
-        print_json({**place, "checks": [asdict(check) for check in checks]})
+        description = {
+            "target": target,
+            "context": cluster.context,
+            "namespace": cluster.namespace,
+            "checks": [asdict(check) for check in checks],
+        }
+        print_json(description)
     else:
         width = max(len(check.subject) for check in checks)
         for check in checks:

@@ -14,6 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="Rollout endpoints that you serve y
 @app.callback()
 def define_endpoint_group() -> None:
     """Rollout endpoints that you serve yourself."""
+    # Without a callback typer would make the only command of a group the group itself.
 
 
 @app.command("check")
@@ -30,27 +31,30 @@ def run_checks(
         float, typer.Option(help="Seconds without a byte after which it fails.")
     ] = 60.0,
 ) -> int:
-    """Run the protocol's tests against an endpoint. Exit code 1 if it fails one."""
+    """Run the protocol's tests against an endpoint. Exit code 1 if it fails one.
+
+    The tests send prompts of random token ids below --vocabulary. With --policy the endpoint's
+    version and log-probabilities are compared with those that were stored with that checkpoint.
+    """
     from urllib.parse import urlsplit
 
     from tuneloop.core.artifacts import Artifact
     from tuneloop.inference.conformance import Probe, run_checks
     from tuneloop.inference.engines.endpoint import check_url
 
-    parts = urlsplit(check_url(url))
+    endpoint_url = check_url(url)
+    parts = urlsplit(endpoint_url)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
     try:
-        socket.create_connection(
-            (parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)), timeout
-        ).close()
+        # One clear line, where otherwise each of the tests would fail for this reason.
+        socket.create_connection((parts.hostname, port), timeout).close()
     except OSError as error:
         raise UserError(
             "url", url, f"does not answer ({error}); start it, or correct the address"
         ) from error
-    probe = Probe(
-        check_url(url), Artifact(policy) if policy else None, vocabulary, tolerance, timeout
-    )
-    outcomes = list(run_checks(probe))
+    checkpoint = Artifact(policy) if policy else None
+    outcomes = list(run_checks(Probe(endpoint_url, checkpoint, vocabulary, tolerance, timeout)))
     print_table(("check", "result", "what, and why"), outcomes)
-    failed = sum(result == "failed" for _, result, _ in outcomes)
-    typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} checks without a fault")
-    return 1 if failed else 0
+    failures = sum(result == "failed" for _, result, _ in outcomes)
+    typer.echo(f"{len(outcomes) - failures} of {len(outcomes)} checks without a fault")
+    return 1 if failures else 0

@@ -3,15 +3,15 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuneloop.cli.arguments import CONFIG, IGNORE_LIMITS, PIPELINE, RUN, SETS, STORE
 from tuneloop.cli.inspect import open_run
 from tuneloop.core.errors import Retryable, UserError
-from tuneloop.core.store import local_path
 
 if TYPE_CHECKING:
     from tuneloop.runs.run_record import Run
@@ -35,6 +35,85 @@ WARM = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Executor:
+    """How a run is executed on this machine.
+
+    Attributes:
+        parallelism: the stages that run at once; None: what the workflow says, or the cores.
+        track: whether the run is mirrored into trackers.
+        warm: whether stages are forked from a process that has imported torch.
+    """
+
+    parallelism: int | None
+    track: bool
+    warm: bool
+
+    def check_trackers(self) -> None:
+        """Raise UserError for an unknown tracker, before anything is written."""
+        from tuneloop.runs.tracking import list_trackers
+        from tuneloop.trackers import find_tracker
+
+        if self.track:
+            for tracker in list_trackers():
+                find_tracker(tracker)
+
+    def resume(self, run: "Run") -> int:
+        """Continue a run, and return its exit code; of a finished one, only write the report.
+
+        Raises:
+            UserError: the run may not be continued here, or cannot succeed on this machine.
+        """
+        from tuneloop.cli.checks import check_local_run
+        from tuneloop.cli.show import write_report
+        from tuneloop.runs.resumption import check_resumable
+        from tuneloop.runs.summary import summarize_run
+
+        assert run.record
+        check_resumable(run)
+        if run.phase == "succeeded":
+            # Its executor may have been killed before the report was whole.
+            summary = summarize_run(run, report=write_report(run))
+            typer.echo(f"{run.name}: finished already\n{summary}")
+            return 0
+        check_local_run(run.record.config, run.read_workflow(), run.store_url)
+        return self.execute(run)
+
+    def execute(self, run: "Run") -> int:
+        """Execute the run's own workflow.yaml, show it, and say how it ended; return its exit code."""
+        from tuneloop.cli.live import Display
+        from tuneloop.cli.show import describe_failure, write_report
+        from tuneloop.local.executor import execute_parts
+        from tuneloop.runs.summary import summarize_run
+        from tuneloop.runs.tracking import mirror_in_background
+
+        workflow = run.read_workflow()
+        start = time.monotonic()
+        with mirror_in_background(run, enabled=self.track) as mirrors:
+            with Display(run, workflow) as display:
+                outcome = execute_parts(
+                    workflow,
+                    workdir=run.directory,
+                    arguments={"run": run.name, "store": run.store_url},
+                    parallelism=self.parallelism,
+                    warm=self.warm,
+                    cwd=Path.cwd(),
+                    on_node=display.node,
+                    on_log=display.log,
+                )
+            run.refresh()
+            # Within the block: the mirrors attach the report as they end.
+            report = write_report(run)
+        has_succeeded = outcome.phase == "Succeeded"
+        ending = "succeeded" if has_succeeded else f"{outcome.phase.lower()}: {outcome.message}"
+        summary = summarize_run(run, report=report, mirrors=mirrors)
+        seconds = time.monotonic() - start
+        typer.echo(f"\n{run.name}: {ending} ({seconds:.1f} s)\n{summary}")
+        if not has_succeeded:
+            typer.echo(describe_failure(run, outcome), err=True)
+        return outcome.exit_code
+
+
 def run_pipeline(
     pipeline: PIPELINE,
     name: Annotated[
@@ -50,7 +129,11 @@ def run_pipeline(
 ) -> int:
     """Run a pipeline on this machine. The same run again resumes it: committed stages end at once.
 
-    A run that ended before its loop made a version may be given other settings; what it has committed must fit them.
+    A run that ended before its loop made a version may be given other settings; what it has
+    committed must fit them.
+
+    Exit code 0: it has succeeded; 1: a stage has failed; 2: a mistake in the settings or the data;
+    3: a gate has refused the model; 75: trying again may help; 130: it was interrupted.
     """
     from tuneloop.cli.checks import check_limits, check_local_run, print_followed
     from tuneloop.config.followed import keep_followed
@@ -60,37 +143,47 @@ def run_pipeline(
     from tuneloop.planning.disk import check_store
     from tuneloop.planning.limits import find_limits
     from tuneloop.runs import records, run_record
+    from tuneloop.runs.resumption import find_changed_settings
 
-    found = find_pipeline(pipeline)
+    definition = find_pipeline(pipeline)
     machine = read_machine()
-    configured = found.configure_for(machine, config, sets or ())
+    configured = definition.configure_for(machine, config, sets or ())
     resolved = configured.settings.model_dump(mode="json")
     if name is None:
-        name = f"{found.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (record := records.read_record(name, store)) is not None:
-        standing = run_record.Run(name, store, record)
-        kept = keep_followed(resolved, configured.followed, record.config)
-        if _same(standing, found.name, kept, normalize_url(store)):
-            return _continue(standing, parallelism, track, warm)
-    settings = found.validate(resolved)
-    workflow = found.build(settings)
+        name = f"{definition.name.replace('_', '-')[:24]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    executor = Executor(parallelism, track, warm)
+    store_url = normalize_url(store)
+    record = records.read_record(name, store)
+    if record is not None:
+        run = run_record.Run(name, store, record)
+        # Settings that follow the machine do not make another run of it: it may have started on
+        # another machine.
+        comparable = keep_followed(resolved, configured.followed, record.config)
+        changed = find_changed_settings(run, definition.name, comparable, store_url)
+        if not changed:
+            return executor.resume(run)
+        typer.echo(
+            f"{name}: ended before its loop made a version; begins again with another"
+            f" {', '.join(changed[:5])}"
+        )
+    settings = definition.validate(resolved)
+    workflow = definition.build(settings)
     limits = find_limits(settings, workflow, machine)
     if record is None:
         limits += check_store(workflow, store)
     check_limits(limits, ignore_limits)
     check_local_run(resolved, workflow, store)
     print_followed(configured)
-    _check_trackers(track)
-    at = normalize_url(store)
+    executor.check_trackers()
     fresh = records.Record(
-        run=name, pipeline=found.name, path=str(found.path), config=resolved, store=at
+        run=name,
+        pipeline=definition.name,
+        path=str(definition.path),
+        config=resolved,
+        store=store_url,
     )
-    return _carry_out(
-        run_record.Run.create(fresh, dump_workflow(workflow), replaced=record),
-        parallelism,
-        track,
-        warm,
-    )
+    run = run_record.Run.create(fresh, dump_workflow(workflow), replaced=record)
+    return executor.execute(run)
 
 
 def run_demo(
@@ -103,21 +196,23 @@ def run_demo(
     track: TRACK = True,
     warm: WARM = True,
 ) -> int:
-    """Run the demo: SFT, then a GRPO loop, of a small model made here. With vLLM where it is installed."""
-    from tuneloop.cli.checks import demo_engine
+    """Run the demo: SFT, then a GRPO loop, of a small model made here. With vLLM where it is
+    installed.
+
+    It needs no network and no GPU. The exit codes are those of `tuneloop run`.
+    """
+    from tuneloop.cli.checks import choose_demo_engine
 
     settings = sets or []
-    if not any(each.startswith(("engine=", "engine.name=")) for each in settings):
-        engine, why = demo_engine()
-        typer.echo(f"{name}: engine {engine}, {why}")
+    if not any(item.startswith(("engine=", "engine.name=")) for item in settings):
+        engine, reason = choose_demo_engine()
+        typer.echo(f"{name}: engine {engine}, {reason}")
         settings = [f"engine.name={engine}", *settings]
-    if not any(each.startswith("loop") for each in settings):
-        settings = [
-            "loop.iterations_per_pod=20",
-            *settings,
-        ]  # a pod by `auto` has eight, which takes 3 s longer
-    # The model is too small to share between threads: on two cores with work beside it, a step of SFT takes 60 ms with
-    # one thread and 120 to 550 with two.
+    if not any(item.startswith("loop") for item in settings):
+        # A pod by `auto` has eight, and the starts of the pods after the first take 3 s.
+        settings = ["loop.iterations_per_pod=20", *settings]
+    # The model is too small to share between threads: on two cores with work beside it, a step of
+    # SFT takes 60 ms with one thread and 120 to 550 with two.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return run_pipeline("sft_then_grpo", name, store, None, settings, parallelism, track, warm)
 
@@ -129,55 +224,70 @@ def resume_run(
     track: TRACK = True,
     warm: WARM = True,
 ) -> int:
-    """Go on with a run that ended early. The first stage without a commit runs next."""
-    found = open_run(name, store)
-    if found.record is None:
+    """Go on with a run that ended early. The first stage without a commit runs next.
+
+    It has the settings and the workflow with which it was started. The exit codes are those of
+    `tuneloop run`.
+    """
+    run = open_run(name, store)
+    if run.record is None:
         raise UserError(
-            "run", name, f"was not started here: no record in {found.directory}; use `tuneloop run`"
+            "run", name, f"was not started here: no record in {run.directory}; use `tuneloop run`"
         )
-    return _continue(found, parallelism, track, warm)
+    return Executor(parallelism, track, warm).resume(run)
 
 
 def fork_run(
     name: RUN,
     iteration: Annotated[int, typer.Argument(min=0, help="Begin at its end; 0: before the first.")],
     sets: SETS = None,
-    new: Annotated[
+    fork_name: Annotated[
         str | None, typer.Option("--name", help="Of the fork; default: RUN-at-ITERATION.")
     ] = None,
     store: STORE = "runs",
     track: TRACK = True,
     warm: WARM = True,
 ) -> int:
-    """Begin a run where another stood after an iteration, with other settings. Nothing is copied; both go on apart."""
+    """Begin a run where another stood after an iteration, with other settings. Nothing is copied;
+    both go on apart.
+
+    The exit codes are those of `tuneloop run`.
+    """
     from tuneloop.cli.checks import check_local_run
     from tuneloop.config.loading import dump_workflow, find_pipeline
     from tuneloop.runs import forking, records, run_record
 
-    run, new = open_run(name, store), new or f"{name}-at-{iteration}"
-    if run.record is None:
+    origin = open_run(name, store)
+    fork_name = fork_name or f"{name}-at-{iteration}"
+    if origin.record is None:
         raise UserError(
             "RUN",
             name,
             f"was not started here; on a cluster: `tuneloop submit --fork {name} {iteration}`",
         )
-    records.check_name(new, "--name")
-    if records.read_record(new, store):
+    records.check_name(fork_name, "--name")
+    if records.read_record(fork_name, store):
         raise UserError(
             "--name",
-            new,
-            f"is the name of a run; `tuneloop resume {new}` continues it; or choose another",
+            fork_name,
+            f"is the name of a run; `tuneloop resume {fork_name}` continues it; or choose another",
         )
-    found = find_pipeline(run.record.path)
-    settings = found.configure(run.directory / "config.yaml", sets or ())
-    workflow = forking.begin_workflow(found, settings, run, iteration)
-    check_local_run(config := settings.model_dump(mode="json"), workflow, run.store_url)
-    _check_trackers(track)
-    forking.record_fork(new, workflow, run, settings)
-    fresh = records.Record(
-        run=new, pipeline=found.name, path=str(found.path), config=config, store=run.store_url
+    definition = find_pipeline(origin.record.path)
+    settings = definition.configure(origin.directory / "config.yaml", sets or ())
+    workflow = forking.begin_workflow(definition, settings, origin, iteration)
+    resolved = settings.model_dump(mode="json")
+    check_local_run(resolved, workflow, origin.store_url)
+    executor = Executor(None, track, warm)
+    executor.check_trackers()
+    forking.record_fork(fork_name, workflow, origin, settings)
+    record = records.Record(
+        run=fork_name,
+        pipeline=definition.name,
+        path=str(definition.path),
+        config=resolved,
+        store=origin.store_url,
     )
-    return _carry_out(run_record.Run.create(fresh, dump_workflow(workflow)), None, track, warm)
+    return executor.execute(run_record.Run.create(record, dump_workflow(workflow)))
 
 
 def stop_run(
@@ -187,129 +297,30 @@ def stop_run(
         float, typer.Option(min=0, help="Seconds to wait for the stages to end.")
     ] = 90.0,
 ) -> int:
-    """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its leases are released."""
+    """Stop a run. Its stages commit what a resume needs and end; of one that was killed, its leases
+    are released.
+
+    Exit code 75: its stages have not ended in time, and go on ending.
+    """
     from tuneloop.cli.show import format_store_option
     from tuneloop.sharing.lease_storage import STORED_LEASES, release_stored_leases
 
-    found = open_run(name, store)
-    state = found.state
-    if found.phase != "running" or state is None:
-        if state is not None:  # it ran here: no process of it is left
-            release_stored_leases(f"{found.store_url}/{STORED_LEASES}", name)
-        typer.echo(f"{name}: is not running ({found.phase})")
+    run = open_run(name, store)
+    state = run.state
+    if run.phase != "running" or state is None:
+        if state is not None:
+            # It ran here, and no process of it is left that could still hold a lease.
+            release_stored_leases(f"{run.store_url}/{STORED_LEASES}", name)
+        typer.echo(f"{name}: is not running ({run.phase})")
         return 0
-    os.kill(state.workflow.pid, signal.SIGTERM)
+    process = state.workflow.pid
+    os.kill(process, signal.SIGTERM)
     start = time.monotonic()
-    while found.phase == "running":
+    while run.phase == "running":
         if time.monotonic() - start > timeout:
-            raise Retryable(
-                f"{name}: still running after {timeout:g} s (process {state.workflow.pid})"
-            )
+            raise Retryable(f"{name}: still running after {timeout:g} s (process {process})")
         time.sleep(0.05)
     seconds = time.monotonic() - start
-    typer.echo(
-        f"{name}: stopped in {seconds:.1f} s; go on with `tuneloop resume {name}{format_store_option(store)}`"
-    )
+    command = f"tuneloop resume {name}{format_store_option(store)}"
+    typer.echo(f"{name}: stopped in {seconds:.1f} s; go on with `{command}`")
     return 0
-
-
-def _same(standing: "Run", pipeline: str, config: dict[str, Any], store: str) -> bool:
-    """Return whether a run was started with these very settings, and refuse a name that stands for another run.
-
-    Before the loop's first version a failed run may be mended: the stages themselves refuse what does not fit their
-    committed outputs. After that a change could leave iterations behind that are no longer part of the run.
-    """
-    from tuneloop.runs.records import find_differences
-
-    record = standing.record
-    assert record
-    asked = {"pipeline": pipeline, "store": store, **config}
-    differing = find_differences(
-        asked, {"pipeline": record.pipeline, "store": record.store, **record.config}
-    )
-    begun = standing.phase in ("running", "succeeded") or any(
-        made.iteration for made in standing.checkpoints
-    )
-    what = ", ".join(differing[:5])
-    if differing and (begun or standing.origin or {"pipeline", "store"} & {*differing}):
-        remedy = f"exists with another {what}; `tuneloop resume {record.run}` continues it; or choose another name"
-        raise UserError("--run", record.run, remedy)
-    if differing:
-        typer.echo(
-            f"{record.run}: ended before its loop made a version; begins again with another {what}"
-        )
-    return not differing
-
-
-def _continue(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
-    from tuneloop.cli.checks import check_local_run
-    from tuneloop.cli.show import write_report
-    from tuneloop.runs.completeness import describe_missing, list_missing
-    from tuneloop.runs.summary import summarize_run
-
-    assert run.record
-    if (made := local_path(run.record.store)) and made.resolve() != run.directory.parent.resolve():
-        raise UserError(
-            "run", run.name, f"was begun in {made}, and goes on there alone: move it back"
-        )
-    if run.phase == "running":
-        raise UserError(
-            "run",
-            run.name,
-            f"is running; see `tuneloop status {run.name}`, or `tuneloop stop` it first",
-        )
-    if run.phase == "succeeded":  # its executor may have been killed before the report was whole
-        missing = list_missing(run)
-        if missing:
-            remedy = "restore it from a copy, or delete the run and run it again under this name"
-            lost = f"has succeeded, but {describe_missing(missing)} in {run.url} is missing"
-            raise UserError("run", run.name, f"{lost}; {remedy}")
-        typer.echo(f"{run.name}: finished already\n{summarize_run(run, report=write_report(run))}")
-        return 0
-    check_local_run(run.record.config, run.read_workflow(), run.store_url)
-    return _carry_out(run, parallelism, track, warm)
-
-
-def _check_trackers(track: bool) -> None:
-    """Refuse trackers that are unknown before anything is written."""
-    from tuneloop.runs.tracking import list_trackers
-    from tuneloop.trackers import find_tracker
-
-    for each in list_trackers() if track else ():
-        find_tracker(each)
-
-
-def _carry_out(run: "Run", parallelism: int | None, track: bool, warm: bool) -> int:
-    """Execute the run's own workflow.yaml, show it, and say how it ended."""
-    from tuneloop.cli.live import Display
-    from tuneloop.cli.show import describe_failure, write_report
-    from tuneloop.local.executor import execute_parts
-    from tuneloop.runs.summary import summarize_run
-    from tuneloop.runs.tracking import mirror_in_background
-
-    workflow = run.read_workflow()
-    start = time.monotonic()
-    with mirror_in_background(run, enabled=track) as mirrors:
-        with Display(run, workflow) as display:
-            outcome = execute_parts(
-                workflow,
-                workdir=run.directory,
-                arguments={"run": run.name, "store": run.store_url},
-                parallelism=parallelism,
-                warm=warm,
-                cwd=Path.cwd(),
-                on_node=display.node,
-                on_log=display.log,
-            )
-        run.refresh()
-        report = write_report(run)  # which mirrors attach
-    ended = (
-        "succeeded"
-        if outcome.phase == "Succeeded"
-        else f"{outcome.phase.lower()}: {outcome.message}"
-    )
-    summary = summarize_run(run, report=report, mirrors=mirrors)
-    typer.echo(f"\n{run.name}: {ended} ({time.monotonic() - start:.1f} s)\n{summary}")
-    if outcome.phase != "Succeeded":
-        typer.echo(describe_failure(run, outcome), err=True)
-    return outcome.exit_code

@@ -40,34 +40,43 @@ TIMEOUT = Annotated[
 
 @app.command("status")
 def show_status(fleet: FLEET, timeout: TIMEOUT = 10.0, context: CONTEXT = None) -> int:
-    """List the workers of a fleet and the version of each. Exit code 1 if they differ, or one does not answer.
+    """List the workers of a fleet and the version of each. Exit code 1 if they differ, or one does
+    not answer.
 
-    Outside of its cluster, a Dynamo graph is shown by the three conditions of its readiness.
+    Outside of its cluster, a Dynamo graph is shown by the three conditions of its readiness. Exit
+    code 1 then: one of these is not met.
     """
-    from tuneloop.inference.fleet import open_fleet, parse_service_url
+    from tuneloop.inference.fleet import open_fleet
 
+    # The workers of a Dynamo graph have addresses that only its cluster reaches.
     if fleet.startswith("dynamo:") and "KUBERNETES_SERVICE_HOST" not in os.environ:
-        from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
-        from tuneloop.inference.fleet.graph import read_gates
-
-        name, namespace, port = parse_service_url(fleet)
-        gates = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
-        shown = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in gates]
-        print_table(("gate", "state", "why"), shown, cut="why")
-        return 0 if all(gate.open for gate in gates) else 1
+        return _show_gates(fleet, context)
     rows: list[tuple[str, str, str]] = []
-    served: set[str] = set()
     for worker in open_fleet(fleet).discover():
         try:
-            told = worker.version(timeout) or "nothing"
+            version = worker.version(timeout) or "nothing"
         except Retryable as error:
-            told = str(error)
-        served.add(told)
-        rows.append((worker.id, worker.url, told))
+            version = str(error)
+        rows.append((worker.id, worker.url, version))
     if not rows:
         raise Retryable(f"fleet {fleet}: no worker answers")
     print_table(("worker", "url", "serves"), rows, cut="serves")
-    return 0 if len(served) == 1 and "@" in min(served) else 1
+    versions = {version for _, _, version in rows}
+    # A version is a reference, REF@DIGEST; an error's text and "nothing" have no digest.
+    return 0 if len(versions) == 1 and "@" in versions.pop() else 1
+
+
+def _show_gates(fleet: str, context: str | None) -> int:
+    """Show what the readiness of a Dynamo graph depends on; return 1 unless it is ready."""
+    from tuneloop.inference.fleet import parse_service_url
+    from tuneloop.inference.fleet.dynamo import FRONTEND_PORT
+    from tuneloop.inference.fleet.graph import read_gates
+
+    name, namespace, port = parse_service_url(fleet)
+    gates = read_gates(connect_to_cluster(namespace, context), name, port or FRONTEND_PORT)
+    rows = [(gate.name, "open" if gate.open else "shut", gate.why) for gate in gates]
+    print_table(("gate", "state", "why"), rows, cut="why")
+    return 0 if all(gate.open for gate in gates) else 1
 
 
 @app.command("refit")
@@ -79,18 +88,22 @@ def refit_fleet(
     force: Annotated[bool, typer.Option(help="Update workers that say they have it, too.")] = False,
     timeout: TIMEOUT = 600.0,
 ) -> None:
-    """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until no new worker appears."""
+    """Bring every worker of a fleet to a checkpoint: pause, update, flush, resume, until no new
+    worker appears.
+
+    A worker that appears meanwhile is brought to it as well.
+    """
     from tuneloop.core.artifacts import Artifact
     from tuneloop.inference.fleet import open_fleet
     from tuneloop.inference.fleet.refit import make_target, refit_fleet
 
-    wanted = make_target(Artifact(policy))
-    done = refit_fleet(open_fleet(fleet), wanted, timeout_s=timeout, force=force)
-    changed = [paused for paused in done.workers.values() if paused]
-    longest = f", paused for {max(changed):.2f} s at most" if changed else ""
-    typer.echo(
-        f"{wanted.label}: {len(done.workers)} workers have it, {len(changed)} got it now{longest}"
-    )
+    target = make_target(Artifact(policy))
+    refit = refit_fleet(open_fleet(fleet), target, timeout_s=timeout, force=force)
+    # A worker that had it already was not paused: its seconds are 0.
+    pauses = [seconds for seconds in refit.workers.values() if seconds]
+    longest = f", paused for {max(pauses):.2f} s at most" if pauses else ""
+    counts = f"{len(refit.workers)} workers have it, {len(pauses)} got it now"
+    typer.echo(f"{target.label}: {counts}{longest}")
 
 
 @app.command("up")
@@ -109,9 +122,11 @@ def create_graph(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not become ready.
+    """Create a graph of Dynamo and wait until it is ready; it is deleted again if it does not become
+    ready.
 
-    It exists until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that is deleted with its run.
+    It exists until `tuneloop fleet down`. `tuneloop submit --fleet MANIFEST` makes one that is
+    deleted with its run.
     """
     from tuneloop.config.loading import dump_workflow, read_yaml_documents
     from tuneloop.inference.fleet.graph import bring_up, render_graph
@@ -119,7 +134,8 @@ def create_graph(
     documents = read_yaml_documents("manifest", manifest)
     graph = render_graph(documents, name=name, namespace=namespace, image=image, sets=sets or ())
     if dry_run:
-        return typer.echo(dump_workflow(graph), nl=False)
+        typer.echo(dump_workflow(graph), nl=False)
+        return
     bring_up(
         connect_to_cluster(namespace, context),
         graph,
@@ -140,9 +156,9 @@ def delete_graph(
     """Delete a graph of Dynamo, and with it its pods. Exit code 1 if there was none."""
     from tuneloop.inference.fleet import graph
 
-    there = graph.delete_graph(connect_to_cluster(namespace, context), name)
-    typer.echo(f"{name}: {'deleted' if there else 'there was none'}")
-    return 0 if there else 1
+    existed = graph.delete_graph(connect_to_cluster(namespace, context), name)
+    typer.echo(f"{name}: {'deleted' if existed else 'there was none'}")
+    return 0 if existed else 1
 
 
 @app.command("autoscale")
@@ -168,7 +184,13 @@ def autoscale_fleet(
     ] = 1,
     context: CONTEXT = None,
 ) -> None:
-    """Keep a Deployment of rollout servers at the replicas that its requests need, until you stop this command."""
+    """Keep a Deployment of rollout servers at the replicas that its requests need, until you stop
+    this command.
+
+    With --run replicas are also bounded by what the run's iterations can use: servers that would
+    stand idle while the trainer works are not started. A failure of the first check ends the
+    command; later ones are printed, and tried again.
+    """
     from tuneloop.cluster.autoscaler import scale_fleet
     from tuneloop.cluster.autoscaling_rule import AutoscalingRule
     from tuneloop.inference.fleet import open_fleet
@@ -176,16 +198,19 @@ def autoscale_fleet(
 
     if minimum > maximum:
         raise UserError("--min", minimum, f"must be at most --max ({maximum})")
-    service, rule = open_fleet(fleet), AutoscalingRule(minimum, maximum, target, window, weight)
+    service = open_fleet(fleet)
     if not isinstance(service, Service):
         raise UserError(
             "fleet", fleet, "must be service://name.namespace, of a Deployment of that name"
         )
     service.context = context
-    look = functools.partial(scale_fleet, service, rule, open_run(run, store) if run else None)
-    said = look()  # the first failure is reported at once, without waiting
+    rule = AutoscalingRule(minimum, maximum, target, window, weight)
+    measured_run = open_run(run, store) if run else None
+    check = functools.partial(scale_fleet, service, rule, measured_run)
+    # The first failure is reported at once, without waiting: it is mostly a mistake.
+    change = check()
     while True:
-        if said:
-            typer.echo(said)
+        if change:
+            typer.echo(change)
         time.sleep(interval)
-        said = retry_until_available(look)
+        change = retry_until_available(check)

@@ -20,19 +20,27 @@ def collect_garbage(
     ] = 24.0,
     delete: DELETE = False,
 ) -> None:
-    """Delete data that a run no longer needs: of dead attempts, stale resume points, with --keep old checkpoints."""
+    """Delete data that a run no longer needs: of dead attempts, stale resume points, with --keep
+    old checkpoints.
+
+    A deleted checkpoint keeps its manifest, so that an audit still covers it. Promoted checkpoints
+    are never deleted.
+    """
     from tuneloop.runs.retention import delete_leftovers, find_leftovers
     from tuneloop.runs.summary import format_size
 
     run = open_run(name, store)
-    found = find_leftovers(run, keep=keep, idle=idle * 3600)
-    for item in found:
+    leftovers = find_leftovers(run, keep=keep, idle=idle * 3600)
+    for item in leftovers:
         typer.echo(f"{item.key}  {format_size(item.size)}  {item.reason}")
     if delete:
-        delete_leftovers(run, found)
-    if not found:
-        return typer.echo(f"{name}: nothing to delete")
-    kinds = Counter(item.reason.partition(" of ")[0] for item in found)
-    told = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
-    total = format_size(sum(item.size for item in found))
-    typer.echo(f"{name}: {told}, {total} {'deleted' if delete else 'to delete; --delete does'}")
+        delete_leftovers(run, leftovers)
+    if not leftovers:
+        typer.echo(f"{name}: nothing to delete")
+        return
+    # A reason is a kind and what it is of, as in "resume point of rollout".
+    kinds = Counter(item.reason.partition(" of ")[0] for item in leftovers)
+    counts = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    total = format_size(sum(item.size for item in leftovers))
+    outcome = "deleted" if delete else "to delete; --delete does"
+    typer.echo(f"{name}: {counts}, {total} {outcome}")

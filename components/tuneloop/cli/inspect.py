@@ -3,22 +3,24 @@
 import json
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, FOLLOW, JSON, RUN, STAGE, STORE
+from tuneloop.cli.arguments import CLUSTER_NAMESPACE, CONTEXT, FOLLOW, JSON, RUN, STAGE, STORE
 from tuneloop.cli.tables import print_table
 from tuneloop.core.errors import Corrupt, Retryable, UserError
+from tuneloop.core.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from tuneloop.local.journal import Node
     from tuneloop.runs.run_record import Run, Score
 
-UNREAD = ("damaged", "unreachable")
+DAMAGED = "damaged"
+UNREACHABLE = "unreachable"
+UNREAD = (DAMAGED, UNREACHABLE)
 """The phases that the list shows for a run that could not be read."""
 
 
@@ -29,27 +31,31 @@ def show_status(
     store: STORE = "runs",
     as_json: JSON = False,
 ) -> None:
-    """Show the stages of a run, or all runs. With its iteration and its reward so far."""
-    from tuneloop.cli.show import format_store_option, show_stages
+    """Show the stages of a run, or all runs. With its iteration and its reward so far.
+
+    Reads the store and what is known on this machine; of a run on a cluster it shows the commits.
+    """
+    from tuneloop.cli.show import show_stages
     from tuneloop.runs.completeness import describe_missing, list_missing
     from tuneloop.runs.stages import list_stages
     from tuneloop.runs.summary import describe_iterations, describe_reward, format_facts
 
     if name is None:
-        return _list_runs(store, as_json)
+        _list_runs(store, as_json)
+        return
     run = open_run(name, store)
     if as_json:
-        return print_json(_told(run))
+        print_json(_describe_run(run))
+        return
     pipeline = run.record.pipeline if run.record else "pipeline unknown"
-    again = f"tuneloop resume {name}{format_store_option(store)}"
-    hint = {"interrupted": f"; {again}", "failed": f"; {_why(run)}; {again}"}
-    typer.echo(f"{name}  {pipeline}  {run.phase}{hint.get(run.phase, '')}")
+    typer.echo(f"{name}  {pipeline}  {run.phase}{_suggest_resume(run, store)}")
     facts = {
         "store": run.url,
         "iterations": describe_iterations(run),
         "mean reward": describe_reward(run),
     }
-    if (latest := run.latest_reward()) and latest.entry.manifest.role == "scorer":
+    latest = run.latest_reward()
+    if latest and latest.entry.manifest.role == "scorer":
         facts["newest batch"] = (
             f"{latest.value:.3f} ({latest.method}, iteration {latest.entry.iteration})"
         )
@@ -60,33 +66,47 @@ def show_status(
     show_stages(list_stages(run))
 
 
+def _suggest_resume(run: "Run", store: str) -> str:
+    """Suggest how to continue a run that ended early, with the reason; empty for other runs."""
+    from tuneloop.cli.show import format_store_option
+
+    command = f"; tuneloop resume {run.name}{format_store_option(store)}"
+    if run.phase == "failed":
+        return f"; {_get_message(run)}{command}"
+    return command if run.phase == "interrupted" else ""
+
+
 def show_logs(
     name: RUN, stage: STAGE = None, follow: FOLLOW = False, store: STORE = "runs"
 ) -> None:
-    """Print the logs of the stages. Each line begins with its stage and iteration."""
+    """Print the logs of the stages. Each line begins with its stage and iteration.
+
+    Only of stages that were run on this machine; for those of a cluster: `tuneloop cluster logs`.
+    """
     from tuneloop.runs.stages import get_stage_name
 
     run = open_run(name, store)
     if run.state is None:
         raise UserError("run", name, "has no logs here: no stage was run on this machine")
-    seen: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     while True:
-        running = (
-            run.phase == "running"
-        )  # checked first: lines that are written meanwhile get another round
+        # Checked before the logs are read: lines that are written meanwhile get another round.
+        may_grow = follow and run.phase == "running"
         pods = [node for node in run.state.nodes.values() if node.type == "Pod" and node.log]
         chosen = [
-            n for n in pods if stage is None or stage in (get_stage_name(n), n.display_name, n.id)
+            node
+            for node in pods
+            if stage is None or stage in (get_stage_name(node), node.display_name, node.id)
         ]
-        if not chosen and stage and not (follow and running):
-            known = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
-            inside = "; the loop's stages run in `iterations` here" if "iterations" in known else ""
+        if stage and not chosen and not may_grow:
+            names = ", ".join(dict.fromkeys(get_stage_name(node) for node in pods))
+            hint = "; the loop's stages run in `iterations` here" if "iterations" in names else ""
             raise UserError(
-                "stage", stage, f"has no log of its own; those that have: {known}{inside}"
+                "stage", stage, f"has no log of its own; those that have: {names}{hint}"
             )
         for node in chosen:
-            _print_log(run, node, seen, prefix=stage is None or len(pods) > 1)
-        if not (follow and running):
+            _print_log(run, node, offsets, prefix=stage is None or len(pods) > 1)
+        if not may_grow:
             return
         time.sleep(0.2)
 
@@ -99,7 +119,9 @@ def report_run(
         typer.Option("--output", "-o", help="Default: report.html beside the run's state."),
     ] = None,
 ) -> None:
-    """Write the live page into one file, readable offline. Graph, curves, samples, the origin of every version."""
+    """Write the live page into one file, readable offline. Graph, curves, samples, the origin of
+    every version.
+    """
     from tuneloop.cli.show import write_report
 
     typer.echo(write_report(open_run(name, store), output))
@@ -117,170 +139,195 @@ def track_run(
     ] = None,
     store: STORE = "runs",
     follow: FOLLOW = False,
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Of runs on Argo.")
-    ] = None,
+    namespace: CLUSTER_NAMESPACE = None,
     context: CONTEXT = None,
 ) -> None:
-    """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: those in TUNELOOP_TRACKERS; repeat to update."""
-    from tuneloop.cluster.run_workflows import get_workflow_phase, list_workflows
+    """Mirror a run into MLflow, TensorBoard, Trackio or W&B. Default: those in TUNELOOP_TRACKERS;
+    repeat to update.
+
+    With --follow it is mirrored until it ends, and without a name every run of the store until you
+    stop this command. --namespace says where runs are executed, so that their ends are known.
+    """
+    from tuneloop.cluster.run_workflows import find_executor_phase
     from tuneloop.kube.connection import connect_to_cluster
     from tuneloop.runs.tracking import POLL_S, find_phase, list_trackers, mirror_run, mirror_store
     from tuneloop.trackers import find_tracker
     from tuneloop.ui.report import render_page
 
-    chosen, pause = trackers or list_trackers() or ["mlflow"], threading.Event()
-    for each in chosen:
-        find_tracker(each)
+    names = trackers or list_trackers() or ["mlflow"]
+    for tracker in names:
+        find_tracker(tracker)
     cluster = connect_to_cluster(namespace, context) if namespace else None
+    pause = threading.Event()
 
-    def ask(run: str) -> str:
+    def ask_phase(run_name: str) -> str:
         try:
-            found = list_workflows(cluster, run) if cluster else []
-        except (
-            UserError,
-            Retryable,
-        ) as error:  # mirror commits even while the cluster is unavailable
-            typer.echo(f"{run}: {error}", err=True)
+            return find_executor_phase(cluster, run_name) if cluster else ""
+        except (UserError, Retryable) as error:
+            # Commits are mirrored even while the cluster is unavailable.
+            typer.echo(f"{run_name}: {error}", err=True)
             return ""
-        phase = (
-            get_workflow_phase(max(found, key=lambda w: w["metadata"]["creationTimestamp"]))
-            if found
-            else ""
-        )
-        return {"Pending": "running", "Error": "failed"}.get(phase, phase.lower())
 
     if name is None:
         if not follow:
             raise UserError("RUN", name, "name one, or let it --follow all runs of the store")
-        return mirror_store(store, chosen, lambda: not pause.wait(POLL_S), render_page, ask)
+        mirror_store(store, names, lambda: not pause.wait(POLL_S), render_page, ask_phase)
+        return
     run = open_run(name, store)
-    for each in chosen:
-        going_on = lambda: follow and not pause.wait(POLL_S) and find_phase(run, ask) == "running"  # noqa: E731
-        typer.echo(mirror_run(run, each, going_on, render_page, ask))
+
+    def should_continue() -> bool:
+        return follow and not pause.wait(POLL_S) and find_phase(run, ask_phase) == "running"
+
+    for tracker in names:
+        typer.echo(mirror_run(run, tracker, should_continue, render_page, ask_phase))
 
 
 def open_run(name: str, store: str) -> "Run":
-    """Open the run that a command names."""
+    """Open the run that a command names. Raises UserError if the store has none of this name."""
     from tuneloop.runs.run_record import Run
 
     return Run.open(name, store)
 
 
-def print_json(told: Mapping[str, Any]) -> None:
-    """Print the output of ``status --json``; docs/commands.md has its keys."""
-    typer.echo(json.dumps({"format": 1, **told}, indent=1))
+def print_json(fields: JsonMapping) -> None:
+    """Print the output of ``--json`` with the number of its format; docs/commands.md has its keys."""
+    typer.echo(json.dumps({"format": 1, **fields}, indent=1))
 
 
-def _told(run: "Run") -> dict[str, Any]:
-    """Describe a run for programs."""
+def _describe_run(run: "Run") -> JsonObject:
+    """Describe a run for programs, with the keys of docs/commands.md."""
     from tuneloop.runs.completeness import list_missing
     from tuneloop.runs.stages import list_stages
 
-    state, batches = run.state, run.training_rewards()
-    most = state.workflow.parameters.get("iterations") if state else None
-    return {
-        "run": run.name,
-        **_progress(run),
+    state = run.state
+    limit = state.workflow.parameters.get("iterations") if state else None
+    batches = run.training_rewards()
+    description: JsonObject = {"run": run.name}
+    description |= _describe_progress(run)
+    description |= {
         "store": run.url,
         "forked_from": run.origin,
-        "iterations": int(most) if most else None,
-        "evaluations": [_score(run, score) for score in run.evaluations()],
-        "newest_batch": _score(run, batches[-1]) if batches else None,
+        "iterations": int(limit) if limit else None,
+        "evaluations": [_describe_score(run, score) for score in run.evaluations()],
+        "newest_batch": _describe_score(run, batches[-1]) if batches else None,
         "stages": [asdict(stage) for stage in list_stages(run)],
         "missing": list_missing(run),
     }
+    return description
 
 
-def _progress(run: "Run") -> dict[str, Any]:
+def _describe_progress(run: "Run") -> JsonObject:
     """Describe the progress of a run, for one run and in the list of all."""
+    record = run.record
     return {
-        "pipeline": run.record.pipeline if run.record else None,
+        "pipeline": record.pipeline if record else None,
         "phase": run.phase,
-        "message": _why(run),
-        "created": run.record.created if run.record else None,
+        "message": _get_message(run),
+        "created": record.created if record else None,
         "iteration": run.iteration,
     }
 
 
-def _score(run: "Run", score: "Score") -> dict[str, Any]:
-    about = {
+def _describe_score(run: "Run", score: "Score") -> JsonObject:
+    """Describe a mean reward for programs: its value, how it was obtained, and of what."""
+    return {
+        "mean_reward": score.value,
+        "how": score.method,
         "completions": run.count_scored_completions(score.entry),
         "policy_version": score.version,
     }
-    return {"mean_reward": score.value, "how": score.method, **about}
 
 
 def _list_runs(store: str, as_json: bool) -> None:
-    rows = _rows_of_runs(store)
+    """Print the runs below a store; those that cannot be read on standard error, too."""
+    rows = _collect_runs(store)
     if as_json:
-        return print_json({"store": store, "runs": rows})
+        print_json({"store": store, "runs": rows})
+        return
     for row in rows:
         if row["phase"] in UNREAD:
             typer.echo(f"{row['run']}: {row['message']}", err=True)
     if not rows:
-        return typer.echo(f"no runs below {store}; --store names another place")
+        typer.echo(f"no runs below {store}; --store names another place")
+        return
     lines = []
     for row in rows:
-        created = (
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
-            if row["created"]
-            else ""
-        )
-        reward = (
-            f"{row['mean_reward']:.3f} ({row['how']})" if row["mean_reward"] is not None else ""
-        )
-        known = (row["run"], row["pipeline"] or "", row["phase"], str(row["iteration"] or ""))
-        lines.append((*known, created, reward))
+        created = ""
+        if row["created"]:
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+        reward = ""
+        if row["mean_reward"] is not None:
+            reward = f"{row['mean_reward']:.3f} ({row['how']})"
+        iteration = str(row["iteration"] or "")
+        pipeline = row["pipeline"] or ""
+        lines.append((row["run"], pipeline, row["phase"], iteration, created, reward))
     columns = ("run", "pipeline", "state", "iteration", "created", "mean reward")
     print_table(columns, lines, right=("iteration",), cut="mean reward")
 
 
-def _rows_of_runs(store: str) -> list[dict[str, Any]]:
-    """Collect a row for every run, oldest first; for a run that cannot be read, the reason."""
+def _collect_runs(store: str) -> list[JsonObject]:
+    """Describe every run below a store, oldest first; for a run that cannot be read, the reason."""
     from tuneloop.runs.records import list_runs, read_record
     from tuneloop.runs.run_record import Run
 
-    rows = []
+    rows: list[JsonObject] = []
     for name in list_runs(store):
-        row: dict[str, Any] = {
+        row: JsonObject = {
             "run": name,
             "pipeline": None,
             "phase": "not started here",
             "message": "",
+            "created": None,
+            "iteration": None,
+            "mean_reward": None,
+            "how": None,
         }
-        row |= dict.fromkeys(("created", "iteration", "mean_reward", "how"))
         try:
-            if record := read_record(
-                name, store
-            ):  # reading all of a run that was not started here may take long
-                latest = (run := Run(name, store, record)).latest_reward()
-                row |= {
-                    **_progress(run),
-                    **({"mean_reward": latest.value, "how": latest.method} if latest else {}),
-                }
-        except (UserError, Retryable) as error:  # list the others nevertheless
-            row |= {"phase": UNREAD[not isinstance(error, Corrupt)], "message": str(error)}
+            record = read_record(name, store)
+            # To read all of a run that was not started here may take long.
+            if record:
+                run = Run(name, store, record)
+                row |= _describe_progress(run)
+                latest = run.latest_reward()
+                if latest:
+                    row["mean_reward"] = latest.value
+                    row["how"] = latest.method
+        except (UserError, Retryable) as error:
+            # The others are listed nevertheless.
+            row["phase"] = DAMAGED if isinstance(error, Corrupt) else UNREACHABLE
+            row["message"] = str(error)
         rows.append(row)
     return sorted(rows, key=lambda row: (row["phase"] in UNREAD, row["created"] or 0.0, row["run"]))
 
 
-def _print_log(run: "Run", node: "Node", seen: dict[str, int], prefix: bool) -> None:
-    """Print the lines of a log that were not printed yet; a line still being written waits."""
+def _print_log(run: "Run", node: "Node", offsets: dict[str, int], prefix: bool) -> None:
+    """Print the lines of a log that were not printed yet; a line still being written waits.
+
+    Args:
+        run: the run.
+        node: whose log it is.
+        offsets: node → the bytes of its log that were printed; it is updated.
+        prefix: whether a line begins with its stage and iteration.
+    """
     from tuneloop.runs.stages import find_iteration, get_stage_name
 
     path = run.directory / node.log
     if not path.is_file():
         return
+    offset = offsets.get(node.id, 0)
     with path.open("rb") as file:
-        file.seek(seen.get(node.id, 0))
+        file.seek(offset)
         data = file.read()
-    whole = data if node.finished else data[: data.rfind(b"\n") + 1]
-    seen[node.id] = seen.get(node.id, 0) + len(whole)
-    at = f" {iteration}" if (iteration := find_iteration(node)) else ""
-    for line in whole.decode(errors="replace").splitlines():
-        typer.echo(f"{get_stage_name(node)}{at} | {line}" if prefix else line)
+    # The last line of a stage that has ended may lack its end.
+    if not node.finished:
+        data = data[: data.rfind(b"\n") + 1]
+    offsets[node.id] = offset + len(data)
+    iteration = find_iteration(node)
+    source = f"{get_stage_name(node)} {iteration}" if iteration else get_stage_name(node)
+    for line in data.decode(errors="replace").splitlines():
+        typer.echo(f"{source} | {line}" if prefix else line)
 
 
-def _why(run: "Run") -> str:
-    return state.workflow.message if (state := run.state) else ""
+def _get_message(run: "Run") -> str:
+    """Return why a run stands as it does; empty if this machine does not know."""
+    return run.state.workflow.message if run.state else ""

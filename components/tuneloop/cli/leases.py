@@ -1,6 +1,7 @@
 """``tuneloop leases``: the holder and the waiters of the device lease in each group of runs that share devices."""
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,37 +25,49 @@ def show_device_leases(
     namespace: NAMESPACE = "tuneloop",
     context: CONTEXT = None,
 ) -> None:
-    """Show which run holds each group's device lease, which runs wait for it, and when each was last served.
+    """Show which run holds each group's device lease, which runs wait for it, and when each was
+    last served.
 
-    A holder that is silent for the group's patience loses its lease once another run waits for it. To end one that
-    works too long, stop its run: `tuneloop cluster stop RUN`, or on this machine `tuneloop stop RUN`.
+    A holder that is silent for the group's patience loses its lease once another run waits for it.
+    To end one that works too long, stop its run: `tuneloop cluster stop RUN`, or on this machine
+    `tuneloop stop RUN`.
     """
     from tuneloop.sharing.lease_storage import STORED_LEASES, open_lease_group, read_groups
 
+    queues: dict[str, LeaseQueue] = {}
     if not store:
-        found = read_groups(connect_to_cluster(namespace, context))
+        queues = read_groups(connect_to_cluster(namespace, context))
     elif group is None:
         raise UserError("GROUP", None, "is needed beside --store: the runs' cluster.share.group")
     else:
-        document = open_lease_group(f"{store}/{STORED_LEASES}/{group}", who="nobody").read()
-        found = {group: document} if document.number or not document.is_idle else {}
-    chosen = {name: document for name, document in found.items() if group in (None, name)}
-    for name, document in chosen.items():
-        typer.echo("\n".join(_told(name, document)))
-    if not chosen:
-        typer.echo(f"no run holds or waits for a lease{f' in group {group}' if group else ''}")
+        queue = open_lease_group(f"{store}/{STORED_LEASES}/{group}", who="nobody").read()
+        # A group that nobody has used reads as an idle one whose leases begin at number 0.
+        if queue.number or not queue.is_idle:
+            queues[group] = queue
+    names = [name for name in queues if group in (None, name)]
+    for name in names:
+        typer.echo("\n".join(_describe_queue(name, queues[name])))
+    if not names:
+        suffix = f" in group {group}" if group else ""
+        typer.echo(f"no run holds or waits for a lease{suffix}")
 
 
-def _told(group: str, document: "LeaseQueue") -> list[str]:
-    about = f"{group}: {document.policy}, lease {document.number}, patience {document.patience:g} s"
-    held = [f"  holds  {_about(document.holder)}"] if document.holder else []
-    served = ", ".join(
-        f"{who} ({number})" for who, number in sorted(document.served.items(), key=lambda i: -i[1])
-    )
-    waiting = [f"  waits  {_about(seat)}" for seat in document.list_waiters()]
-    return [about, *held, *waiting, f"  last leases  {served or 'none'}"]
+def _describe_queue(group: str, queue: "LeaseQueue") -> Iterator[str]:
+    """Yield the lines about a group: its policy, the holder, the waiters and the last leases."""
+    yield f"{group}: {queue.policy}, lease {queue.number}, patience {queue.patience:g} s"
+    if queue.holder:
+        yield f"  holds  {_describe_request(queue.holder)}"
+    for request in queue.list_waiters():
+        yield f"  waits  {_describe_request(request)}"
+    # The numbers of leases only rise, so the newest comes first.
+    by_number = sorted(queue.served.items(), key=lambda item: -item[1])
+    served = ", ".join(f"{run} ({number})" for run, number in by_number)
+    yield f"  last leases  {served or 'none'}"
 
 
-def _about(seat: "LeaseRequest") -> str:
-    since = time.strftime("%H:%M:%S", time.localtime(seat.since))
-    return f"{seat.who}  since {since} ({max(0.0, time.time() - seat.since):.0f} s)"
+def _describe_request(request: "LeaseRequest") -> str:
+    """Describe a run that holds or wants the lease, and since when."""
+    since = time.strftime("%H:%M:%S", time.localtime(request.since))
+    # The clock of the machine that wrote the request may be ahead of ours.
+    seconds = max(0.0, time.time() - request.since)
+    return f"{request.who}  since {since} ({seconds:.0f} s)"

@@ -1,6 +1,7 @@
 """Print tables of a run and why it failed, and write its page."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,83 +21,114 @@ if TYPE_CHECKING:
 
 
 def show_stages(stages: Iterable[StageStatus], places: int = 1) -> None:
-    """Print a line for each stage: phase, number of successes, seconds, retries, its newest result; then, for stages
-    with failed attempts, why the newest of these failed."""
-    columns, shown = ("stage", "phase", "done", "seconds", "retries", "newest"), list(stages)
-    print_table(columns, (stage.row(places) for stage in shown), right=columns[2:5], cut="newest")
-    for stage in shown:
-        if stage.cause:
-            typer.echo(f"{stage.stage}: {stage.cause}")
+    """Print a line for each stage: phase, number of successes, seconds, retries, newest result.
+
+    Then, for stages with failed attempts, why the newest of these failed.
+
+    Args:
+        stages: in the order of the graph.
+        places: digits of the seconds after the point; on a cluster times are whole seconds.
+    """
+    statuses = list(stages)
+    numbers = ("done", "seconds", "retries")
+    print_table(
+        ("stage", "phase", *numbers, "newest"),
+        [status.row(places) for status in statuses],
+        right=numbers,
+        cut="newest",
+    )
+    for status in statuses:
+        if status.cause:
+            typer.echo(f"{status.stage}: {status.cause}")
 
 
 def describe_failure(run: Run, outcome: "Outcome") -> str:
     """Describe in one line which stage ended the run, with its last line."""
-    if (node := find_failed_pod(outcome.nodes.values())) is None:
+    node = find_failed_pod(outcome.nodes.values())
+    if node is None:
         return f"error: {outcome.message}"
-    path = run.directory / node.log
-    lines = path.read_text(errors="replace").split("\n") if node.log and path.is_file() else []
-    said = next((line.strip() for line in reversed(lines) if line.strip()), node.message)
-    at = format_store_option(run.store_url)
-    then = f"`tuneloop resume {run.name}{at}`"
+    last_line = _read_last_line(run.directory / node.log) if node.log else ""
+    option = format_store_option(run.store_url)
+    remedy = f"`tuneloop resume {run.name}{option}`"
     if outcome.exit_code == EXIT_USER:
         run.refresh()
-        then += (
+        # With a version of its loop a run has one meaning; before that, it may be mended.
+        remedy += (
             ", or another run with other settings"
             if run.iteration
             else ", or run it again with other settings"
         )
-    return format_stage_error(
-        node, said, f"tuneloop logs {run.name} {get_stage_name(node)}{at}", then
-    )
+    command = f"tuneloop logs {run.name} {get_stage_name(node)}{option}"
+    return format_stage_error(node, last_line or node.message, command, remedy)
+
+
+def _read_last_line(path: Path) -> str:
+    """Read the last line of a log that is not empty; empty if there is none."""
+    if not path.is_file():
+        return ""
+    for line in reversed(path.read_text(errors="replace").split("\n")):
+        if line.strip():
+            return line.strip()
+    return ""
 
 
 def find_failed_pod(nodes: Iterable[Node]) -> Node | None:
     """Return the pod that failed last, or None."""
     broken = [node for node in nodes if node.type == "Pod" and node.phase in BROKEN]
-    return max(broken, key=lambda n: n.finished, default=None)
+    return max(broken, key=lambda node: node.finished, default=None)
 
 
-def format_stage_error(node: Node, said: str, look: str, then: str) -> str:
-    """Format a stage's last line as an error, with the command that shows its log and the way to continue."""
-    kind = "" if said.startswith(NAMED) else "error: "
-    return f"{kind}{said} (in {get_stage_name(node)}; see `{look}`, then {then})"
+def format_stage_error(node: Node, last_line: str, command: str, remedy: str) -> str:
+    """Format a stage's last line as an error, with the `command` that shows its log, and the way to
+    continue.
+    """
+    # A stage's own error line says already that it is one.
+    prefix = "" if last_line.startswith(NAMED) else "error: "
+    return f"{prefix}{last_line} (in {get_stage_name(node)}; see `{command}`, then {remedy})"
 
 
 def format_store_option(store: str) -> str:
     """Format the option that names a store; empty for the default store."""
-    return (
-        ""
-        if normalize_url(store) == normalize_url("runs")
-        else f" --store {store.removeprefix('file://')}"
-    )
+    if normalize_url(store) == normalize_url("runs"):
+        return ""
+    return f" --store {store.removeprefix('file://')}"
 
 
 def show_weights(run: Run) -> None:
-    """Print the checkpoints of a run: version, maker, digest, bytes, age, users, and which is the newest."""
-    rows, held, users = [], run.checkpoints, dict[str, list[str]]()
+    """Print the checkpoints of a run: version, maker, digest, bytes, age, users, and which is the
+    newest.
+    """
+    users_by_policy: dict[str, list[str]] = defaultdict(list)
     for entry in run.with_role("sampler", "evaluator"):
-        if policy := run.find_policy(entry):
-            users.setdefault(policy.key, []).append(entry.key)
-    for entry in held:
+        policy = run.find_policy(entry)
+        if policy:
+            users_by_policy[policy.key].append(entry.key)
+    rows = []
+    checkpoints = run.checkpoints
+    for entry in checkpoints:
         files = entry.manifest.files
-        mark = " latest" if entry is held[-1] else ""
-        rows.append(
-            (
-                f"{entry.manifest.facts['version']}{mark}",
-                entry.key,
-                entry.manifest.digest.removeprefix("sha256:")[:12],
-                format_size(sum(f.size for n, f in files.items() if n.startswith("model/"))),
-                format_size(sum(f.size for f in files.values())),
-                format_duration(time.time() - entry.finished) if entry.started else "",
-                ", ".join(users.get(entry.key, ())),
-            )
+        model_bytes = sum(file.size for name, file in files.items() if name.startswith("model/"))
+        mark = " latest" if entry is checkpoints[-1] else ""
+        row = (
+            f"{entry.manifest.facts['version']}{mark}",
+            entry.key,
+            entry.manifest.digest.removeprefix("sha256:")[:12],
+            format_size(model_bytes),
+            format_size(sum(file.size for file in files.values())),
+            format_duration(time.time() - entry.finished) if entry.started else "",
+            ", ".join(users_by_policy[entry.key]),
         )
+        rows.append(row)
     columns = ("version", "made by", "digest", "model", "whole", "age", "sampled by")
     print_table(columns, rows, right=("version", "model", "whole", "age"), cut="sampled by")
 
 
 def write_report(run: Run, output: Path | None = None) -> Path:
-    """Write the run's page, by default beside its local state."""
+    """Write the run's page, by default beside its local state, and return its path.
+
+    Raises:
+        UserError: the file cannot be written, or the disk is full.
+    """
     from tuneloop.ui.report import render_page
 
     path = output or run.directory / "report.html"
@@ -104,9 +136,9 @@ def write_report(run: Run, output: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render_page(run), encoding="utf-8")
     except OSError as error:
-        mistake = UserError("--output", str(path), f"cannot be written ({error.strerror})")
         disk = find_disk_error(error, [path])
         if disk and not disk.is_read_only:
             raise disk from error
-        raise mistake from error
+        remedy = f"cannot be written ({error.strerror})"
+        raise UserError("--output", str(path), remedy) from error
     return path

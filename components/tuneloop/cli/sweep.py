@@ -1,18 +1,17 @@
 """``tuneloop sweep``: a run for each combination of settings, and the runs ranked."""
 
-import math
-import time
-from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuneloop.cli.arguments import CONFIG, CONTEXT, PIPELINE, SETS, STORE
+from tuneloop.cli.arguments import CLUSTER_NAMESPACE, CONFIG, CONTEXT, PIPELINE, SETS, STORE
 from tuneloop.cli.cluster import submit_run
 from tuneloop.cli.execute import run_pipeline
 from tuneloop.cli.tables import print_table
-from tuneloop.core.errors import UserError
 from tuneloop.kube.connection import connect_to_cluster
+
+if TYPE_CHECKING:
+    from tuneloop.cluster.sweep import Trial
 
 
 def run_sweep(
@@ -26,80 +25,56 @@ def run_sweep(
     store: STORE = "runs",
     config: CONFIG = None,
     sets: SETS = None,
-    start: Annotated[
+    judge_from: Annotated[
         int | None,
         typer.Option(
             "--stop-below-median", min=1, help="From this iteration on, stop runs below the others."
         ),
     ] = None,
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Submit the runs to a cluster.")
-    ] = None,
+    namespace: CLUSTER_NAMESPACE = None,
     context: CONTEXT = None,
 ) -> int:
     """Run a pipeline with each combination of settings, and rank the runs by their reward.
 
-    Runs on this machine follow one another; a cluster gets all at once, and goes on with them after Ctrl-C. The same
-    command again resumes what failed or was interrupted. Exit code 0: all have succeeded or were stopped early.
-    """
-    from tuneloop.cluster import run_workflows, submit, sweep
-    from tuneloop.config.loading import find_pipeline
-    from tuneloop.runs.run_record import Run
+    Runs on this machine follow one another. With --namespace the runs are submitted to a cluster,
+    which gets all of them at once and continues them after Ctrl-C. The same command again resumes
+    what failed or was interrupted.
 
-    found, combinations = find_pipeline(pipeline), sweep.list_combinations(name, over)
-    if start and not getattr(found.module.build_argo, "loop", None):
-        raise UserError("--stop-below-median", start, f"{found.name} has no loop; leave it out")
-    given = {
-        run: [*(sets or ()), *(f"{k}={text}" for k, text in each.items())]
-        for run, each in combinations.items()
-    }
-    settings = {run: found.configure(config, each) for run, each in given.items()}
-    built = {run: found.build(each) for run, each in settings.items()}
-    given_to = {
-        run: each["spec"]["arguments"]["parameters"] for run, each in built.items() if start
-    }
-    most = {
-        run: int(p["value"])
-        for run, each in given_to.items()
-        for p in each
-        if p["name"] == "iterations"
-    }
-    judged = {run: range(start or 0, most.get(run, 0)) for run in given}
-    runs = [Run(run, store) for run in given]
-    if cluster := connect_to_cluster(namespace, context) if namespace else None:
-        for run in runs:
-            made = run_workflows.prepare_workflow(built[run.name], run=run.name, store=store)
-            submit.check_resumable(made, run_workflows.list_workflows(cluster, run.name), run.name)
-    for run in runs:
-        state, own = sweep.find_state(run, cluster), given[run.name]
-        if cluster and not state.startswith(("running", *sweep.ENDED)):
-            submit_run(
-                pipeline, run.name, store, config, own, namespace=cluster.namespace, context=context
-            )
-        elif not cluster and not state.startswith(sweep.STOPPED):
-            execute = partial(run_pipeline, pipeline, run.name, store, config, own)
-            sweep.execute_run(run, runs, execute, judged[run.name])
-    running = runs if cluster else []
-    while running := [
-        run for run in running if sweep.look_at_run(run, runs, judged[run.name], cluster)
-    ]:
-        time.sleep(2.0)
-    rows = []
-    for run in runs:
-        state, latest = sweep.find_state(run, cluster), run.latest_reward()
-        value, told = (
-            (latest.value, f"{latest.value:.3f} ({latest.method})") if latest else (-math.inf, "")
-        )
-        rows.append(
-            (
-                (state == "succeeded", value),
-                (run.name, *combinations[run.name].values(), told, state),
-            )
-        )
-    columns = ("run", *next(iter(combinations.values())), "reward", "state")
-    print_table(
-        columns,
-        [row for _, row in sorted(rows, key=lambda each: each[0], reverse=True)],
-        cut="state",
+    Exit code 0: all runs have succeeded or were stopped early; 1: at least one has not.
+    """
+    from tuneloop.cluster.sweep import Sweep
+    from tuneloop.config.loading import find_pipeline
+
+    sweep = Sweep.plan(
+        find_pipeline(pipeline),
+        name,
+        over,
+        store=store,
+        config=config,
+        sets=sets or (),
+        judge_from=judge_from,
     )
-    return int(not all(row[-1].startswith(sweep.ENDED) for _, row in rows))
+    cluster = connect_to_cluster(namespace, context) if namespace else None
+
+    def start(trial: "Trial") -> int:
+        # What `tuneloop run` and `tuneloop submit` do, their checks and messages included.
+        if cluster is None:
+            return run_pipeline(pipeline, trial.name, store, config, trial.sets)
+        return submit_run(
+            pipeline,
+            trial.name,
+            store,
+            config,
+            trial.sets,
+            namespace=cluster.namespace,
+            context=context,
+        )
+
+    sweep.run(start, cluster)
+    rows = []
+    for trial in sweep.ranking():
+        reward = f"{trial.reward:.3f} ({trial.method})" if trial.method else ""
+        rows.append((trial.name, *trial.values.values(), reward, trial.state))
+    columns = ("run", *sweep.trials[0].values, "reward", "state")
+    print_table(columns, rows, cut="state")
+    return 0 if all(trial.has_ended_well for trial in sweep.trials) else 1

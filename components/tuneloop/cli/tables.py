@@ -5,8 +5,10 @@ from collections.abc import Iterable, Sequence
 
 import typer
 
-LEAST = 12
+MIN_MESSAGE_WIDTH = 12
 """The minimum width of a message, even on a terminal that is too narrow for the names beside it."""
+GAP = 2
+"""Cells between two columns."""
 
 
 def print_table(
@@ -30,19 +32,20 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
+    # A row is one line: rich would give a text with line breaks several.
     cells = [[" ".join(map(str.strip, text.splitlines())) for text in row] for row in rows]
-    table, console = (
-        Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)),
-        Console(),
-    )
-    least = -2  # the width of the gap between two columns
-    for name, *texts in zip(columns, *cells):
-        width = max(map(cell_len, (name, *texts)))
-        least += 2 + (min(width, LEAST) if name == cut else width)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    min_width = GAP * (len(columns) - 1)
+    for index, name in enumerate(columns):
+        width = max([cell_len(name)] + [cell_len(row[index]) for row in cells])
+        min_width += min(width, MIN_MESSAGE_WIDTH) if name == cut else width
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name != cut)
     for row in cells:
-        table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in row))
-    console.width = max(console.width, least) if sys.stdout.isatty() else sys.maxsize
-    with console.capture() as shown:
+        # As `Text`: in a plain text rich would read square brackets as markup.
+        table.add_row(*[Text(text, no_wrap=True, overflow="ellipsis") for text in row])
+    console = Console()
+    console.width = max(console.width, min_width) if sys.stdout.isatty() else sys.maxsize
+    with console.capture() as capture:
         console.print(table)
-    typer.echo("\n".join(("", *map(str.rstrip, shown.get().splitlines()), "")))
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    typer.echo("\n" + "\n".join(lines) + "\n")

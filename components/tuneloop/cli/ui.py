@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, KFP, STORE
+from tuneloop.cli.arguments import CLUSTER_NAMESPACE, CONTEXT, KFP, STORE
 from tuneloop.cli.kfp import connect_to_executor
 from tuneloop.core.errors import UserError
 from tuneloop.core.store import local_path
@@ -22,13 +22,16 @@ def serve_ui(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")
     ] = 8090,
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Namespace of runs on a cluster.")
-    ] = None,
+    namespace: CLUSTER_NAMESPACE = None,
     context: CONTEXT = None,
     kfp: KFP = None,
 ) -> None:
-    """Serve a live page over the runs of a store. Read only: curves, alarms, completions token by token, weights."""
+    """Serve a live page over the runs of a store. Read only: curves, alarms, completions token by
+    token, weights.
+
+    With --namespace or --kfp the page also shows the state of runs that are executed there. It is
+    served until Ctrl-C or SIGTERM.
+    """
     try:
         import pyarrow as pa
         import uvicorn
@@ -39,23 +42,27 @@ def serve_ui(
         raise UserError(
             "ui", error.name, "is not installed: pip install 'tuneloop[gateway]'"
         ) from None
-    if (folder := local_path(store)) and not folder.is_dir():
+    folder = local_path(store)
+    if folder and not folder.is_dir():
         raise UserError(
             "--store", store, "is not a directory; correct it, or start a run there first"
         )
     cluster, ask = connect_to_executor(namespace, context, kfp)
+    # A page of another origin may not send requests in the user's name: behind a loopback address
+    # only its own names are accepted as the host.
+    hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind_address(host, port))
         listener.listen(128)
-        shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"http://{shown}:{listener.getsockname()[1]}/", err=True)
-        hosts = [*LOOPBACK, host] if host in LOOPBACK else ["*"]
+        url_host = f"[{host}]" if ":" in host else host
+        typer.echo(f"http://{url_host}:{listener.getsockname()[1]}/", err=True)
         config = uvicorn.Config(
             build_app(store, cluster, hosts, ask),
             log_level="warning",
             access_log=False,
             lifespan="off",
         )
-        # For its first value pyarrow imports pandas, if installed. That takes a second, so it is done before a request.
+        # For its first value pyarrow imports pandas, if installed. That takes a second, so it is
+        # done before a request.
         threading.Thread(target=pa.scalar, args=(0,), daemon=True).start()
         serve_until_signalled(uvicorn.Server(config), listener)

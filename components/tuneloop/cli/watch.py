@@ -3,20 +3,26 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from tuneloop.cli.arguments import CONTEXT, KFP, RUN, STORE
-from tuneloop.core.errors import EXIT_USER, Retryable, print_diagnostic
+from tuneloop.cli.arguments import CLUSTER_NAMESPACE, CONTEXT, KFP, RUN, STORE
+from tuneloop.core.errors import Retryable, UserError
+from tuneloop.core.json_types import JsonMapping
+from tuneloop.core.store import local_path
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.table import Table
 
+    from tuneloop.kube.connection import Connection
     from tuneloop.runs.run_record import Run
+    from tuneloop.ui.describe import Ask
 
 LOOK_S = 1.0
 """Seconds between two reads of a run; at least ten times the duration of a read."""
@@ -25,118 +31,189 @@ CODES = {"succeeded": 0, "failed": 1, "error": 1, "interrupted": 75, "elsewhere"
 BARS = "▁▂▃▄▅▆▇█"
 
 
+@dataclass
+class Watch:
+    """A run that is watched, look by look.
+
+    Attributes:
+        run: what it has committed.
+        cluster: where it is executed, if on Argo.
+        ask: asks another executor for its state.
+        live: the table on a terminal; None: lines are printed.
+        printed: the references of artifacts whose lines were printed.
+        phase: the run's as of the last look; empty if that failed.
+        message: why it is in this phase, or why the last look failed.
+        note: the message that was last printed while the run went on.
+    """
+
+    run: "Run"
+    cluster: "Connection | None"
+    ask: "Ask | None"
+    live: "Live | None"
+    printed: set[str] = field(default_factory=set)
+    phase: str = ""
+    message: str = ""
+    note: str = ""
+
+    def look(self) -> None:
+        """Read the run and show what is new.
+
+        Raises:
+            UserError: neither the executor nor the store knows the run.
+        """
+        from tuneloop.runs.tracking import find_phase
+        from tuneloop.ui.describe import describe_state
+
+        try:
+            self.run.refresh(all_iterations=False)
+            state = describe_state(self.run, self.cluster, self.ask)
+        except Retryable as error:
+            # The store or the cluster is unavailable, but the run may continue.
+            self.phase = ""
+            self.message = f"not up to date: {error}"
+            return
+        self.phase = state["phase"]
+        self.message = state["message"]
+        if self.phase == "elsewhere" and self.message and not self.run.entries:
+            # The executor's own error names the run, too.
+            reason = self.message.removeprefix(f"run: {self.run.name!r}: ")
+            store = local_path(self.run.store_url) or self.run.store_url
+            remedy = f"{reason}; {store} has no artifact of it, either"
+            raise UserError("run", self.run.name, remedy)
+        if self.phase == "elsewhere":
+            self.phase = find_phase(self.run)
+            if self.phase == "elsewhere":
+                self.message = "nothing was committed for a day, and it is unknown how it ended"
+        if self.live:
+            self.live.update(draw_state({**state, "phase": self.phase}), refresh=True)
+        else:
+            self._print_commits(state)
+
+    def follow(self) -> int:
+        """Look until the run has ended, and return the exit code of its phase."""
+        has_ended = False
+        while True:
+            start = time.monotonic()
+            self.look()
+            if has_ended and self.phase in CODES:
+                return CODES[self.phase]
+            # One more look after the end: by then all commits of the run are visible.
+            has_ended = self.phase in CODES
+            if has_ended:
+                continue
+            if self.message not in ("", self.note):
+                typer.echo(self.message, err=True)
+            self.note = self.message
+            # A store that answers slowly is not asked all the time.
+            time.sleep(max(LOOK_S, 10 * (time.monotonic() - start)))
+
+    def _print_commits(self, state: JsonMapping) -> None:
+        """Print a line for each artifact that has none yet, with the time of its commit."""
+        from tuneloop.runs.summary import format_duration, format_results
+
+        entries = self.run.entries
+        for entry in entries:
+            reference = f"{entry.key}@{entry.manifest.digest}"
+            if reference in self.printed:
+                continue
+            self.printed.add(reference)
+            clock = time.strftime("%H:%M:%S", time.localtime(entry.finished))
+            results = format_results(None, entry.manifest.results)
+            line = f"{clock}  {entry.key}  {format_duration(entry.seconds)}  {results}".rstrip()
+            remaining = _format_remaining(state) if entry is entries[-1] else ""
+            typer.echo(f"{line}  ({remaining} to go)" if remaining else line)
+
+
 def watch_run(
     name: RUN,
     store: STORE = "runs",
-    namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Of runs on a cluster.")
-    ] = None,
+    namespace: CLUSTER_NAMESPACE = None,
     context: CONTEXT = None,
     kfp: KFP = None,
 ) -> int:
-    """Watch a run until it ends. Stages, iterations, reward, time left; exit code 0: it succeeded, 1: it failed, 75:
-    it was interrupted, or has committed nothing for a day; 2: there is no such run."""
+    """Watch a run until it ends. Stages, iterations, reward, time left.
+
+    For a run that is executed elsewhere, --namespace or --kfp says where; without them the run's
+    state is inferred from what it has committed.
+
+    Exit code 0: it succeeded; 1: it failed; 75: it was interrupted, or has committed nothing for a
+    day; 2: there is no such run.
+    """
     from rich.live import Live
 
     from tuneloop.cli.kfp import connect_to_executor
     from tuneloop.runs.run_record import Run
-    from tuneloop.runs.tracking import find_phase
-    from tuneloop.ui.describe import describe_state
 
     cluster, ask = connect_to_executor(namespace, context, kfp)
-    run = (
-        Run(name, store) if cluster or ask else Run.open(name, store)
-    )  # elsewhere it may have committed nothing yet
-    shown, phase, told = set[str](), "", ""
+    # A run that is executed elsewhere may have committed nothing yet.
+    run = Run(name, store) if cluster or ask else Run.open(name, store)
     with Live(auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
-        while True:
-            over, began = (
-                phase in CODES,
-                time.monotonic(),
-            )  # once a run has ended, all its commits are visible
-            try:
-                run.refresh(all_iterations=False)
-                stands = describe_state(run, cluster, ask)
-                phase, message = stands["phase"], stands["message"]
-                if phase == "elsewhere" and message and not run.entries:
-                    return print_diagnostic(
-                        f"error: {message}; {store} has no artifact of it, either", EXIT_USER
-                    )
-                if phase == "elsewhere" and (phase := find_phase(run)) == "elsewhere":
-                    message = "nothing was committed for a day, and it is unknown how it ended"
-                if live:
-                    live.update(draw_state({**stands, "phase": phase}), refresh=True)
-                else:
-                    _print_commits(run, shown, stands)
-            except Retryable as error:  # store or cluster are unavailable, but the run may continue
-                phase, message = "", f"not up to date: {error}"
-            if over and phase in CODES:
-                break
-            if message not in ("", told) and phase not in CODES:
-                typer.echo(message, err=True)
-            told = message
-            if phase not in CODES:
-                time.sleep(max(LOOK_S, 10 * (time.monotonic() - began)))
-    typer.echo(f"{name}: {phase}{f': {message}' if message else ''}")
-    return CODES[phase]
+        watch = Watch(run, cluster, ask, live)
+        code = watch.follow()
+    suffix = f": {watch.message}" if watch.message else ""
+    typer.echo(f"{name}: {watch.phase}{suffix}")
+    return code
 
 
-def draw_state(stands: Mapping[str, Any]) -> "Table":
-    """Draw the state of a run, from `tuneloop.ui.describe.describe_state`: a row for each stage, its loop below."""
+def draw_state(state: JsonMapping) -> "Table":
+    """Draw the state of a run, from `tuneloop.ui.describe.describe_state`: a row for each stage,
+    its loop below.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    caption = [f"iteration {stands['iterations']}"] if stands["iterations"] else []
-    rewards = [value for value in stands["rewards"] if math.isfinite(value)]
+    caption = []
+    if state["iterations"]:
+        caption.append(f"iteration {state['iterations']}")
+    rewards = [value for value in state["rewards"] if math.isfinite(value)]
     if rewards:
         caption.append(f"reward {rewards[-1]:.3f} {draw_sparkline(rewards)}")
-    caption += [f"{text} to go" for text in [_format_left(stands)] if text]
-    title = f"{stands['name']}  {stands['phase']}"
+    remaining = _format_remaining(state)
+    if remaining:
+        caption.append(f"{remaining} to go")
     table = Table(
-        title=Text(title, "bold"),
+        title=Text(f"{state['name']}  {state['phase']}", "bold"),
+        title_justify="left",
         caption=Text("   ".join(caption)),
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.title_justify = table.caption_justify = "left"
     for heading in ("stage", "state", "done", "seconds", "retries", "newest"):
-        table.add_column(heading, no_wrap=heading != "newest")  # it is wrapped to make room
-        table.columns[-1].justify = "right" if heading in ("done", "seconds", "retries") else "left"
-    for stage in stands["stages"]:
-        table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in stage.row(1)))
+        is_number = heading in ("done", "seconds", "retries")
+        # The newest result is wrapped to make room for the others.
+        table.add_column(
+            heading,
+            justify="right" if is_number else "left",
+            no_wrap=heading != "newest",
+        )
+    for stage in state["stages"]:
+        table.add_row(*[Text(text, no_wrap=True, overflow="ellipsis") for text in stage.row(1)])
     return table
 
 
 def draw_sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Draw values as bars between their minimum and maximum; more than `width` values are averaged in `width` parts."""
+    """Draw values as bars between their minimum and maximum.
+
+    More than `width` values are averaged in `width` parts.
+    """
     count = min(len(values), width)
-    parts = [
-        mean(values[i * len(values) // count : (i + 1) * len(values) // count])
-        for i in range(count)
-    ]
-    least, most = min(parts), max(parts)
-    return "".join(BARS[round(7 * (part - least) / (most - least or 1))] for part in parts)
+    heights: list[float] = []
+    for index in range(count):
+        begin = index * len(values) // count
+        end = (index + 1) * len(values) // count
+        heights.append(mean(values[begin:end]))
+    lowest = min(heights)
+    # Equal values are drawn as the lowest bar.
+    extent = max(heights) - lowest or 1.0
+    top = len(BARS) - 1
+    return "".join(BARS[round(top * (height - lowest) / extent)] for height in heights)
 
 
-def _print_commits(run: "Run", shown: set[str], stands: Mapping[str, Any]) -> None:
-    """Print a line for each artifact that is not among those `shown`, with the time of its commit."""
-    from tuneloop.runs.summary import format_duration, format_results
-
-    for entry in run.entries:
-        ref = f"{entry.key}@{entry.manifest.digest}"
-        if ref not in shown:
-            shown.add(ref)
-            at = time.strftime("%H:%M:%S", time.localtime(entry.finished))
-            results = format_results(None, entry.manifest.results)
-            text = f"{at}  {entry.key}  {format_duration(entry.seconds)}  {results}"
-            left = _format_left(stands) if entry is run.entries[-1] else ""
-            typer.echo(text.rstrip() + (f"  ({left} to go)" if left else ""))
-
-
-def _format_left(stands: Mapping[str, Any]) -> str:
+def _format_remaining(state: JsonMapping) -> str:
     """Estimate the maximum time that the remaining iterations take, from the measured ones."""
     from tuneloop.runs.summary import format_duration
 
-    end = stands["loop_end"]
+    end = state["loop_end"]
     return f"at most {format_duration(end - time.time())}" if end else ""

@@ -34,14 +34,19 @@ VERSION = Annotated[int | None, typer.Argument(min=0, help="One version; default
 
 @app.command("ls")
 def show_versions(name: NAME, store: STORE = "runs") -> None:
-    """List the policy versions of a run, or the published versions below a URL."""
+    """List the policy versions of a run, or the published versions below a URL.
+
+    Of a run both are listed: its checkpoints, and the versions that it has published.
+    """
     from tuneloop.cli.show import show_weights
 
     if "/" in name:
-        return _show_published(name)
+        _show_published(name)
+        return
     run = open_run(name, store)
     show_weights(run)
-    if root := published_root(run):
+    root = find_published_root(run)
+    if root:
         _show_published(root)
 
 
@@ -52,13 +57,20 @@ def verify_weights(
     base: BASE = None,
     store: STORE = "runs",
 ) -> int:
-    """Hash every file of a run's checkpoints, and assemble its published versions. Exit code 2 if one differs."""
+    """Hash every file of a run's checkpoints, and assemble its published versions. Exit code 2 if
+    one differs.
+
+    Each file that differs is named, with what to do. Published versions are assembled one at a time
+    in a temporary folder, which needs room for one model.
+    """
     if "/" in name:
         return _verify_published(name, version, base)
     run = open_run(name, store)
-    bad = _verify_checkpoints(run, version)
-    root = published_root(run)
-    return max(bad, _verify_published(root, version, base)) if root else bad
+    code = _verify_checkpoints(run, version)
+    root = find_published_root(run)
+    if root:
+        code = max(code, _verify_published(root, version, base))
+    return code
 
 
 @app.command("materialize")
@@ -69,15 +81,23 @@ def materialize_weights(
     base: BASE = None,
     store: STORE = "runs",
 ) -> None:
-    """Make a local model directory hold a published version, byte for byte. Only what it lacks is fetched."""
+    """Make a local model directory hold a published version, byte for byte. Only what it lacks is
+    fetched.
+
+    A directory of an earlier call is brought to the version by deltas where that reads fewer bytes.
+    """
     from tuneloop.weights.materialize import materialize_version
 
-    done = materialize_version(_root(name, store), version, directory, base=base)
-    how = f"full version {done.full}" if done.full is not None else f"from version {done.previous}"
-    deltas = f" and {len(done.deltas)} deltas" if done.deltas else ""
-    took = sum(done.timings.values())
+    result = materialize_version(_find_root(name, store), version, directory, base=base)
+    source = f"from version {result.previous}"
+    if result.full is not None:
+        source = f"full version {result.full}"
+    if result.deltas:
+        source += f" and {len(result.deltas)} deltas"
+    megabytes = result.read_bytes / 1e6
+    seconds = sum(result.timings.values())
     typer.echo(
-        f"{directory}: version {done.version}, {how}{deltas}, {done.read_bytes / 1e6:.2f} MB in {took:.2f} s"
+        f"{directory}: version {result.version}, {source}, {megabytes:.2f} MB in {seconds:.2f} s"
     )
 
 
@@ -92,18 +112,22 @@ def diff_weights(
     base: BASE = None,
     store: STORE = "runs",
 ) -> None:
-    """Say which tensors differ between two published versions, and in how many of their elements."""
+    """Say which tensors differ between two published versions, and in how many of their elements.
+
+    Tensors whose checksums are equal are not read. A tensor whose shape or type differs counts as
+    changed everywhere.
+    """
     from tuneloop.weights.inspect import diff_versions
 
-    found = diff_versions(_root(name, store), first, second, role=role, base=base)
-    told = [(tensor, label) for label in ("removed", "added") for tensor in getattr(found, label)]
-    told += [
-        (name, f"{density:.2%}")
-        for name, density in sorted(found.changed.items(), key=lambda item: -item[1])
-    ]
-    rows = [(tensor, found.roles.get(tensor, ""), text) for tensor, text in told]
+    difference = diff_versions(_find_root(name, store), first, second, role=role, base=base)
+    changes = [(tensor, "removed") for tensor in difference.removed]
+    changes += [(tensor, "added") for tensor in difference.added]
+    # The tensors that changed most come first.
+    by_density = sorted(difference.changed.items(), key=lambda item: -item[1])
+    changes += [(tensor, f"{density:.2%}") for tensor, density in by_density]
+    rows = [(tensor, difference.roles.get(tensor, ""), change) for tensor, change in changes]
     print_table(("tensor", "role", "elements changed"), rows, right=("elements changed",))
-    typer.echo(f"{found.same} tensors are the same")
+    typer.echo(f"{difference.same} tensors are the same")
 
 
 @app.command("gc")
@@ -116,100 +140,129 @@ def delete_unused_weights(
     delete: DELETE = False,
     store: STORE = "runs",
 ) -> None:
-    """Delete published versions that are not needed: neither kept nor pinned, nor the base of one that is."""
+    """Delete published versions that are not needed: neither kept nor pinned, nor the base of one
+    that is.
+
+    Versions that replicas announce are kept, too. With --delete what crashed publications left is
+    deleted as well.
+    """
     from tuneloop.weights.inspect import delete_unused_versions
 
-    found = delete_unused_versions(_root(name, store), keep, pin or (), delete=delete)
-    numbers = ", ".join(map(str, found)) or "none"
-    left = "" if delete else ", and what crashed publications left; --delete does"
-    typer.echo(f"{'dropped' if delete else 'to drop'}: {numbers}{left}")
+    unused = delete_unused_versions(_find_root(name, store), keep, pin or (), delete=delete)
+    numbers = ", ".join(map(str, unused)) or "none"
+    if delete:
+        typer.echo(f"dropped: {numbers}")
+    else:
+        typer.echo(f"to drop: {numbers}, and what crashed publications left; --delete does")
 
 
-def published_root(run: "Run") -> str | None:
+def find_published_root(run: "Run") -> str | None:
     """Return the URL where a run has published weight versions, if it has."""
     from tuneloop.weights import pointer
 
     return run.weights_url if pointer.read_pointer(run.weights_url) else None
 
 
-def _root(name: str, store: str) -> str:
+def _find_root(name: str, store: str) -> str:
+    """Return the weights root that a command names, by a run or by its URL.
+
+    Raises:
+        UserError: there is no such run, or it has published nothing.
+    """
     if "/" in name:
         return name
-    if (root := published_root(open_run(name, store))) is None:
+    root = find_published_root(open_run(name, store))
+    if root is None:
         raise UserError(
             "run", name, "published no versions (engine.pull); give the URL of a weights root"
         )
     return root
 
 
-def _listed(root: str) -> "list[Listed]":
+def _list_published(root: str) -> "list[Listed]":
+    """List the versions below a root. Raises UserError if there are none."""
     from tuneloop.weights.inspect import list_versions
 
-    if found := list_versions(root):
-        return found
-    raise UserError("weights", root, "has no versions; publish some, or correct the URL")
+    versions = list_versions(root)
+    if not versions:
+        raise UserError("weights", root, "has no versions; publish some, or correct the URL")
+    return versions
 
 
 def _show_published(root: str) -> None:
     """Print the versions below a root: how each is stored, and in how many bytes."""
     from tuneloop.runs.summary import format_size
 
-    columns = ("published", "base", "stored as", "bytes", "of full", "elements changed")
-    rows = [
-        (
-            f"{v.version}{' latest' if v.latest else ''}",
-            "" if v.base_version is None else str(v.base_version),
-            v.encoding or ("held by readers" if v.held_by_readers else "full"),
-            format_size(v.stored_bytes),
-            f"{v.stored_bytes / v.full_bytes:.1%}",
-            "" if v.density is None else f"{v.density:.2%}",
+    rows = []
+    for listed in _list_published(root):
+        mark = " latest" if listed.latest else ""
+        # A version whose weights readers hold has no encoding in the store.
+        full = "held by readers" if listed.held_by_readers else "full"
+        row = (
+            f"{listed.version}{mark}",
+            "" if listed.base_version is None else str(listed.base_version),
+            listed.encoding or full,
+            format_size(listed.stored_bytes),
+            f"{listed.stored_bytes / listed.full_bytes:.1%}",
+            "" if listed.density is None else f"{listed.density:.2%}",
         )
-        for v in _listed(root)
-    ]
-    print_table(columns, rows, right=(*columns[:2], *columns[3:]))
+        rows.append(row)
+    columns = ("published", "base", "stored as", "bytes", "of full", "elements changed")
+    print_table(columns, rows, right=[name for name in columns if name != "stored as"])
 
 
 def _verify_published(root: str, version: int | None, base: Path | None) -> int:
     """Assemble versions and compare every tensor; return 2 where one cannot be assembled, or differs."""
-    from tuneloop.weights import versions
     from tuneloop.weights.inspect import verify_version
+    from tuneloop.weights.versions import Chain
 
-    first, chain = dict[str, int](), versions.Chain(root)
-    for chosen in [v.version for v in _listed(root)] if version is None else [version]:
+    chain = Chain(root)
+    numbers = [version] if version is not None else [v.version for v in _list_published(root)]
+    # A damaged version breaks all that build on it: its error is printed once.
+    first_by_file: dict[str, int] = {}
+    for number in numbers:
         try:
-            tensors = verify_version(chain, chosen, base=base)
-            typer.echo(f"published version {chosen}: {tensors}/{tensors} tensors as published")
+            tensors = verify_version(chain, number, base=base)
+            typer.echo(f"published version {number}: {tensors}/{tensors} tensors as published")
         except UserError as error:
-            found = first.setdefault(str(error.value), chosen)
-            said = error if found == chosen else f"builds on version {found}"
-            typer.echo(f"error: published version {chosen}: {said}", err=True)
-    return 2 if first else 0
+            first = first_by_file.setdefault(str(error.value), number)
+            reason = str(error) if first == number else f"builds on version {first}"
+            typer.echo(f"error: published version {number}: {reason}", err=True)
+    return 2 if first_by_file else 0
 
 
 def _verify_checkpoints(run: "Run", version: int | None) -> int:
+    """Hash the files of a run's checkpoints, or of one; return 2 where one is not as committed.
+
+    Raises:
+        UserError: the run has no checkpoint of this version.
+    """
     from tuneloop.runs.verification import find_state_entry, verify_artifact
 
     run.refresh(all_iterations=True)
-    held = run.checkpoints
-    if not (chosen := [e for e in held if version in (None, e.manifest.facts["version"])]):
-        versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
-        raise UserError("version", version, f"is not in this run; versions: {versions}")
-    bad = 0
-    for entry in chosen:
+    versions = [entry.manifest.facts["version"] for entry in run.checkpoints]
+    if not versions or version not in (None, *versions):
+        remedy = f"is not in this run; versions: {', '.join(map(str, versions)) or 'none'}"
+        raise UserError("version", version, remedy)
+    code = 0
+    for number, entry in zip(versions, run.checkpoints):
+        if version not in (None, number):
+            continue
+        checks = list(verify_artifact(run, entry))
         state = find_state_entry(run, entry)
-        checked = [one for each in (entry, state) if each for one in verify_artifact(run, each)]
-        wrong = [c for c in checked if not c.is_unchanged]
-        bad += len(wrong)
-        at = f"version {entry.manifest.facts['version']}  {entry.key}"
-        typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
-        for c in wrong:
-            what = (
-                f"holds SHA-256 {c.actual.sha256}, not {c.expected.sha256}"
-                if c.actual
-                else "is missing"
-            )
+        if state:
+            checks += verify_artifact(run, state)
+        wrong = [check for check in checks if not check.is_unchanged]
+        correct = len(checks) - len(wrong)
+        typer.echo(f"version {number}  {entry.key}: {correct}/{len(checks)} files as committed")
+        for check in wrong:
+            code = 2
+            reason = "is missing"
+            if check.actual:
+                reason = f"holds SHA-256 {check.actual.sha256}, not {check.expected.sha256}"
             typer.echo(
-                f"error: {run.url}/{c.key}: {what}; restore it, or delete {entry.key} and resume",
+                f"error: {run.url}/{check.key}: {reason};"
+                f" restore it, or delete {entry.key} and resume",
                 err=True,
             )
-    return 2 if bad else 0
+    return code

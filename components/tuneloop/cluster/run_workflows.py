@@ -194,6 +194,20 @@ def get_workflow_phase(workflow: JsonMapping) -> str:
     return str(workflow.get("status", {}).get("phase") or "Pending")
 
 
+def find_executor_phase(cluster: Connection, run: str) -> str:
+    """Return the phase of a run by its newest workflow, in the words of `Run.phase`.
+
+    It is empty if the run has no workflow on the cluster.
+    """
+    workflows = list_workflows(cluster, run)
+    if not workflows:
+        return ""
+    newest = max(workflows, key=lambda workflow: workflow["metadata"]["creationTimestamp"])
+    phase = get_workflow_phase(newest)
+    # A run is not waiting for anybody when its workflow is pending.
+    return {"Pending": "running", "Error": "failed"}.get(phase, phase.lower())
+
+
 def copy_entrypoint(workflow: JsonMapping, newest: JsonMapping) -> JsonMapping:
     """Return `workflow` with the entrypoint of `newest`, a later workflow of the same run."""
     spec = newest["spec"]

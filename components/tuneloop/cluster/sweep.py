@@ -2,17 +2,28 @@
 
 import contextlib
 import itertools
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import mean, median
 
 from xxhash import xxh32_hexdigest
 
-from tuneloop.cluster.run_workflows import DONE, get_workflow_phase, list_workflows
-from tuneloop.cluster.submit import stop_run
+from tuneloop.cluster.run_workflows import (
+    DONE,
+    get_workflow_phase,
+    list_workflows,
+    prepare_workflow,
+)
+from tuneloop.cluster.submit import check_resumable, stop_run
+from tuneloop.config.loading import Pipeline
 from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonMapping
 from tuneloop.core.store import Store
 from tuneloop.core.threads import forward_signals, repeat_in_background
 from tuneloop.kube.connection import Connection, retry_until_available
@@ -20,9 +31,159 @@ from tuneloop.runs.records import check_name
 from tuneloop.runs.run_record import Run
 from tuneloop.runs.tracking import find_phase
 
+POLL_S = 2.0
+"""Seconds between two looks at a run that may be stopped early."""
 STOPPED = "stopped"
 """The file below a run's URL that says why it was stopped early. A sweep does not resume a run that has this file."""
 ENDED = ("succeeded", STOPPED)
+
+
+@dataclass
+class Trial:
+    """A run of a sweep.
+
+    Attributes:
+        values: key → value, as they are written in ``--over``.
+        sets: all assignments of the run, as ``--set`` takes them.
+        workflow: as it is rendered.
+        judged: the iterations after which the run is compared with the others; empty: never.
+        run: what it has committed.
+        state: as `find_state` returns it; empty before the sweep has run.
+        reward: its newest mean reward, and how that was measured.
+    """
+
+    values: dict[str, str]
+    sets: list[str]
+    workflow: JsonMapping
+    judged: range
+    run: Run
+    state: str = ""
+    reward: float = -math.inf
+    method: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether it has succeeded, or was stopped early."""
+        return self.state.startswith(ENDED)
+
+
+@dataclass
+class Sweep:
+    """The trials of a sweep, in the order of the values in ``--over``."""
+
+    store: str
+    trials: list[Trial] = field(default_factory=list)
+
+    @classmethod
+    def plan(
+        cls,
+        pipeline: Pipeline,
+        name: str,
+        over: Sequence[str],
+        *,
+        store: str,
+        config: Path | None = None,
+        sets: Sequence[str] = (),
+        judge_from: int | None = None,
+    ) -> "Sweep":
+        """Plan a run for each combination; nothing is started, and the store is not read.
+
+        Args:
+            pipeline: of all runs.
+            name: of the sweep, with which the names of its runs begin.
+            over: items ``KEY=V1,V2``.
+            store: of all runs.
+            config: the file with the settings that the runs have in common.
+            sets: assignments that the runs have in common.
+            judge_from: the first iteration after which a run may be stopped early; None: none is.
+
+        Raises:
+            UserError: a setting is wrong, or `judge_from` is given for a pipeline without a loop.
+        """
+        combinations = list_combinations(name, over)
+        # A pipeline that draws its graph itself, with hera, says nothing of loops.
+        if judge_from and getattr(pipeline.module.build_argo, "loop", None) is None:
+            raise UserError(
+                "--stop-below-median",
+                judge_from,
+                f"{pipeline.name} has no loop; leave it out",
+            )
+        sweep = cls(store)
+        for run_name, values in combinations.items():
+            own_sets = [f"{key}={value}" for key, value in values.items()]
+            all_sets = list(sets) + own_sets
+            workflow = pipeline.build(pipeline.configure(config, all_sets))
+            # The iteration after the last one needs no decision: the loop is over.
+            end = _read_iterations(workflow) if judge_from else 0
+            judged = range(judge_from or 0, end)
+            trial = Trial(values, all_sets, workflow, judged, Run(run_name, store))
+            sweep.trials.append(trial)
+        return sweep
+
+    def run(self, start: Callable[[Trial], int], cluster: Connection | None = None) -> None:
+        """Run all trials that have not ended well, and read the state and the reward of each.
+
+        On this machine they follow one another; on a cluster all start at once.
+
+        Args:
+            start: executes a trial on this machine, or submits it to the cluster; returns the exit
+                code.
+            cluster: where the runs are executed; None: in this process.
+
+        Raises:
+            UserError: a run of the cluster does not fit its trial; none was started then.
+            KeyboardInterrupt: somebody stopped a run of this machine.
+        """
+        runs = [trial.run for trial in self.trials]
+        if cluster:
+            for trial in self.trials:
+                self._check_workflow(trial, cluster)
+        for trial in self.trials:
+            state = find_state(trial.run, cluster)
+            if cluster:
+                if not state.startswith(("running", *ENDED)):
+                    start(trial)
+            elif not state.startswith(STOPPED):
+                # A run that has succeeded, too: its name must stand for the same settings.
+                execute_run(trial.run, runs, partial(start, trial), trial.judged)
+        running = list(self.trials) if cluster else []
+        while running:
+            running = [
+                trial for trial in running if look_at_run(trial.run, runs, trial.judged, cluster)
+            ]
+            if running:
+                time.sleep(POLL_S)
+        for trial in self.trials:
+            trial.state = find_state(trial.run, cluster)
+            latest = trial.run.latest_reward()
+            if latest:
+                trial.reward = latest.value
+                trial.method = latest.method
+
+    def ranking(self) -> list[Trial]:
+        """Return the trials: those that succeeded before others, then by their rewards."""
+
+        def get_rank(trial: Trial) -> tuple[bool, float]:
+            return trial.state == "succeeded", trial.reward
+
+        return sorted(self.trials, key=get_rank, reverse=True)
+
+    def _check_workflow(self, trial: Trial, cluster: Connection) -> None:
+        """Refuse a trial whose name stands for other settings on the cluster."""
+        workflow = prepare_workflow(trial.workflow, run=trial.name, store=self.store)
+        check_resumable(workflow, list_workflows(cluster, trial.name), trial.name)
+
+
+def _read_iterations(workflow: JsonMapping) -> int:
+    """Return the number of iterations of a rendered workflow; 0 if it has no such parameter."""
+    for parameter in workflow["spec"]["arguments"]["parameters"]:
+        if parameter["name"] == "iterations":
+            return int(parameter["value"])
+    return 0
 
 
 def list_combinations(name: str, over: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -113,7 +274,7 @@ def look_at_run(
 def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judged: range) -> None:
     """Call `execute`, which executes a run in this process.
 
-    With `judged`, look at the run every two seconds meanwhile.
+    With `judged`, look at the run every `POLL_S` seconds meanwhile.
 
     Raises:
         KeyboardInterrupt: somebody stopped it, by Ctrl-C or SIGTERM, so that the sweep ends, too.
@@ -126,7 +287,7 @@ def execute_run(run: Run, runs: Sequence[Run], execute: Callable[[], int], judge
             def look() -> None:
                 look_at_run(run, runs, judged)
 
-            stack.enter_context(repeat_in_background(look, 2.0))
+            stack.enter_context(repeat_in_background(look, POLL_S))
         code = execute()
     run.refresh(all_iterations=False)
     # A run that this sweep stopped itself got a SIGTERM, too.

@@ -404,7 +404,7 @@ def test_a_taken_port_is_refused() -> None:
         server.bind(("127.0.0.1", free_port()))
         server.listen()
         serve["container"]["readinessProbe"]["httpGet"]["port"] = server.getsockname()[1]  # type: ignore[index]
-        [(name, port)] = checks.daemon_ports(workflow)
+        [(name, port)] = checks.list_server_ports(workflow)
         assert (name, checks.is_port_taken(port)) == ("serve", True)
     assert not checks.is_port_taken(port)
 

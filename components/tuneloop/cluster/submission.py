@@ -1,0 +1,143 @@
+"""What `tuneloop submit` sends to a cluster: a run's workflow, and the Dynamo graph that it uses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from tuneloop.argo.claim_steps import add_graph_end
+from tuneloop.cluster.preflight import check_cluster
+from tuneloop.cluster.queue_problems import find_queue_warnings
+from tuneloop.cluster.run_workflows import list_workflows, prepare_workflow
+from tuneloop.cluster.submit import create_workflow, prepare_resumption
+from tuneloop.config.loading import Pipeline, read_yaml_documents
+from tuneloop.core.errors import UserError
+from tuneloop.core.json_types import JsonObject
+from tuneloop.inference.fleet.graph import bring_up, find_api_version, render_graph
+from tuneloop.kube.connection import Connection
+from tuneloop.planning.limits import Limit, find_limits, read_pods
+from tuneloop.runs.forking import begin_workflow, record_fork
+from tuneloop.runs.run_record import Run
+from tuneloop.workflow.settings import RUN_LABEL
+
+
+@dataclass
+class Submission:
+    """A run that is ready to be submitted.
+
+    Attributes:
+        run: its name.
+        settings: the configuration of its pipeline.
+        workflow: as `prepare_workflow` makes it.
+        graph: the Dynamo graph that makes its rollouts, if it brings one.
+        origin: the run from which it starts, if it is a fork.
+        limits: what it would break.
+    """
+
+    run: str
+    settings: BaseModel
+    workflow: JsonObject
+    graph: JsonObject | None
+    origin: Run | None
+    limits: list[Limit]
+
+    @classmethod
+    def plan(
+        cls,
+        pipeline: Pipeline,
+        run: str,
+        store: str,
+        *,
+        config: Path | None,
+        sets: Sequence[str],
+        priority: str | None,
+        namespace: str,
+        fleet: Path | None,
+        origin: Run | None,
+        iteration: int,
+    ) -> "Submission":
+        """Plan the submission of a run; the cluster is not asked.
+
+        Args:
+            pipeline: of the run.
+            run: the name.
+            store: where its pods commit artifacts.
+            config: the file with its settings.
+            sets: assignments of settings.
+            priority: the priority class of its queued stages.
+            namespace: where the workflow will be created.
+            fleet: the manifest of a Dynamo graph, which is to make the rollouts.
+            origin: the run from which it starts.
+            iteration: the one of `origin` at whose end it starts.
+
+        Raises:
+            UserError: a setting or the manifest is wrong, or the origin lacks the iteration.
+        """
+        graph: JsonObject | None = None
+        fleet_sets: list[str] = []
+        if fleet:
+            graph = render_graph(
+                read_yaml_documents("manifest", fleet),
+                namespace=namespace,
+                labels={RUN_LABEL: run},
+            )
+            address = "dynamo://{name}.{namespace}".format(**graph["metadata"])
+            fleet_sets = ["engine.name=endpoint", f"engine.fleet={address}"]
+        # The user's assignments come last, so that they win.
+        settings = pipeline.configure(config, fleet_sets + list(sets))
+        workflow = (
+            begin_workflow(pipeline, settings, origin, iteration)
+            if origin
+            else pipeline.build(settings)
+        )
+        if graph:
+            add_graph_end(workflow, settings.cluster)  # type: ignore[attr-defined]
+        limits = find_limits(settings, workflow, read_pods(settings))
+        prepared = prepare_workflow(
+            workflow, run=run, store=store, namespace=namespace, priority=priority
+        )
+        return cls(run, settings, prepared, graph, origin, limits)
+
+    def check(self, cluster: Connection) -> list[UserError]:
+        """Check that a cluster has all that the run needs, and return warnings of possible waits.
+
+        Raises:
+            UserError: it lacks something; the notes of the error are what else it lacks.
+            Retryable: the API server is in trouble.
+        """
+        if self.graph:
+            find_api_version(cluster)
+        check_cluster(cluster, self.workflow)
+        return list(find_queue_warnings(cluster, self.workflow))
+
+    def check_name(self, cluster: Connection) -> None:
+        """Raise UserError if the run's name stands for another run on the cluster."""
+        prepare_resumption(self.workflow, list_workflows(cluster, self.run), self.run)
+
+    def record_origin(self) -> None:
+        """Write into the store of a fork from which run it starts; do nothing for other runs."""
+        if self.origin:
+            record_fork(self.run, self.workflow, self.origin, self.settings)
+
+    def create(self, cluster: Connection, tell: Callable[[str], object]) -> str:
+        """Create the workflow, after its graph is ready, and return its name.
+
+        Args:
+            cluster: as `check` has checked it.
+            tell: prints the progress of the graph.
+
+        Raises:
+            UserError: the run is active, or its name stands for other settings.
+            Retryable: the graph did not become ready, or the API server is in trouble.
+        """
+        self.record_origin()
+
+        def create() -> str:
+            return create_workflow(cluster, self.workflow, self.run)
+
+        if self.graph is None:
+            return create()
+        name = bring_up(cluster, self.graph, create, tell=tell)
+        assert name
+        return name
