@@ -82,7 +82,7 @@ def show_weights(run: Run) -> None:
         mark = " latest" if entry is held[-1] else ""
         rows.append(
             (
-                f"{entry.manifest.facts['version']}{mark}",
+                f"{entry.version}{mark}",
                 entry.key,
                 entry.manifest.digest.removeprefix("sha256:")[:12],
                 format_size(sum(f.size for n, f in files.items() if n.startswith("model/"))),

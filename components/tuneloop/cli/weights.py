@@ -191,8 +191,8 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
 
     run.refresh(all_iterations=True)
     held = run.checkpoints
-    if not (chosen := [e for e in held if version in (None, e.manifest.facts["version"])]):
-        versions = ", ".join(str(e.manifest.facts["version"]) for e in held) or "none"
+    if not (chosen := [e for e in held if version in (None, e.version)]):
+        versions = ", ".join(str(e.version) for e in held) or "none"
         raise UserError("version", version, f"is not in this run; versions: {versions}")
     bad = 0
     for entry in chosen:
@@ -200,7 +200,7 @@ def _verify_checkpoints(run: "Run", version: int | None) -> int:
         checked = [one for each in (entry, state) if each for one in verify_artifact(run, each)]
         wrong = [c for c in checked if not c.is_unchanged]
         bad += len(wrong)
-        at = f"version {entry.manifest.facts['version']}  {entry.key}"
+        at = f"version {entry.version}  {entry.key}"
         typer.echo(f"{at}: {len(checked) - len(wrong)}/{len(checked)} files as committed")
         for c in wrong:
             what = (

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 from pydantic import BaseModel
+from typing_extensions import TypeVar
 
 from tuneloop.core.artifacts import (
     MANIFEST,
@@ -40,9 +41,14 @@ class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
         return cls.flags or tuple(cls.model_fields)
 
 
+StageParams = TypeVar("StageParams", default=Any)
+
+
 @dataclasses.dataclass
-class Stage:
+class Stage(Generic[StageParams]):
     """What a stage's function is given of the run it is part of.
+
+    A function that reads parameters of the stage names them by a protocol, as in ``Stage[RetentionParams]``.
 
     Attributes:
         out: the directory for output files, shared by all ranks of a machine, and by all machines on a shared volume.
@@ -55,7 +61,7 @@ class Stage:
     """
 
     name: str
-    params: Params
+    params: StageParams
     out: Path
     out_url: str
     attempt: str
@@ -84,9 +90,8 @@ class Stage:
 
     def seed(self, purpose: str, *index: int | str) -> int:
         """Derive the seed of a named stream, from the stage's ``seed`` parameter (and ``iteration``, if it has one)."""
-        return derive_seed(
-            getattr(self.params, "seed", 0), purpose, getattr(self.params, "iteration", 0), *index
-        )
+        params = vars(self.params)
+        return derive_seed(params.get("seed", 0), purpose, params.get("iteration", 0), *index)
 
     def metric(self, step: int, **values: float) -> None:
         """Append one row to ``metrics.jsonl``. No times in here: the file is part of the digest."""

@@ -13,6 +13,7 @@ from tuneloop.core.artifacts import Artifact, Role
 from tuneloop.core.component import UNTRACKED, Component, Results, Stage, component
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.model_files import read_vocabulary_size
 from tuneloop.formats.rollouts import (
     Completion,
@@ -178,7 +179,7 @@ def generate_completions(
     weakest = min(proofs, key=lambda proof: (proof.is_by_tensors, -proof.mean))
     given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     stage.facts.update(
-        version=policy.manifest.facts["version"],
+        version=VersionFacts.read(policy).version,
         digest=policy.manifest.digest,
         engine=engine.name,
         sampling={**given, "n": job.n, "top_p": 1.0, "top_k": -1},
@@ -219,7 +220,7 @@ def measure_staleness(
 ) -> dict[str, float]:
     """Measure how many versions the tokens are older than the policy: ``max``, ``mean``, and the `bound`. Raises
     StaleWeights: some are older than the bound, or newer than the policy."""
-    want = policy.manifest.facts["version"]
+    want = VersionFacts.read(policy).version
     each = [v for group in completions for c in group for v in get_versions(c)]
     if not each or not want - bound <= min(each) <= max(each) <= want:
         raise StaleWeights(

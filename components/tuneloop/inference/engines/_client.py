@@ -22,6 +22,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import Retryable, UserError
 from tuneloop.core.http import POLL_S, Response, Unanswered
 from tuneloop.core.json_types import JsonObject
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._connection import Lost, open_answer, read_message, read_messages
@@ -259,7 +260,7 @@ class Client:
         if self.sleeps:
             self._json("POST", "/wake_up", {})
         served = self._json("GET", "/version")
-        wanted = policy.manifest.facts["version"], policy.manifest.digest
+        wanted = VersionFacts.read(policy).version, policy.manifest.digest
         if force or (served["version"], served["digest"]) != wanted:
             request = {"ref": policy.ref, "version": wanted[0], "force": force}
             request |= {"keep_s": self.keep_s} if self.keep_s else {}

@@ -22,6 +22,7 @@ from tuneloop.core.artifacts import Artifact
 from tuneloop.core.errors import UserError
 from tuneloop.core.json_types import JsonMapping, JsonObject
 from tuneloop.core.processor import check_processor
+from tuneloop.formats.facts import VersionFacts
 from tuneloop.formats.rollouts import Completion, Request
 from tuneloop.inference.engines import Done, Engine, Sampling, TensorProof
 from tuneloop.inference.engines._client import Client
@@ -136,7 +137,7 @@ class Vllm:
 
     def load(self, policy: Artifact, *, force: bool = False) -> None:
         """Serve `policy`. Raises UserError: vLLM is absent or refuses an argument, or runs another architecture."""
-        wanted = policy.manifest.facts["version"], policy.manifest.digest
+        wanted = VersionFacts.read(policy).version, policy.manifest.digest
         if (self.version, self.digest) != wanted or force:
             self.change(policy.part("model"), *wanted)
 
